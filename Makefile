@@ -1,0 +1,52 @@
+# Every target sets up what it needs; `make train` and `make test` are the two to know.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+RUN    ?= runs/$(shell date +%Y-%m-%d_%H-%M-%S)
+PIP    := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --constraint requirements/lock.txt
+
+.PHONY: help setup train test lab notebooks lint format lock address clean
+
+help:
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
+
+$(VENV)/train-is-ready: pyproject.toml requirements/lock.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --editable '.[notebooks,train,tpu-compile]'
+	touch $@
+
+$(VENV)/test-is-ready: $(VENV)/train-is-ready
+	$(PIP) --editable '.[notebooks,train,tpu-compile,gpu-compile,test]'
+	touch $@
+
+setup: $(VENV)/test-is-ready ## everything a contributor needs, in .venv
+
+train: $(VENV)/train-is-ready ## train Llama 3 on real text through notebook 07, headless; results in runs/<time>/
+	mkdir -p $(RUN)
+	$(BIN)/python -m papermill notebooks/07_train_llama3.ipynb $(RUN)/07_train_llama3.ipynb \
+	    --cwd notebooks --kernel python3 --parameters output_dir $(abspath $(RUN)) $(PARAMETERS)
+	@echo "Results, figures and training checkpoints: $(RUN)"
+
+test: $(VENV)/test-is-ready ## everything CI runs: lint, types, tests, notebooks
+	$(MAKE) lint
+	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=600 -p no:python \
+	    --nbval-sanitize-with tests/nbval_sanitize.cfg notebooks
+
+lab: $(VENV)/train-is-ready ## open the notebooks in JupyterLab
+	$(BIN)/jupyter lab --notebook-dir=notebooks
+
+notebooks: $(VENV)/test-is-ready ## run every notebook from a fresh kernel and store its outputs
+	$(BIN)/python tests/run_notebooks.py $(NB)
+
+lint: $(VENV)/test-is-ready ## ruff and pyrefly, notebooks included
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+format: $(VENV)/test-is-ready ## rewrite what ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove what make made, but not runs/
+	rm -rf $(VENV) build .pytest_cache .ruff_cache src/*.egg-info
