@@ -61,10 +61,14 @@ class LlamaConfig:
                 f"same number of query heads. Choose n_kv_heads among the divisors of {self.n_heads}."
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd, but RoPE rotates pairs of channels: choose an even head_dim.")
+            raise ValueError(
+                f"head_dim={self.head_dim} is odd, but RoPE rotates pairs of channels: choose an even head_dim."
+            )
         for name in ("param_dtype", "compute_dtype"):
             if not jnp.issubdtype(getattr(self, name), jnp.floating):
-                raise ValueError(f"{name}={getattr(self, name)} is not a floating type: use jnp.bfloat16 or jnp.float32.")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} is not a floating type: use jnp.bfloat16 or jnp.float32."
+                )
 
     def replace(self, **changes: Any) -> "LlamaConfig":
         """A copy with some fields changed, validated again. Raises TypeError for a field that does not exist."""
@@ -146,7 +150,12 @@ def _from_hf_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     family = hf.get("model_type")
     if family not in ("llama", "qwen3"):
         raise ValueError(f"model_type={family!r} in config.json: this package computes 'llama' and 'qwen3' models.")
-    for name, plain in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"), ("use_sliding_window", False)):
+    for name, plain in (
+        ("attention_bias", False),
+        ("mlp_bias", False),
+        ("hidden_act", "silu"),
+        ("use_sliding_window", False),
+    ):
         if hf.get(name, plain) != plain:
             raise ValueError(f"{name}={hf[name]!r} in config.json: only {name}={plain!r} is computed here.")
     rope = hf.get("rope_parameters") or {}  # transformers 5 moved theta and scaling in here

@@ -32,7 +32,9 @@ class Policy:
                 raise TypeError(f"Policy({field}={names!r}): expected a tuple of names, such as {field}=('attn',).")
             object.__setattr__(self, field, tuple(names))
         if both := set(self.save) & set(self.offload):
-            raise ValueError(f"Policy: {sorted(both)} cannot be both saved on the device and offloaded; choose one list.")
+            raise ValueError(
+                f"Policy: {sorted(both)} cannot be both saved on the device and offloaded; choose one list."
+            )
         if self.save_all_but and (self.save or self.offload):
             raise ValueError("Policy: save_all_but stands alone; list what to keep in save= and offload= instead.")
 
@@ -105,7 +107,9 @@ def _lookup(remat: str | Policy | None) -> Policy | Callable[..., Any] | None:
             "Callables are not taken: newer JAX treats a hand-written policy as 'recompute everything', silently."
         )
     if remat not in POLICIES:
-        raise ValueError(f"no remat policy is called {remat!r}. Known: {', '.join(POLICIES)}; or llamem.Policy(save=(...)).")
+        raise ValueError(
+            f"no remat policy is called {remat!r}. Known: {', '.join(POLICIES)}; or llamem.Policy(save=(...))."
+        )
     return POLICIES[remat]
 
 

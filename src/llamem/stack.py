@@ -72,7 +72,9 @@ def stack_layers(layers: list[Any]) -> Any:
     Raises ValueError for an empty list: without a layer there is nothing to take the shapes from.
     """
     if not layers:
-        raise ValueError("stack_layers([]): there is no layer to take shapes from; build leaves of shape [0, ...] instead.")
+        raise ValueError(
+            "stack_layers([]): there is no layer to take shapes from; build leaves of shape [0, ...] instead."
+        )
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
@@ -100,9 +102,7 @@ def _nest(body: Callable, x: Any, xs: Any, n_layers: int, remat: str | Policy | 
     groups = group_count(n_layers)
     grouped = jax.tree.map(lambda a: a.reshape(groups, n_layers // groups, *a.shape[1:]), xs)
     # The group keeps its input alone. A policy that saved more out here would save it for all L layers at once.
-    group = checkpoint(
-        lambda x, xs: jax.lax.scan(checkpoint(body, remat), x, xs), None if remat is None else "nothing"
-    )
+    group = checkpoint(lambda x, xs: jax.lax.scan(checkpoint(body, remat), x, xs), None if remat is None else "nothing")
     x, outs = jax.lax.scan(group, x, grouped)
     return x, jax.tree.map(lambda a: a.reshape(n_layers, *a.shape[2:]), outs)
 
