@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax.experimental import checkify
 from jaxtyping import Array, Float, Int
 
-from llamem.linear_softmax import Softmax, per_token, token_tiled
+from llamem.linear_softmax import loss_rows, summed_loss
+from llamem.softmax_tiles import Softmax
 
 __all__ = ["tiled_cross_entropy", "tiled_logprobs"]
 
@@ -21,6 +22,7 @@ def tiled_cross_entropy(
     weights: Float[Array, "*batch"] | None = None,
     bias: Float[Array, " V"] | None = None,
     num_tiles: int | Literal["auto"] = "auto",
+    axis: str = "tokens",
     reduction: Literal["mean", "sum", "none"] = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -34,6 +36,7 @@ def tiled_cross_entropy(
         num_tiles = max(1, -(-targets.size // 1024))
     cfg = Softmax(
         num_tiles=num_tiles,
+        axis=axis,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
         softcap=logit_softcap,
@@ -47,13 +50,14 @@ def tiled_cross_entropy(
 def _reduced(cfg, reduction, ignore_index, hidden, head, bias, targets, weights):
     x_ND = hidden.reshape(-1, hidden.shape[-1])
     targets_N, weights_N = _mask(x_ND, targets, weights, ignore_index, head.shape[0])
-    if reduction == "none":
-        loss_N = per_token(cfg, x_ND, head, bias, targets_N)["loss"]
-        return jnp.where(weights_N == 0, 0, weights_N * loss_N).reshape(targets.shape)
     if reduction == "mean":
         total = jnp.sum(weights_N)
         weights_N = weights_N / jnp.where(total == 0, 1, total)
-    return token_tiled(cfg, x_ND, head, bias, targets_N, weights_N)[0]
+    if reduction == "none" or cfg.axis == "vocab":
+        loss_N = loss_rows(cfg, x_ND, head, bias, targets_N)["loss"]
+        loss_N = jnp.where(weights_N == 0, 0, weights_N * loss_N)
+        return loss_N.reshape(targets.shape) if reduction == "none" else jnp.sum(loss_N)
+    return summed_loss(cfg, x_ND, head, bias, targets_N, weights_N)[0]
 
 
 def _mask(x_ND, targets, weights, ignore_index, vocab):
