@@ -173,6 +173,13 @@ def test_corpus_holds_every_document_once_and_holds_whole_ones_out(folder, tmp_p
     assert 0.1 < sum(map(len, heldout)) / sum(map(len, train + heldout)) <= 0.2
 
 
+def test_something_is_held_out_even_where_every_document_is_large(tmp_path):
+    for i, text in enumerate(["a" * 300, "b" * 200, "c" * 400]):
+        (tmp_path / f"{i}.txt").write_text(text)
+    corpus = load_corpus(tmp_path, ByteTokenizer(), heldout_fraction=0.1, cache_dir=tmp_path / "cache")
+    assert len(corpus.heldout) == 202 and set(corpus.heldout[1:-1]) == {ord("b")} and len(corpus.train) == 704
+
+
 def test_a_single_document_gives_up_its_end(tmp_path):
     (tmp_path / "book.txt").write_text("".join(f"line {i}\n" for i in range(100)))
     corpus = load_corpus(tmp_path / "book.txt", ByteTokenizer(), heldout_fraction=0.1, cache_dir=tmp_path / "cache")
