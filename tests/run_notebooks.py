@@ -1,0 +1,94 @@
+"""Run notebooks from a fresh kernel and store their outputs in place: `python tests/run_notebooks.py [NUMBER ...]`.
+
+Without a number all of them. A notebook that fails keeps its stored outputs; what it got to lies in build/ for a look.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
+
+ROOT = Path(__file__).resolve().parent.parent
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+# What editors and runners leave behind: differences without a meaning, and on GitHub "Invalid Notebook" for widgets.
+NOISE = {"papermill", "widgets", "execution", "colab", "vscode", "ExecuteTime", "toc", "accelerator", "gpuClass"}
+
+
+def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """The notebook without what differs from run to run or does not display, in place."""
+    notebook.metadata = nbformat.from_dict(
+        {
+            "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
+            "language_info": {"name": "python"},
+        }
+    )
+    for cell in notebook.cells:
+        for name in NOISE & set(cell.metadata):
+            del cell.metadata[name]
+        if not cell.metadata.get("tags", True):
+            del cell.metadata["tags"]
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if WIDGET_VIEW not in output.get("data", {})]
+    return notebook
+
+
+def run(path: Path) -> str:
+    """Run one notebook and store it; a line on how it went."""
+    notebook = nbformat.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    client = NotebookClient(
+        notebook,
+        timeout=None,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+        coalesce_streams=True,
+        store_widget_state=False,
+        record_timing=False,
+    )
+    start = time.monotonic()
+    try:
+        client.execute()
+    except CellExecutionError as error:
+        (ROOT / "build").mkdir(exist_ok=True)
+        nbformat.write(notebook, ROOT / "build" / path.name)
+        raise RuntimeError(f"{path.name} failed and was not stored; see build/{path.name}.\n{error}") from None
+    seconds = time.monotonic() - start
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    nbformat.write(clean(notebook), unfinished)
+    os.replace(unfinished, path)
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / (2**20 if sys.platform == "linux" else 2**30)
+    return f"{path.name}: {seconds:.0f} s, peak {peak:.1f} GiB, {path.stat().st_size / 2**20:.2f} MiB"
+
+
+def main(numbers: list[str]) -> int:
+    """Run the chosen notebooks one after the other; the exit status says whether all went well."""
+    paths = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    unknown = [number for number in numbers if not any(path.name.startswith(f"{number}_") for path in paths)]
+    if unknown:
+        print(f"There is no notebook {unknown[0]!r}. There are: {', '.join(path.name for path in paths)}.")
+        return 2
+    failed = False
+    # One process for each notebook, so that its children's peak memory is that notebook's own.
+    with ProcessPoolExecutor(max_workers=1, max_tasks_per_child=1) as pool:
+        for path in paths:
+            if numbers and path.name[:2] not in numbers:
+                continue
+            try:
+                print(pool.submit(run, path).result(), flush=True)
+            except RuntimeError as error:
+                failed = True
+                print(error, flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
