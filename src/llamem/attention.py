@@ -1,8 +1,8 @@
-"""Causal grouped-query attention, one function over several programs: XLA's, tiled over queries, Splash (TPU), cuDNN (GPU)."""
+"""Causal grouped-query attention: one function over XLA's program, a tiled one, Splash (TPU) and cuDNN (GPU)."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,14 @@ def attention(
 ) -> Float[Array, "B T H h"]:
     """Softmax attention in which a query at position p sees the keys at positions 0..p.
 
-    Each of the K key/value heads serves H / K query heads. Scores and softmax are f32. `q_positions` are the queries' places
-    among the S keys, `[T]` or `[B, T]`; by default 0..T-1, with T = S.
+    Each of the K key/value heads serves H / K query heads. Scores and softmax are f32. `q_positions` are the queries'
+    places among the S keys, `[T]` or `[B, T]`; by default 0..T-1, with T = S.
 
-    `implementation`: "xla" keeps the scores `[B, H, T, S]`; "tiled" keeps them for a tile of queries at a time and recomputes
-    them in the backward pass, so its memory is linear in T; "splash" is JAX's Pallas kernel for TPUs, "cudnn" NVIDIA's flash
-    attention through `jax.nn.dot_product_attention` (bf16 or f16). "auto": Splash on (or compiling for) a TPU where T is a
-    multiple of 512, else "tiled" for more than 1,024 queries, else "xla". Raises ValueError where the named one cannot do it.
+    `implementation`: "xla" keeps the scores `[B, H, T, S]`; "tiled" keeps them for a tile of queries at a time and
+    recomputes them in the backward pass, so its memory is linear in T; "splash" is JAX's Pallas kernel for TPUs,
+    "cudnn" NVIDIA's flash attention through `jax.nn.dot_product_attention` (bf16 or f16). "auto": Splash on (or
+    compiling for) a TPU where T is a multiple of 512, else "tiled" for more than 1,024 queries, else "xla". Raises
+    ValueError where the named one cannot do it.
     """
     T, S = q_BTHh.shape[1], k_BSKh.shape[1]
     whole = q_positions is None
@@ -63,7 +64,8 @@ def _choose(T: int, whole: bool) -> Implementation:
 
 
 def _compiling_for_tpu() -> bool:
-    # A program for an absent chip is traced under that chip's abstract mesh; otherwise the default device is the target.
+    # A program for an absent chip is traced under that chip's abstract mesh; otherwise the default device is the
+    # target.
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return "TPU" in device.device_kind if device else jax.default_backend() == "tpu"
 
@@ -92,7 +94,7 @@ def _tiled(q_BTHh: Array, k_BSKh: Array, v_BSKh: Array, positions_BT: Array) -> 
 
 
 def _splash(q_BTHh: Array, k_BSKh: Array, v_BSKh: Array) -> Array:
-    B, T, H, h = q_BTHh.shape
+    T, H, h = q_BTHh.shape[1:]
     if T % SPLASH_BLOCK:
         raise ValueError(
             f"Splash attention needs T to be a multiple of {SPLASH_BLOCK}, got T={T}: pad, or use 'tiled'."
@@ -107,11 +109,11 @@ def _splash_kernel(n_heads: int, T: int) -> Callable[..., Array]:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    sizes = {
-        field.name: SPLASH_BLOCK for field in dataclasses.fields(kernels.BlockSizes) if field.name.startswith("block_")
-    }
-    return kernels.make_splash_mha_single_device(
+    fields = dataclasses.fields(kernels.BlockSizes)
+    sizes: dict[str, Any] = {field.name: SPLASH_BLOCK for field in fields if field.name.startswith("block_")}
+    return kernels.make_splash_mha_single_device(  # pyrefly: ignore[bad-return]
         masks.MultiHeadMask([masks.CausalMask((T, T))] * n_heads),
         block_sizes=kernels.BlockSizes(**sizes),
-        residual_checkpoint_name="attn",  # a policy that saves "attn" then spares the backward pass the kernel's forward
+        # A policy that saves "attn" then spares the backward pass the kernel's forward.
+        residual_checkpoint_name="attn",
     )

@@ -29,8 +29,8 @@ class RopeScaling:
 class LlamaConfig:
     """The architecture of one model; frozen, so that it can be closed over, compared and hashed.
 
-    Lengths count elements: `d_model` (D), `vocab_size` (V), `n_layers` (L), `n_heads` (H), `n_kv_heads` (K), `d_ff` (F).
-    `param_dtype` is what weights are stored in, `compute_dtype` what matrix products read.
+    Lengths count elements: `d_model` (D), `vocab_size` (V), `n_layers` (L), `n_heads` (H), `n_kv_heads` (K), `d_ff`
+    (F). `param_dtype` is what weights are stored in, `compute_dtype` what matrix products read.
     """
 
     vocab_size: int = 128_256
@@ -57,7 +57,8 @@ class LlamaConfig:
         _check_count("n_layers", self.n_layers, at_least=0)
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
-                f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}: every key/value head serves the "
+                f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}: every key/value head "
+                f"serves the "
                 f"same number of query heads. Choose n_kv_heads among the divisors of {self.n_heads}."
             )
         if self.head_dim % 2:
@@ -94,7 +95,7 @@ class LlamaConfig:
 
     @classmethod
     def from_name(cls, name: str, **changes: Any) -> "LlamaConfig":
-        """A published architecture by name, for example `"llama3.2-1b"`. Raises ValueError that lists the known names."""
+        """A published architecture by name, such as `"llama3.2-1b"`. Raises ValueError that lists the known names."""
         if name not in PRESETS:
             raise ValueError(f"no preset is called {name!r}. Known: {', '.join(PRESETS)}.")
         return PRESETS[name].replace(**changes)
@@ -103,7 +104,8 @@ class LlamaConfig:
     def from_hf(cls, config: Mapping[str, Any] | str | pathlib.Path, **changes: Any) -> "LlamaConfig":
         """From a Hugging Face `config.json`: its content, its path, or its folder. Llama and Qwen3 dense.
 
-        Raises ValueError where the file describes what this package does not compute, rather than compute something else.
+        Raises ValueError where the file describes what this package does not compute, rather than compute something
+        else.
         """
         if not isinstance(config, Mapping):
             path = pathlib.Path(config)

@@ -1,4 +1,4 @@
-"""Llama 3 in flax nnx: embedding, L equal blocks whose parameters are stacked once, a norm, a head `[V, D]`, tied or not."""
+"""Llama 3 in flax nnx: embedding, L blocks whose parameters are stacked once, a norm, a head `[V, D]`, tied or not."""
 
 import dataclasses
 import math
@@ -74,7 +74,7 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: Float[Array, "B T D"], rope: tuple[Array, Array], implementation: Implementation = "auto"
     ) -> Float[Array, "B T D"]:
-        """The layer over a whole sequence. Its activations are named for `llamem.Policy`; `model.ACTIVATIONS` lists them."""
+        """The layer over a whole sequence; `ACTIVATIONS` lists the names it gives for `llamem.Policy`."""
         x_BTD = checkpoint_name(x_BTD, "block_in")
         attn_BTHh = attention(*self.qkv(x_BTD, rope), implementation=implementation)
         return self.finish(x_BTD, checkpoint_name(attn_BTHh, "attn"))
@@ -92,7 +92,7 @@ class Block(nnx.Module):
         return checkpoint_name(q_BTHh, "q"), checkpoint_name(k_BTKh, "k"), checkpoint_name(v_BTKh, "v")
 
     def finish(self, x_BTD: Float[Array, "B T D"], attn_BTHh: Float[Array, "B T H h"]) -> Float[Array, "B T D"]:
-        """What follows attention: its output projection and the SwiGLU feed-forward, each added to the residual stream."""
+        """What follows attention: output projection and SwiGLU feed-forward, each added to the residual stream."""
         attn_out_BTD = jnp.einsum("BTHh,HhD->BTD", attn_BTHh, self._compute(self.wo))
         x_BTD = x_BTD + checkpoint_name(attn_out_BTD, "attn_out")
         y_BTD = rms_norm(x_BTD, self.mlp_norm[...], self.config.norm_eps)
@@ -121,8 +121,8 @@ class KVCache:
 class Llama(nnx.Module):
     """A Llama-shaped language model.
 
-    `mode`, `remat` (see `apply_stack`) and `attention` (see `attention.attention`) choose how it is computed, never what.
-    Rematerialisation applies while training: `model.eval()` turns it off, `model.train()` on again.
+    `mode`, `remat` (see `apply_stack`) and `attention` (see `attention.attention`) choose how it is computed, never
+    what. Rematerialisation applies while training: `model.eval()` turns it off, `model.train()` on again.
     """
 
     def __init__(
@@ -159,7 +159,8 @@ class Llama(nnx.Module):
     def hidden(self, tokens_BT: Int[Array, "B T"], *, return_hidden: bool = False) -> Any:
         """The last layer's output after the final norm, `[B, T, D]`: what the loss multiplies with the head.
 
-        With `return_hidden=True` also `[L + 1, B, T, D]`, what entered each layer and what left the last, before the norm.
+        With `return_hidden=True` also `[L + 1, B, T, D]`, what entered each layer and what left the last, before the
+        norm.
         Raises ValueError for sequences beyond `config.max_seq_len`. A token id outside the vocabulary gives NaN.
         """
         self._check_length(tokens_BT.shape[1])
@@ -227,8 +228,9 @@ class Llama(nnx.Module):
         return jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, preferred_element_type=jnp.float32)
 
     def _check_length(self, T: int) -> None:
-        if T > self.config.max_seq_len:
+        if self.config.max_seq_len < T:
             raise ValueError(
-                f"a sequence of {T} tokens is longer than this model's max_seq_len={self.config.max_seq_len}: RoPE was not "
+                f"a sequence of {T} tokens is longer than this model's max_seq_len={self.config.max_seq_len}: RoPE "
+                f"was not "
                 "set up for such positions. Shorten the sequence, or config.replace(max_seq_len=..., rope_scaling=...)."
             )

@@ -1,6 +1,7 @@
 """Which activations are kept for the backward pass: policies by name, over activations that have names.
 
-JAX accepts a misspelled name without a word and then recomputes everything. Here a name that no layer produces is an error.
+JAX accepts a misspelled name without a word and then recomputes everything. Here a name that no layer produces is an
+error.
 """
 
 import dataclasses
@@ -17,8 +18,8 @@ _JAX = jax.checkpoint_policies
 class Policy:
     """What one rematerialised layer keeps, as data: names given with `jax.ad_checkpoint.checkpoint_name`.
 
-    `save` stays on the device, `offload` goes to host memory (`pinned_host`), `save_all_but` keeps every *named* activation
-    except these. All that is not named is recomputed. Raises ValueError for a name in two lists.
+    `save` stays on the device, `offload` goes to host memory (`pinned_host`), `save_all_but` keeps every *named*
+    activation except these. All that is not named is recomputed. Raises ValueError for a name in two lists.
     """
 
     save: tuple[str, ...] = ()
@@ -62,8 +63,8 @@ POLICIES: dict[str, Policy | Callable[..., Any]] = {
 def checkpoint(fn: Callable, remat: str | Policy | None) -> Callable:
     """`jax.checkpoint(fn)` under a policy; `fn` itself where `remat` is None.
 
-    Raises ValueError for an unknown policy name and TypeError for a callable: hand-written policies, and factories passed
-    without being called, are silently taken for something else by one JAX version or another.
+    Raises ValueError for an unknown policy name and TypeError for a callable: hand-written policies, and factories
+    passed without being called, are silently taken for something else by one JAX version or another.
     """
     if remat is None:
         return fn
@@ -75,10 +76,10 @@ def check_names(remat: str | Policy | None, jaxpr: jex_core.ClosedJaxpr, what: s
     policy = _lookup(remat)
     if not isinstance(policy, Policy) or not policy.names:
         return
-    produced = set(names_in(jaxpr.jaxpr))
-    if unknown := policy.names - produced:
+    produced = sorted(set(names_in(jaxpr.jaxpr)))
+    if unknown := sorted(policy.names.difference(produced)):
         raise ValueError(
-            f"remat policy {remat!r} mentions {sorted(unknown)}, but {what} produces only {sorted(produced) or 'no names'}. "
+            f"remat policy {remat!r} mentions {unknown}, but {what} produces {produced or 'no names'}. "
             "JAX would recompute everything without a word. Correct the name, or give it: "
             "`y = checkpoint_name(y, 'name')` (the result must be used; naming is an identity operation)."
         )

@@ -1,4 +1,4 @@
-"""One layer to L layers, in one call: scanned, unrolled or nested, with rematerialisation. Model authors see one function."""
+"""One layer to L layers in one call: scanned, unrolled or nested, with rematerialisation."""
 
 import math
 from collections.abc import Callable
@@ -25,17 +25,18 @@ def apply_stack(
 ) -> Any:
     """Applies L layers to `x`: `layer(params, x)`, or `layer(params, x, inputs)` where `per_layer` is given.
 
-    Shapes: every leaf of `stacked` and of `per_layer` has the layers as its first axis, `[L, ...]`; L may be 0. `x` is any
-    pytree, and a layer returns one of the same shapes and types (`(x, aux)` with `has_aux=True`).
+    Shapes: every leaf of `stacked` and of `per_layer` has the layers as its first axis, `[L, ...]`; L may be 0. `x` is
+    any pytree, and a layer returns one of the same shapes and types (`(x, aux)` with `has_aux=True`).
 
-    `mode`: "scan" compiles one layer and loops, "unroll" repeats it L times in the program, "nested" scans over about sqrt(L)
-    groups of layers and rematerialises groups as well as layers, for one more forward pass. `remat`: None, a name from
-    `llamem.POLICIES` or a `llamem.Policy`. Neither changes a value; both change what is stored for the backward pass.
-    Unrolled, the last layer is left as it is: its backward pass begins at once, so recomputing it saves nothing.
+    `mode`: "scan" compiles one layer and loops, "unroll" repeats it L times in the program, "nested" scans over about
+    sqrt(L) groups of layers and rematerialises groups as well as layers, for one more forward pass. `remat`: None, a
+    name from `llamem.POLICIES` or a `llamem.Policy`. Neither changes a value; both change what is stored for the
+    backward pass. Unrolled, the last layer is left as it is: its backward pass begins at once, so recomputing it saves
+    nothing.
 
-    Returns `x`, then (if asked) `aux` stacked to `[L, ...]`, then (if asked) the hidden states `[L + 1, ...]`: what entered
-    each layer, and the result. Raises ValueError for unequal L, unknown modes and unknown names in a policy, TypeError for a
-    layer that changes the shape or type of `x`.
+    Returns `x`, then (if asked) `aux` stacked to `[L, ...]`, then (if asked) the hidden states `[L + 1, ...]`: what
+    entered each layer, and the result. Raises ValueError for unequal L, unknown modes and unknown names in a policy,
+    TypeError for a layer that changes the shape or type of `x`.
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; the system answered is SkyRL tx.
     """
     if mode not in ("scan", "unroll", "nested"):
@@ -84,7 +85,7 @@ def unstack_layers(stacked: Any) -> list[Any]:
 
 
 def group_count(n_layers: int) -> int:
-    """The number of groups G, among the divisors of L, that stores fewest layer inputs: G + L / G, least near sqrt(L)."""
+    """The number of groups G, among the divisors of L, that stores fewest layer inputs, G + L / G."""
     divisors = [g for g in range(1, n_layers + 1) if n_layers % g == 0]
     return min(divisors, key=lambda g: (g + n_layers // g, abs(g - math.sqrt(n_layers))))
 
