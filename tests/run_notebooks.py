@@ -3,13 +3,13 @@
 Without a number all of them. A notebook that fails keeps its stored outputs; what it got to lies in build/ for a look.
 """
 
-import json
 import os
 import resource
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
@@ -41,7 +41,7 @@ def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 def run(path: Path) -> str:
     """Run one notebook and store it; a line on how it went."""
-    notebook = nbformat.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    notebook: Any = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
