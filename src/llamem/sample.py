@@ -27,10 +27,11 @@ def generate(
     tokens than `config.max_seq_len` in all.
     """
     if prompt_BT.shape[1] < 1 or max_new_tokens < 1:
-        raise ValueError(f"a prompt of {prompt_BT.shape[1]} tokens and {max_new_tokens} new ones: both must be at least
-        1.")
+        raise ValueError(
+            f"a prompt of {prompt_BT.shape[1]} tokens and {max_new_tokens} new ones: both must be at least 1."
+        )
     if temperature < 0 or not 0 < top_p <= 1:
-        raise ValueError(f"temperature={temperature} must not be negative, and top_p={top_p} lie above 0 and up to 1.")
+        raise ValueError(f"temperature={temperature} must be at least 0, and top_p={top_p} above 0 and at most 1.")
     if temperature > 0 and key is None:
         raise ValueError("drawing at a temperature above 0 needs a key: pass key=jax.random.key(0), or temperature=0.")
     cache = model.empty_cache(prompt_BT.shape[0], prompt_BT.shape[1] + max_new_tokens)
