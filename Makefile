@@ -12,11 +12,11 @@ help:
 
 $(VENV)/train-is-ready: pyproject.toml requirements/lock.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[notebooks,train,tpu-compile]'
+	$(PIP) --editable '.[lab,notebooks,train,tpu-compile]'
 	touch $@
 
 $(VENV)/test-is-ready: $(VENV)/train-is-ready
-	$(PIP) --editable '.[notebooks,train,tpu-compile,gpu-compile,test]'
+	$(PIP) --editable '.[lab,notebooks,train,tpu-compile,gpu-compile,test]'
 	touch $@
 
 setup: $(VENV)/test-is-ready ## everything a contributor needs, in .venv
@@ -47,6 +47,15 @@ lint: $(VENV)/test-is-ready ## ruff and pyrefly, notebooks included
 format: $(VENV)/test-is-ready ## rewrite what ruff can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+lock: $(VENV)/train-is-ready ## refresh requirements/lock.txt; UPGRADE=--upgrade moves every version, within requirements/pins.in
+	$(PIP) uv
+	$(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --no-annotate --no-header $(UPGRADE) \
+	    $(addprefix --extra ,lab notebooks train tpu-compile gpu-compile test parity) \
+	    --constraint requirements/pins.in --output-file requirements/lock.txt
+
+address: $(VENV)/train-is-ready ## write URL=https://github.com/OWNER/NAME and the version into badges, links, install lines
+	$(BIN)/python tests/set_address.py $(URL)
 
 clean: ## remove what make made, but not runs/
 	rm -rf $(VENV) build .pytest_cache .ruff_cache src/*.egg-info
