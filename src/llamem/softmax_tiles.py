@@ -8,14 +8,17 @@ through which pass is decided in `linear_softmax.py`.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
 from llamem.tiling import fold_tiles
 
-# Rows of a vocabulary tile. An unaligned tile makes the TPU compiler lay the head out anew: a copy of all of it.
+# Rows of tiles are multiples of these. An unaligned vocabulary tile makes the TPU compiler lay the head out anew: a
+# copy of all of it.
 VOCAB_ALIGN = 128
+TOKEN_ALIGN = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Softmax:
     z_loss: float = 0.0
     softcap: float | None = None
     scale: float = 1.0
+    head_tree: Any = None  # of a callable head; None: the leaves are a matrix [V, D] and, maybe, a bias [V]
     accumulate_dtype: Any = jnp.float32
     with_stats: bool = False
 
@@ -36,23 +40,59 @@ def matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
     """Matrix product in the operands' common type, accumulated and returned in float32 (or wider)."""
     dtype = jnp.result_type(a, b)
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a.astype(dtype), b.astype(dtype), dims, preferred_element_type=wide(dtype))
+    return lax.dot_general(a.astype(dtype), b.astype(dtype), dims, preferred_element_type=wide(a, b))
 
 
 def wide(*arrays: Any) -> Any:
     """The type of logits, losses and sums: float32, or wider if an array is."""
-    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+    return jnp.result_type(jnp.float32, *(a.dtype for a in arrays if jnp.issubdtype(a.dtype, jnp.floating)))
 
 
-def _logits(cfg: Softmax, x_ND: Array, head_VD: Array, bias_V: Array | None) -> Array:
-    logits_NV = matmul(x_ND, head_VD, (1, 1))
-    if bias_V is not None:
-        logits_NV += bias_V
-    if cfg.scale != 1.0:
-        logits_NV *= cfg.scale
-    if cfg.softcap is not None:
-        logits_NV = cfg.softcap * jnp.tanh(logits_NV / cfg.softcap)
-    return logits_NV
+def accumulator(cfg: Softmax, leaf: Array) -> Any:
+    """The type in which a leaf's gradient grows: `accumulate_dtype`, or float64 for a float64 leaf."""
+    return leaf.dtype if leaf.dtype == jnp.float64 else cfg.accumulate_dtype
+
+
+def _logits(cfg: Softmax, raw_NV: Array) -> Array:
+    logits_NV = raw_NV * cfg.scale if cfg.scale != 1.0 else raw_NV
+    return cfg.softcap * jnp.tanh(logits_NV / cfg.softcap) if cfg.softcap is not None else logits_NV
+
+
+def _project(cfg: Softmax, x_TD: Array, head: list, wanted: tuple) -> tuple[Array, Any]:
+    """Raw product `[T, V]`, and its pull-back: from a gradient `[T, V]` to the `wanted` ones, in float32."""
+    if cfg.head_tree is not None:
+        leaves = [i for i in wanted if i != "x"]
+
+        def call(x_TD: Array, chosen: list) -> Array:
+            full = [*head]
+            for i, leaf in zip(leaves, chosen, strict=True):
+                full[int(i)] = leaf
+            return cfg.head_tree.unflatten(full)(x_TD)
+
+        primals = (x_TD, [head[int(i)] for i in leaves])
+        if not wanted:
+            raw_TV = call(*primals)
+            return raw_TV.astype(wide(raw_TV)), None
+        raw_TV, pull_back = jax.vjp(call, *primals)
+
+        def pull(d_TV: Array) -> dict:
+            dx_TD, d_leaves = pull_back(d_TV.astype(raw_TV.dtype))
+            return {"x": dx_TD} | dict(zip(leaves, d_leaves, strict=True))
+
+        return raw_TV.astype(wide(raw_TV)), pull
+    head_VD, bias_V = (*head, None)[:2]
+    raw_TV = matmul(x_TD, head_VD, (1, 1))
+
+    def pull(d_TV: Array) -> dict:
+        grads = {"1": jnp.sum(d_TV, 0)} if "1" in wanted else {}
+        d_TV = d_TV.astype(jnp.result_type(x_TD, head_VD))
+        if "x" in wanted:
+            grads["x"] = matmul(d_TV, head_VD, (1, 0))
+        if "0" in wanted:
+            grads["0"] = matmul(d_TV, x_TD, (0, 0))
+        return grads
+
+    return raw_TV if bias_V is None else raw_TV + bias_V, pull
 
 
 def _rows(cfg: Softmax, lse_N: Array, target_N: Array, mean_N: Any, stats: dict) -> dict:
@@ -81,18 +121,21 @@ def _raw_gradient(cfg: Softmax, vocab: int, z_NV: Array, p_NV: Array, lse_N: Arr
 
 
 def token_pass(
-    cfg: Softmax, x_ND: Array, head_VD: Array, bias_V: Array | None, targets_N: Array, w_N: Array, wanted: tuple = ()
+    cfg: Softmax, x_ND: Array, head: list, targets_N: Array, w_N: Array, wanted: tuple = ()
 ) -> tuple[Array, dict, dict]:
     """Over tiles of tokens: `sum(w * loss)`, the rows `[N]`, and the `wanted` gradients of the sum.
 
-    `wanted` is out of "x", "head", "bias", "weights". One matrix product, and one more each for "x" and "head".
+    `wanted` is out of "x", "w" and the places of leaves in `head`, "0", "1", .. One matrix product, and one more each
+    for "x" and the head's matrix.
     """
-    vocab = head_VD.shape[0]
-    shapes = {"head": head_VD, "bias": bias_V}
+    leaves = [i for i in wanted if i not in ("x", "w")]
+    needs_slope = tuple(i for i in wanted if i != "w")
 
     def step(sums: dict, tile: tuple) -> tuple[dict, dict]:
         x_TD, targets_T, w_T = tile
-        z_TV = _logits(cfg, x_TD, head_VD, bias_V)
+        raw_TV, pull = _project(cfg, x_TD, head, needs_slope)
+        z_TV = _logits(cfg, raw_TV)
+        vocab = z_TV.shape[1]
         max_T1 = jnp.max(z_TV, -1, keepdims=True)
         exp_TV = jnp.exp(z_TV - max_T1)
         sum_T1 = jnp.sum(exp_TV, -1, keepdims=True)
@@ -104,40 +147,38 @@ def token_pass(
             stats["accuracy"] = (jnp.argmax(z_TV, -1) == targets_T).astype(lse_T.dtype)
         rows = _rows(cfg, lse_T, target_T, jnp.mean(z_TV, -1) if cfg.label_smoothing else 0, stats)
         # A weight of 0 hides the row, even where its loss is not a number.
-        sums = sums | {"total": sums["total"] + jnp.sum(jnp.where(w_T == 0, 0, w_T * rows["loss"]))}
-        grads = {}
-        if set(wanted) & {"x", "head", "bias"}:
+        total = sums["total"] + jnp.sum(jnp.where(w_T == 0, 0, w_T * rows["loss"]))
+        out = {"rows": rows}
+        if needs_slope:
             hit_TV = jnp.arange(vocab) == targets_T[:, None]
-            d_TV = _raw_gradient(cfg, vocab, z_TV, exp_TV / sum_T1, lse_T, hit_TV, w_T)
-            if "bias" in wanted:
-                sums["bias"] += jnp.sum(d_TV, 0).astype(cfg.accumulate_dtype)
-            d_TV = d_TV.astype(jnp.result_type(x_TD, head_VD))
+            grads = pull(_raw_gradient(cfg, vocab, z_TV, exp_TV / sum_T1, lse_T, hit_TV, w_T))
+            sums = sums | {i: sums[i] + grads[i].astype(sums[i].dtype) for i in leaves}
             if "x" in wanted:
-                grads["x"] = matmul(d_TV, head_VD, (1, 0)).astype(x_TD.dtype)
-            if "head" in wanted:
-                sums["head"] += matmul(d_TV, x_TD, (0, 0)).astype(cfg.accumulate_dtype)
-        return sums, {"rows": rows, "grads": grads}
+                out["x"] = grads["x"].astype(x_TD.dtype)
+        return sums | {"total": total}, out
 
-    sums = {k: jnp.zeros(shapes[k].shape, cfg.accumulate_dtype) for k in ("head", "bias") if k in wanted}
-    sums["total"] = jnp.zeros((), wide(x_ND, head_VD, w_N))
-    sums, out = fold_tiles(step, sums, (x_ND, targets_N, w_N), cfg.num_tiles)
-    grads = out["grads"] | {k: sums[k].astype(shapes[k].dtype) for k in ("head", "bias") if k in sums}
-    if "weights" in wanted:
-        grads["weights"] = out["rows"]["loss"].astype(w_N.dtype)
+    sums: dict = {i: jnp.zeros(head[int(i)].shape, accumulator(cfg, head[int(i)])) for i in leaves}
+    sums["total"] = jnp.zeros((), wide(x_ND, *head, w_N))
+    sums, out = fold_tiles(step, sums, (x_ND, targets_N, w_N), cfg.num_tiles, align=TOKEN_ALIGN)
+    grads = {i: sums[i].astype(head[int(i)].dtype) for i in leaves}
+    if "x" in wanted:
+        grads["x"] = out["x"]
+    if "w" in wanted:
+        grads["w"] = out["rows"]["loss"].astype(w_N.dtype)
     return sums["total"], out["rows"], grads
 
 
-def _over_vocab(cfg: Softmax, step: Any, init: Any, head_VD: Array, bias_V: Array | None) -> tuple[Any, Any]:
-    ids_V = jnp.arange(head_VD.shape[0])
-    return fold_tiles(step, init, (head_VD, bias_V, ids_V), cfg.num_tiles, align=VOCAB_ALIGN)
+def _over_vocab(cfg: Softmax, step: Any, init: Any, head: list) -> tuple[Any, Any]:
+    ids_V = jnp.arange(head[0].shape[0])
+    return fold_tiles(step, init, (head, ids_V), cfg.num_tiles, align=VOCAB_ALIGN)
 
 
-def _online(cfg: Softmax, x_ND: Array, head_VD: Array, bias_V: Array | None, targets_N: Array, with_dx: bool) -> tuple:
+def _online(cfg: Softmax, x_ND: Array, head: list, targets_N: Array, with_dx: bool) -> tuple:
     """Online softmax over vocabulary tiles. With `with_dx` the sums of the attention `softmax(x W') W` come along."""
-    tokens, dtype = x_ND.shape[0], wide(x_ND, head_VD)
+    tokens, vocab, dtype = x_ND.shape[0], head[0].shape[0], wide(x_ND, *head)
     zero_N = jnp.zeros(tokens, dtype)
     # Everything in `sums` is weighted by exp(-max) of its moment and rescaled when the maximum moves.
-    init = {"max": jnp.full(tokens, -jnp.inf, dtype), "sums": {"exp": zero_N}, "target": zero_N}
+    init: dict = {"max": jnp.full(tokens, -jnp.inf, dtype), "sums": {"exp": zero_N}, "target": zero_N}
     if cfg.label_smoothing:
         init["mean"] = zero_N
     if cfg.with_stats:
@@ -149,17 +190,17 @@ def _online(cfg: Softmax, x_ND: Array, head_VD: Array, bias_V: Array | None, tar
             init["slope_w"] = jnp.zeros(x_ND.shape if cfg.softcap is not None else x_ND.shape[1:], dtype)
 
     def step(old: dict, tile: tuple) -> tuple[dict, tuple]:
-        head_UD, bias_U, ids_U = tile
-        z_NU = _logits(cfg, x_ND, head_UD, bias_U)
+        (head_UD, *bias), ids_U = tile
+        z_NU = _logits(cfg, _project(cfg, x_ND, [head_UD, *bias], ())[0])
         top_N = jnp.max(z_NU, -1)
-        new = {"max": jnp.maximum(old["max"], top_N)}
+        new: dict = {"max": jnp.maximum(old["max"], top_N)}
         finite_N = jnp.where(jnp.isneginf(new["max"]), 0, new["max"])
         exp_NU = jnp.exp(z_NU - finite_N[:, None])
         rescale_N = jnp.exp(old["max"] - finite_N)
         add = {"exp": jnp.sum(exp_NU, -1)}
         new["target"] = old["target"] + jnp.sum(jnp.where(ids_U == targets_N[:, None], z_NU, 0), -1)
         if cfg.label_smoothing:
-            new["mean"] = old["mean"] + jnp.sum(z_NU, -1) / head_VD.shape[0]
+            new["mean"] = old["mean"] + jnp.sum(z_NU, -1) / vocab
         if cfg.with_stats:
             add["exp_z"] = jnp.sum(jnp.where(exp_NU == 0, 0, exp_NU * z_NU), -1)
             new["best"] = jnp.where(top_N > old["max"], ids_U[jnp.argmax(z_NU, -1)], old["best"])
@@ -174,7 +215,7 @@ def _online(cfg: Softmax, x_ND: Array, head_VD: Array, bias_V: Array | None, tar
         new["sums"] = {k: v * rescale_N.reshape(-1, *[1] * (v.ndim - 1)) + add[k] for k, v in old["sums"].items()}
         return new, ()
 
-    end, _ = _over_vocab(cfg, step, init, head_VD, bias_V)
+    end, _ = _over_vocab(cfg, step, init, head)
     sums = end["sums"]
     lse_N = end["max"] + jnp.log(sums["exp"])
     stats = {}
@@ -184,47 +225,46 @@ def _online(cfg: Softmax, x_ND: Array, head_VD: Array, bias_V: Array | None, tar
     return end, lse_N, _rows(cfg, lse_N, end["target"], end.get("mean", 0), stats)
 
 
-def vocab_losses(cfg: Softmax, x_ND: Array, head_VD: Array, bias_V: Array | None, targets_N: Array) -> tuple:
+def vocab_losses(cfg: Softmax, x_ND: Array, head: list, targets_N: Array) -> tuple:
     """Over vocabulary tiles: rows `[N]` and the logsumexp `[N]`. One matrix product."""
-    _, lse_N, rows = _online(cfg, x_ND, head_VD, bias_V, targets_N, with_dx=False)
+    _, lse_N, rows = _online(cfg, x_ND, head, targets_N, with_dx=False)
     return rows, lse_N
 
 
-def vocab_frozen(cfg: Softmax, x_ND: Array, head_VD: Array, bias_V: Array | None, targets_N: Array) -> tuple:
+def vocab_frozen(cfg: Softmax, x_ND: Array, head: list, targets_N: Array) -> tuple:
     """Rows `[N]`, and the gradient of each loss for its row of `x` `[N, D]`, in one sweep of two matrix products.
 
     The gradient of logsumexp is attention whose keys and values are both the head: `softmax(x W') W`.
     """
-    end, lse_N, rows = _online(cfg, x_ND, head_VD, bias_V, targets_N, with_dx=True)
-    eps = cfg.label_smoothing
+    end, lse_N, rows = _online(cfg, x_ND, head, targets_N, with_dx=True)
+    eps, vocab = cfg.label_smoothing, head[0].shape[0]
     pull_ND = end["sums"]["exp_w"] * ((1 + 2 * cfg.z_loss * lse_N) / end["sums"]["exp"])[:, None]
     label_N = (1 - eps) * jnp.broadcast_to(_slope(cfg, end["target"]), lse_N.shape)
-    dx_ND = pull_ND - label_N[:, None] * head_VD[targets_N]
+    dx_ND = pull_ND - label_N[:, None] * head[0][targets_N]
     if eps:
-        dx_ND -= (eps / head_VD.shape[0]) * end["slope_w"]
+        dx_ND -= (eps / vocab) * end["slope_w"]
     return rows, dx_ND.astype(x_ND.dtype)
 
 
 def vocab_gradients(
-    cfg: Softmax, x_ND: Array, head_VD: Array, bias_V: Array | None, targets_N: Array, lse_N: Array, w_N: Array,
-    wanted: tuple,
-) -> dict:  # fmt: skip
-    """The `wanted` gradients ("x", "head", "bias") of `sum(w * loss)`: the logits again, then one product each.
+    cfg: Softmax, x_ND: Array, head: list, targets_N: Array, lse_N: Array, w_N: Array, wanted: tuple
+) -> dict:
+    """The `wanted` gradients ("x", places in `head`) of `sum(w * loss)`: the logits again, then one product each.
 
     A tile holds all tokens, so its rows of the head's gradient are complete: written once, nothing accumulates.
     """
+    leaves = [i for i in wanted if i != "x"]
 
     def step(dx_ND: Any, tile: tuple) -> tuple[Any, dict]:
-        head_UD, bias_U, ids_U = tile
-        z_NU = _logits(cfg, x_ND, head_UD, bias_U)
+        tile_head, ids_U = tile
+        raw_NU, pull = _project(cfg, x_ND, tile_head, wanted)
+        z_NU = _logits(cfg, raw_NU)
         p_NU = jnp.exp(z_NU - lse_N[:, None])
-        d_NU = _raw_gradient(cfg, head_VD.shape[0], z_NU, p_NU, lse_N, ids_U == targets_N[:, None], w_N)
-        rows = {"bias": jnp.sum(d_NU, 0).astype(bias_U.dtype)} if "bias" in wanted else {}
-        d_NU = d_NU.astype(jnp.result_type(x_ND, head_UD))
-        if "head" in wanted:
-            rows["head"] = matmul(d_NU, x_ND, (0, 0)).astype(head_UD.dtype)
-        return (dx_ND + matmul(d_NU, head_UD, (1, 0)) if "x" in wanted else dx_ND), rows
+        d_NU = _raw_gradient(cfg, head[0].shape[0], z_NU, p_NU, lse_N, ids_U == targets_N[:, None], w_N)
+        grads = pull(d_NU)
+        rows = {i: grads[i].astype(head[int(i)].dtype) for i in leaves}
+        return (dx_ND + grads["x"] if "x" in wanted else dx_ND), rows
 
-    init = jnp.zeros(x_ND.shape, wide(x_ND, head_VD)) if "x" in wanted else ()
-    dx_ND, grads = _over_vocab(cfg, step, init, head_VD, bias_V)
+    init = jnp.zeros(x_ND.shape, wide(x_ND, *head)) if "x" in wanted else ()
+    dx_ND, grads = _over_vocab(cfg, step, init, head)
     return grads | {"x": dx_ND.astype(x_ND.dtype)} if "x" in wanted else grads

@@ -1,0 +1,145 @@
+"""Which axis to tile, and into how many tiles: a roofline model of the loss.
+
+A tile must be large enough that its matrix products outlast its memory traffic, and small enough for the budget.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+__all__ = ["TileChoice", "choose_tiles"]
+
+# Peak FLOP/s of bfloat16 products, bytes/s of device memory, bytes of device memory. From the vendors' data sheets;
+# the first key found in the device's kind is taken ("NVIDIA H100 80GB HBM3", "TPU v6 lite").
+_CHIPS = {
+    "v5e": (197e12, 819e9, 16e9),
+    "v5 lite": (197e12, 819e9, 16e9),
+    "v6e": (918e12, 1640e9, 32e9),
+    "v6 lite": (918e12, 1640e9, 32e9),
+    "v5": (459e12, 2765e9, 95e9),
+    "v4": (275e12, 1228e9, 32e9),
+    "v7": (1153e12, 3690e9, 96e9),
+    "t4": (65e12, 320e9, 16e9),
+    "l4": (121e12, 300e9, 24e9),
+    "a100": (312e12, 2039e9, 40e9),
+    "h100": (989e12, 3352e9, 80e9),
+    "h200": (989e12, 4800e9, 141e9),
+    "b200": (2250e12, 8000e9, 180e9),
+    "cpu": (200e9, 20e9, 16e9),
+}
+_BUDGET_SHARE = 1 / 16  # of device memory, for what the loss needs beyond its operands and gradients
+_LEAST_ROWS, _ALIGN = 512, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class TileChoice:
+    """A way to tile the loss, what it costs, and why it was taken."""
+
+    axis: Literal["tokens", "vocab"]
+    num_tiles: int
+    products: int  # matrix products of 2NDV FLOPs, for the loss and its gradients
+    workspace_bytes: int  # beyond operands and gradients, by the model
+    relative_time: float  # 1 is one product at the chip's peak
+    reason: str
+
+
+def _chip(target: str | None) -> tuple[str, tuple[float, float, float]]:
+    if target is None:
+        # A program compiled for an absent chip carries that chip in its mesh.
+        absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+        kind = absent.device_kind if absent is not None else jax.devices()[0].device_kind
+        found = [k for k in _CHIPS if k in kind.lower()]
+        return kind, _CHIPS[found[0] if found else "h100"]
+    found = [k for k in _CHIPS if k in target.lower()]
+    if not found:
+        raise ValueError(
+            f"target {target!r} is not a chip this knows: one of {', '.join(_CHIPS)}, or None for the local one."
+        )
+    return target, _CHIPS[found[0]]
+
+
+def _size(balance: float, work: float, fixed: float, traffic: float) -> float:
+    """Rows from which a tile of `work` FLOPs and `fixed / rows + traffic` bytes per row reaches the chip's balance.
+
+    A model too narrow to ever reach it gets the rows that come within a tenth of what it can.
+    """
+    wanted = min(balance, 0.9 * work / traffic)
+    return 1.25 * fixed * wanted / (work - traffic * wanted)
+
+
+def choose_tiles(
+    tokens: int,
+    d_model: int,
+    vocab: int,
+    *,
+    dtype: Any = jnp.bfloat16,
+    head: Literal["trained", "frozen"] = "trained",
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    axis: Literal["auto", "tokens", "vocab"] = "auto",
+    target: str | None = None,
+    memory_budget: int | None = None,
+) -> TileChoice:
+    """The cheapest way to tile the loss that fits the budget, by a roofline model.
+
+    Tiles of tokens: 3 products (4 for `reduction="none"`), every tile reads the head twice and updates its float32
+    gradient, which takes `4VD` bytes where the head is narrower. Tiles of the vocabulary: 4 products, every tile
+    reads `hidden` and updates its float32 gradient, `4ND` bytes. A frozen head: 2 products either way.
+
+    Args:
+        tokens: N, tokens on one device.
+        d_model: D.
+        vocab: V, rows of the head on one device.
+        dtype: of hidden and head.
+        head: "frozen" when no gradient for it is wanted.
+        reduction: of the loss; "none" has to compute the logits twice.
+        axis: restrict the choice to one axis.
+        target: a chip such as "v6e", "h100" or "cpu"; None for the one that compiles.
+        memory_budget: bytes for what the loss needs beyond operands and gradients; None for 1/16 of the chip's.
+
+    The model is checked against no measurement of time but published ones: see notebook 04.
+    """
+    name, (flops, bandwidth, memory) = _chip(target)
+    balance, size = flops / bandwidth, jnp.dtype(dtype).itemsize
+    budget = int(memory * _BUDGET_SHARE) if memory_budget is None else max(1, memory_budget)
+    trained, small = head == "trained", size < 4
+
+    def candidate(axis: Literal["tokens", "vocab"], budget: float) -> TileChoice:
+        # Per tile: FLOPs, bytes that do not depend on its rows, bytes per row; each per column of the product.
+        if axis == "tokens":
+            products = 2 if not trained else 4 if reduction == "none" else 3
+            extent, other = tokens, vocab
+            fixed, traffic = (2 * size + (8 if trained else 0)) * d_model, 14.0
+            base = 4 * vocab * d_model if trained and small else 0
+        else:
+            products = 4 if trained else 2
+            extent, other = vocab, tokens
+            fixed, traffic = (3 * size + 8) * d_model, 22.0
+            base = 4 * tokens * d_model
+        work = 2.0 * products * d_model
+        per_row = (4 + min(size, 4)) * other
+        wanted = max(_size(balance, work, fixed, traffic), _LEAST_ROWS)
+        affordable = max(budget - base, 0) // per_row
+        rows = min(extent, max(_ALIGN, int(min(wanted, affordable)) // _ALIGN * _ALIGN))
+        intensity = work * rows / (fixed + traffic * rows)
+        time = products * max(1.0, balance / intensity)
+        return TileChoice(axis, -(-extent // rows), products, int(base + per_row * rows), time, "")
+
+    axes: tuple = ("tokens", "vocab") if axis == "auto" else (axis,)
+    granted = budget
+    while not (fitting := [o for o in (candidate(a, granted) for a in axes) if o.workspace_bytes <= granted]):
+        granted *= 2
+    best = min(fitting, key=lambda o: o.relative_time)
+    note = "" if granted == budget else f" (nothing fits it: taken as {granted / 2**20:.0f} MiB)"
+    lines = [
+        f"{name}: {balance:.0f} FLOPs per byte; N={tokens}, D={d_model}, V={vocab}; "
+        f"budget {budget / 2**20:.0f} MiB{note}."
+    ]
+    for option in (candidate(a, granted) for a in axes):
+        verdict = "taken" if option == best else "too large" if option not in fitting else "slower, or no faster"
+        lines.append(
+            f"  {option.axis}: {option.num_tiles} tiles, {option.products} products, "
+            f"{option.workspace_bytes / 2**20:.0f} MiB, time {option.relative_time:.2f} -> {verdict}"
+        )
+    return dataclasses.replace(best, reason="\n".join(lines))
