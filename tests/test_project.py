@@ -1,0 +1,204 @@
+"""The project's own promises: one address, agreeing versions, modules on floors, a light import, a README that runs."""
+
+import ast
+import itertools
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import set_address
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "llamem"
+MODULES = {path.stem if path.stem != "__init__" else "llamem": path for path in PACKAGE.glob("*.py")}
+# Bottom first. A module imports from lower floors only; a new module takes its place here.
+FLOORS = (
+    "config remat tiling tokenizer",
+    "attention stack softmax_tiles tile_choice",
+    "linear_softmax",
+    "losses",
+    "model",
+    "data sample snapshots step",
+    "train",
+    "llamem",
+)
+FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules.split()}
+LOCK = (ROOT / "requirements" / "lock.txt").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+README = (ROOT / "README.md").read_text()
+
+
+def imported_modules(text: str) -> set[str]:
+    """Modules of the package that a source text imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module == "llamem":
+            names = [f"llamem.{alias.name}" if alias.name in MODULES else "llamem" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = ["." * node.level + (node.module or "")]
+        else:
+            continue
+        assert not any(name.startswith(".") for name in names), f"write {names} as an import from llamem"
+        found |= {[*name.split("."), "llamem"][1] for name in names if name.split(".")[0] == "llamem"}
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_from_lower_floors_only(module):
+    assert module in FLOOR_OF, f"{module}.py has no floor yet: give it one in FLOORS"
+    text = MODULES[module].read_text()
+    wrong = {other for other in imported_modules(text) if FLOOR_OF[other] >= FLOOR_OF[module]}
+    assert not wrong, f"{module}.py imports {wrong}, which do not lie on lower floors"
+
+
+def test_imports_are_found_in_every_form():
+    text = "import llamem.a\nfrom llamem import config, train\ndef f():\n    from llamem.b import c\nimport llamemory"
+    assert imported_modules(text) == {"a", "config", "train", "b"}
+    assert imported_modules("import llamem") == imported_modules("from llamem import Llama") == {"llamem"}
+    with pytest.raises(AssertionError, match="from llamem"):
+        imported_modules("from . import config")
+
+
+def test_every_module_is_small_and_public():
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 300, f"{path.name} has more than 300 lines"
+        assert path.name == "_jax.py" or "jax._src" not in text, f"{path.name} uses jax._src; only _jax.py may"
+
+
+def test_importing_the_package_brings_nothing_else_along():
+    code = """
+import sys
+import flax.nnx, jax, jaxtyping, numpy, optax
+from jaxtyping import Array, Float
+before = set(sys.modules)
+import llamem
+print(*sorted({name.split(".")[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names)))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # The second is part of jaxtyping, the rest are parts of what was imported already.
+    assert set(result.stdout.split()) <= {"llamem", "wadler_lindig", "flax", "jax", "jaxlib", "jaxtyping", "optax"}
+
+
+def test_conda_and_binder_install_the_locked_versions():
+    (python, _, pip) = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    constraint, package = pip["pip"]
+    assert constraint == "--constraint requirements/lock.txt"
+    extras = re.fullmatch(r"--editable \.\[(.*)\]", package)
+    assert extras and set(extras[1].split(",")) == {"lab", "notebooks", "train", "tpu-compile"}
+    binder_constraint, binder_package = (ROOT / "binder" / "requirements.txt").read_text().split("\n")[:2]
+    assert binder_constraint == "--constraint ../requirements/lock.txt"
+    binder_extras = re.fullmatch(r"\.\[(.*)\]", binder_package)
+    assert binder_extras and set(binder_extras[1].split(",")) <= set(extras[1].split(","))
+    assert set(extras[1].split(",")) <= set(PROJECT["optional-dependencies"])
+    # Binder and conda run the same Python, one that the package and the lock allow.
+    assert (ROOT / "binder" / "runtime.txt").read_text().strip() == python.replace("=", "-")
+    assert PROJECT["requires-python"] == ">=3.11" and python >= "python=3.11"
+
+
+def test_the_lock_holds_every_direct_dependency_and_satisfies_it():
+    pytest.importorskip("packaging")
+    from packaging.requirements import Requirement
+
+    pins: dict[str, list[str]] = {}
+    for line in LOCK.splitlines():
+        if pin := re.match(r"([\w.-]+)==([^\s;]+)", line):
+            pins.setdefault(pin[1].lower(), []).append(pin[2])
+    wanted = itertools.chain(PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
+    for requirement in map(Requirement, wanted):
+        assert requirement.name in pins, f"{requirement.name} is not locked: run `make lock`"
+        assert all(map(requirement.specifier.contains, pins[requirement.name])), requirement
+    assert pins["jax"] == pins["jaxlib"] == pins["jax-cuda12-plugin"] == pins["jax-cuda12-pjrt"]
+
+
+def test_the_address_is_the_same_everywhere():
+    slug, tag = set_address.address(ROOT)
+    for path in [path for pattern in set_address.FILES for path in ROOT.glob(pattern)]:
+        text = path.read_text(encoding="utf-8")
+        assert text == set_address.rewrite(text, slug, tag), f"{path.name} names another address: run `make address`"
+    assert slug in README and slug in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_address_can_be_changed(tmp_path):
+    here, there = set_address.address(ROOT)[0], "someone-else/llamem.fork"
+    for pattern in (*set_address.FILES, "pyproject.toml"):
+        for path in ROOT.glob(pattern):
+            copy = tmp_path / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    set_address.main(tmp_path, f"https://github.com/{there}.git")
+    assert set_address.address(tmp_path) == (there, f"v{PROJECT['version']}")
+    for path in filter(Path.is_file, tmp_path.rglob("*")):
+        assert here not in path.read_text(encoding="utf-8"), f"{path.name} still names {here}"
+    set_address.main(tmp_path, f"https://github.com/{here}")
+    for path in filter(Path.is_file, tmp_path.rglob("*")):
+        assert path.read_text(encoding="utf-8") == (ROOT / path.relative_to(tmp_path)).read_text(encoding="utf-8")
+    with pytest.raises(SystemExit, match="is no address of a repository"):
+        set_address.main(tmp_path, "github.com/someone")
+
+
+def test_other_projects_addresses_are_left_alone():
+    text = "https://github.com/jax-ml/jax git+https://github.com/meta/x@v1 "
+    ours = "https://colab.research.google.com/github/a/b/blob/v9/notebooks/c"
+    rewritten = text + ours.replace("/a/b/blob/v9", "/me/mine/blob/v2")
+    assert set_address.rewrite(text + ours, "me/mine", "v2") == rewritten
+
+
+def test_the_citation_names_this_version():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == PROJECT["version"]
+
+
+def test_the_readme_lists_every_notebook_once():
+    listed = re.findall(r"^\| \[?(\d\d).*?\(notebooks/([^)]+)\)", README, flags=re.MULTILINE)
+    names = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+    assert [name for _, name in listed] == names, "the README's table and notebooks/ differ"
+    assert all(name.startswith(number) for number, name in listed)
+    for name in names:
+        assert f"/notebooks/{name})" in README and f"labpath=notebooks%2F{name})" in README, f"{name} lacks a badge"
+
+
+def test_what_the_prose_links_to_is_there():
+    for name in ("README.md", "CONTRIBUTING.md"):
+        for link in re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", (ROOT / name).read_text()):
+            assert (ROOT / link).exists(), f"{name} links to {link}, which is not there"
+
+
+def test_the_make_targets_that_the_prose_names_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for name in ("README.md", "CONTRIBUTING.md"):
+        for target in re.findall(r"\bmake ([a-z]+)\b", (ROOT / name).read_text()):
+            assert re.search(rf"(?m)^{target}:", makefile), f"{name} names `make {target}`, which is not there"
+
+
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_readme_has_a_snippet():
+    assert SNIPPETS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", SNIPPETS)
+def test_the_readmes_python_runs(snippet, tmp_path):
+    result = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    assert result.returncode == 0, result.stderr
+    promised = re.findall(r"# prints (.*)", snippet)
+    assert all(text in result.stdout for text in promised), result.stdout
+
+
+def test_no_file_names_a_place_on_somebodys_machine():
+    listing = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    pattern = re.compile(r"(?<![\w.~:/])/(root|home|work|Users)/[\w.]")
+    for name in filter(None, listing.stdout.splitlines()):
+        path = ROOT / name
+        if path.is_file() and path.name not in {"test_notebooks_static.py", "test_project.py"}:
+            text = path.read_text(encoding="utf-8", errors="replace")
+            assert not pattern.search(text), f"{name} names {pattern.search(text)}"
