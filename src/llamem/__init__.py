@@ -8,7 +8,6 @@ from llamem.sample import generate
 from llamem.stack import apply_stack, stack_layers, unstack_layers
 from llamem.step import TrainSettings, abstract_step
 from llamem.tiling import tiled_map, tiled_sum
-from llamem.train import train
 
 __all__ = [
     "POLICIES",
@@ -27,6 +26,5 @@ __all__ = [
     "tiled_logprobs",
     "tiled_map",
     "tiled_sum",
-    "train",
     "unstack_layers",
 ]

@@ -113,9 +113,9 @@ ACTIVATIONS = ("block_in", "q", "k", "v", "attn", "attn_out", "gate", "up", "mlp
 class KVCache:
     """Keys and values of what was read so far: `[L, B, S, K, h]` each, the first `length` of the S places filled."""
 
-    k_LBSKh: Array
-    v_LBSKh: Array
-    length: Array
+    k_LBSKh: Any  # an Array; Any, since JAX also builds pytrees of placeholders
+    v_LBSKh: Any
+    length: Any
 
 
 class Llama(nnx.Module):

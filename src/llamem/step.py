@@ -65,7 +65,7 @@ class TrainSettings:
 class TrainState:
     """What a step changes: the number of updates done, the parameters, the optimizer's moments."""
 
-    step: Array
+    step: Any  # an int32 scalar; Any, since JAX also builds pytrees of placeholders
     params: Any
     opt_state: Any
 
