@@ -60,10 +60,10 @@ summed_loss.defvjp(_summed_forward, _summed_backward, symbolic_zeros=True)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def loss_rows(cfg: Softmax, x_ND: Array, head: list, targets_N: Array) -> dict:
     """Rows `[N]`: "loss" is differentiable, statistics are not. Tiles along `cfg.axis`."""
-    return _rows_and_lse(cfg, x_ND, head, targets_N)[0]
+    return _rows_and_softmax(cfg, x_ND, head, targets_N)[0]
 
 
-def _rows_and_lse(cfg, x_ND, head, targets_N):
+def _rows_and_softmax(cfg, x_ND, head, targets_N):
     if cfg.axis == "vocab":
         return vocab_losses(cfg, x_ND, head, targets_N)
     return token_pass(cfg, x_ND, head, targets_N, _ones(x_ND, head))[1], None
@@ -73,8 +73,8 @@ def _rows_forward(cfg, x, head, targets):
     wanted = _wanted(x, head)
     operands = (x.value, [leaf.value for leaf in head], targets.value)
     if wanted != ("x",):
-        rows, lse_N = _rows_and_lse(cfg, *operands)
-        return rows, (operands, lse_N, dict.fromkeys(wanted, ()))  # names, as a tree without leaves
+        rows, softmax = _rows_and_softmax(cfg, *operands)
+        return rows, (operands, softmax, dict.fromkeys(wanted, ()))  # names, as a tree without leaves
     if cfg.axis == "vocab":
         rows, dx_ND = vocab_frozen(cfg, *operands)
     else:
@@ -90,10 +90,10 @@ def _rows_backward(cfg, residuals, cotangents):
     if len(residuals) == 2:  # head frozen: gradients for cotangent 1
         unit_dx_ND, no_head = residuals
         return scale_gradient(unit_dx_ND, cotangent_N[:, None]), no_head, None
-    (x_ND, head, targets_N), lse_N, names = residuals
+    (x_ND, head, targets_N), softmax, names = residuals
     wanted = tuple(names)
     if cfg.axis == "vocab":
-        grads = vocab_gradients(cfg, x_ND, head, targets_N, lse_N, cotangent_N, wanted)
+        grads = vocab_gradients(cfg, x_ND, head, targets_N, softmax, cotangent_N, wanted)
     else:
         grads = token_pass(cfg, x_ND, head, targets_N, cotangent_N, wanted)[2]
     return *_in_order(grads, len(head)), None

@@ -51,7 +51,7 @@ def tiled_cross_entropy(
         head: `[V, D]`, tied to the embedding or not; or a callable pytree from `[tokens, D]` to `[tokens, V]` that
             carries its own parameters, such as `jax.tree_util.Partial(fn, *params)` (tiles of tokens only).
         targets: `[...]`, ids below V, or `ignore_index`. Any other id makes the loss NaN; `checkify` finds it.
-        weights: `[...]`, of each token, default 1; differentiable. A token of weight 0 adds nothing, not even NaN.
+        weights: `[...]`, of each token, default 1; differentiable.
         bias: `[V]`, added to the logits.
         num_tiles: at least 1, need not divide; "auto" asks `choose_tiles` about the chip that compiles.
         axis: "tokens" or "vocab"; "auto" asks `choose_tiles`, or is "tokens" when `num_tiles` is given.
@@ -129,7 +129,7 @@ def _reduced(cfg, reduction, ignore_index, vocab, hidden, head, targets, weights
         loss, rows = summed_loss(cfg, x_ND, head, targets_N, scaled_N)
     else:
         rows = loss_rows(cfg, x_ND, head, targets_N)
-        loss_N = jnp.where(scaled_N == 0, 0, scaled_N * rows["loss"])
+        loss_N = scaled_N * jnp.where(counts_N, rows["loss"], 0)
         loss = loss_N.reshape(targets.shape) if reduction == "none" else jnp.sum(loss_N)
     if not cfg.with_stats:
         return loss, None

@@ -222,13 +222,13 @@ def _online(cfg: Softmax, x_ND: Array, head: list, targets_N: Array, with_dx: bo
     if cfg.with_stats:
         stats["entropy"] = lse_N - sums["exp_z"] / sums["exp"]
         stats["accuracy"] = (end["best"] == targets_N).astype(dtype)
-    return end, lse_N, _rows(cfg, lse_N, end["target"], end.get("mean", 0), stats)
+    return end, _rows(cfg, lse_N, end["target"], end.get("mean", 0), stats)
 
 
 def vocab_losses(cfg: Softmax, x_ND: Array, head: list, targets_N: Array) -> tuple:
-    """Over vocabulary tiles: rows `[N]` and the logsumexp `[N]`. One matrix product."""
-    _, lse_N, rows = _online(cfg, x_ND, head, targets_N, with_dx=False)
-    return rows, lse_N
+    """Over vocabulary tiles: rows `[N]`, and the softmax's maximum and sum `[N]`. One matrix product."""
+    end, rows = _online(cfg, x_ND, head, targets_N, with_dx=False)
+    return rows, (end["max"], end["sums"]["exp"])
 
 
 def vocab_frozen(cfg: Softmax, x_ND: Array, head: list, targets_N: Array) -> tuple:
@@ -236,7 +236,8 @@ def vocab_frozen(cfg: Softmax, x_ND: Array, head: list, targets_N: Array) -> tup
 
     The gradient of logsumexp is attention whose keys and values are both the head: `softmax(x W') W`.
     """
-    end, lse_N, rows = _online(cfg, x_ND, head, targets_N, with_dx=True)
+    end, rows = _online(cfg, x_ND, head, targets_N, with_dx=True)
+    lse_N = end["max"] + jnp.log(end["sums"]["exp"])
     eps, vocab = cfg.label_smoothing, head[0].shape[0]
     pull_ND = end["sums"]["exp_w"] * ((1 + 2 * cfg.z_loss * lse_N) / end["sums"]["exp"])[:, None]
     label_N = (1 - eps) * jnp.broadcast_to(_slope(cfg, end["target"]), lse_N.shape)
@@ -247,19 +248,21 @@ def vocab_frozen(cfg: Softmax, x_ND: Array, head: list, targets_N: Array) -> tup
 
 
 def vocab_gradients(
-    cfg: Softmax, x_ND: Array, head: list, targets_N: Array, lse_N: Array, w_N: Array, wanted: tuple
+    cfg: Softmax, x_ND: Array, head: list, targets_N: Array, max_and_sum_N: tuple, w_N: Array, wanted: tuple
 ) -> dict:
     """The `wanted` gradients ("x", places in `head`) of `sum(w * loss)`: the logits again, then one product each.
 
     A tile holds all tokens, so its rows of the head's gradient are complete: written once, nothing accumulates.
     """
     leaves = [i for i in wanted if i != "x"]
+    max_N, sum_N = max_and_sum_N
+    lse_N = max_N + jnp.log(sum_N)
 
     def step(dx_ND: Any, tile: tuple) -> tuple[Any, dict]:
         tile_head, ids_U = tile
         raw_NU, pull = _project(cfg, x_ND, tile_head, wanted)
         z_NU = _logits(cfg, raw_NU)
-        p_NU = jnp.exp(z_NU - lse_N[:, None])
+        p_NU = jnp.exp(z_NU - max_N[:, None]) / sum_N[:, None]  # exp(z - lse) would lose the bits of a large lse
         d_NU = _raw_gradient(cfg, head[0].shape[0], z_NU, p_NU, lse_N, ids_U == targets_N[:, None], w_N)
         grads = pull(d_NU)
         rows = {i: grads[i].astype(head[int(i)].dtype) for i in leaves}

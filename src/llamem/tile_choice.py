@@ -55,7 +55,7 @@ def _chip(target: str | None) -> tuple[str, tuple[float, float, float]]:
     found = [k for k in _CHIPS if k in target.lower()]
     if not found:
         raise ValueError(
-            f"target {target!r} is not a chip this knows: one of {', '.join(_CHIPS)}, or None for the local one."
+            f"target {target!r} is no chip this knows: give one of {', '.join(_CHIPS)}, or None for the local one."
         )
     return target, _CHIPS[found[0]]
 
@@ -66,7 +66,7 @@ def _size(balance: float, work: float, fixed: float, traffic: float) -> float:
     A model too narrow to ever reach it gets the rows that come within a tenth of what it can.
     """
     wanted = min(balance, 0.9 * work / traffic)
-    return 1.25 * fixed * wanted / (work - traffic * wanted)
+    return 1.1 * fixed * wanted / (work - traffic * wanted)
 
 
 def choose_tiles(
@@ -105,17 +105,17 @@ def choose_tiles(
     budget = int(memory * _BUDGET_SHARE) if memory_budget is None else max(1, memory_budget)
     trained, small = head == "trained", size < 4
 
-    def candidate(axis: Literal["tokens", "vocab"], budget: float) -> TileChoice:
+    def candidate(axis: Literal["tokens", "vocab"], budget: int) -> TileChoice:
         # Per tile: FLOPs, bytes that do not depend on its rows, bytes per row; each per column of the product.
         if axis == "tokens":
             products = 2 if not trained else 4 if reduction == "none" else 3
             extent, other = tokens, vocab
-            fixed, traffic = (2 * size + (8 if trained else 0)) * d_model, 14.0
+            fixed, traffic = (2.0 * size + (8 if trained else 0)) * d_model, 14.0
             base = 4 * vocab * d_model if trained and small else 0
         else:
             products = 4 if trained else 2
             extent, other = vocab, tokens
-            fixed, traffic = (3 * size + 8) * d_model, 22.0
+            fixed, traffic = (3.0 * size + 8) * d_model, 22.0
             base = 4 * tokens * d_model
         work = 2.0 * products * d_model
         per_row = (4 + min(size, 4)) * other
