@@ -1,10 +1,22 @@
-"""Llama written out a second time, plainly, in whatever precision its inputs have: what the package is compared with."""
+"""Llama written out a second time, plainly, in whatever precision its inputs have: what the package must equal."""
 
+import contextlib
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+@contextlib.contextmanager
+def float64():
+    """Float64 in JAX, under the names that every supported version has."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
 
 
 def attention(q, k, v, positions):

@@ -175,8 +175,8 @@ def test_scan_returns_no_copy_of_the_weights():
     params = stacked_params(6, 64)
     out = jax.eval_shape(lambda p: jax.vjp(lambda p: apply_stack(layer, p, inputs(64)), p)[0], params)
     assert out.shape == (3, 64)
-    text = jax.jit(lambda p: apply_stack(layer, p, inputs(64))).lower(params).compile().memory_analysis()
-    assert text.temp_size_in_bytes < params["w"].nbytes / 2
+    analysis = jax.jit(lambda p: apply_stack(layer, p, inputs(64))).lower(params).compile().memory_analysis()
+    assert analysis is not None and analysis.temp_size_in_bytes < params["w"].nbytes / 2
 
 
 @pytest.mark.parametrize(("n_layers", "groups"), [(1, 1), (6, 2), (7, 1), (16, 4), (32, 4), (80, 8)])

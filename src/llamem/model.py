@@ -54,22 +54,23 @@ class Block(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         c = self.config = config
         D, H, K, h, F = c.d_model, c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff
-        # Projections that write into the residual stream start smaller, so that its variance does not grow with depth.
-        out_std = 0.02 / math.sqrt(2 * max(c.n_layers, 1))
 
-        def normal(*shape: int, std: float = 0.02) -> nnx.Param:
-            return nnx.Param(std * jax.random.normal(rngs.params(), shape, c.param_dtype))
+        # Unit-variance inputs give unit-variance outputs; projections that write into the residual stream start
+        # smaller, so that its variance does not grow with depth.
+        def normal(*shape: int, fan_in: int, scale: float = 1.0) -> nnx.Param:
+            return nnx.Param(scale * fan_in**-0.5 * jax.random.normal(rngs.params(), shape, c.param_dtype))
 
         def ones(size: int) -> nnx.Param:
             return nnx.Param(jnp.ones((size,), c.param_dtype))
 
         self.attn_norm, self.mlp_norm = ones(D), ones(D)
-        self.wq, self.wk, self.wv = normal(D, H, h), normal(D, K, h), normal(D, K, h)
-        self.wo = normal(H, h, D, std=out_std)
+        into_residual = 0.1 / math.sqrt(2 * max(c.n_layers, 1))
+        self.wq, self.wk, self.wv = (normal(D, heads, h, fan_in=D) for heads in (H, K, K))
+        self.wo = normal(H, h, D, fan_in=H * h, scale=into_residual)
         if c.qk_norm:
             self.q_norm, self.k_norm = ones(h), ones(h)
-        self.w_gate, self.w_up = normal(D, F), normal(D, F)
-        self.w_down = normal(F, D, std=out_std)
+        self.w_gate, self.w_up = normal(D, F, fan_in=D), normal(D, F, fan_in=D)
+        self.w_down = normal(F, D, fan_in=F, scale=into_residual)
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], rope: tuple[Array, Array], implementation: Implementation = "auto"
