@@ -11,7 +11,7 @@ import numpy as np
 @contextlib.contextmanager
 def float64():
     """Float64 in JAX, under the names that every supported version has."""
-    before = jax.config.jax_enable_x64
+    before = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
     jax.config.update("jax_enable_x64", True)
     try:
         yield
