@@ -30,7 +30,7 @@ train: $(VENV)/train-is-ready ## train Llama 3 on real text through notebook 07,
 test: $(VENV)/test-is-ready ## everything CI runs: lint, types, tests, notebooks
 	$(MAKE) lint
 	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=600 -p no:python \
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=600 -p no:python \
 	    --nbval-sanitize-with tests/nbval_sanitize.cfg notebooks
 
 lab: $(VENV)/train-is-ready ## open the notebooks in JupyterLab

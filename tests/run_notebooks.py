@@ -4,6 +4,7 @@ Without a number all of them. A notebook that fails keeps its stored outputs; wh
 """
 
 import os
+import re
 import resource
 import sys
 import time
@@ -19,6 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 # What editors and runners leave behind: differences without a meaning, and on GitHub "Invalid Notebook" for widgets.
 NOISE = {"papermill", "widgets", "execution", "colab", "vscode", "ExecuteTime", "toc", "accelerator", "gpuClass"}
+# What the C++ under JAX says about accelerators that are not there, before Python can ask it not to.
+LOG_LINE = re.compile(r"^(WARNING: All log messages before absl::InitializeLog|I\d{4} ).*\n?", re.MULTILINE)
 
 
 def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
@@ -35,7 +38,11 @@ def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
         if not cell.metadata.get("tags", True):
             del cell.metadata["tags"]
         if cell.cell_type == "code":
-            cell.outputs = [output for output in cell.outputs if WIDGET_VIEW not in output.get("data", {})]
+            for output in cell.outputs:
+                if output.get("name") == "stderr":
+                    output.text = LOG_LINE.sub("", output.text)
+            shown = [o for o in cell.outputs if WIDGET_VIEW not in o.get("data", {}) and o.get("text") != ""]
+            cell.outputs = shown
     return notebook
 
 
@@ -76,6 +83,7 @@ def main(numbers: list[str]) -> int:
     if unknown:
         print(f"There is no notebook {unknown[0]!r}. There are: {', '.join(path.name for path in paths)}.")
         return 2
+    os.environ["JAX_PLATFORMS"] = "cpu"  # what is stored is what every reader can reproduce
     failed = False
     # One process for each notebook, so that its children's peak memory is that notebook's own.
     with ProcessPoolExecutor(max_workers=1, max_tasks_per_child=1) as pool:

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
+import run_notebooks
 
 ROOT = Path(__file__).resolve().parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -300,3 +302,19 @@ def test_a_bad_notebook_is_refused(complaint):
     BAD[complaint](notebook)
     found = list(problems(notebook, "07_good.ipynb", "\njax==1.2.3\n"))
     assert any(complaint in problem for problem in found), found
+
+
+def test_what_is_stored_is_cleaned():
+    noise = "WARNING: All log messages before absl::InitializeLog() ...\nI0000 00:00:1.2 3 stub.cc:31] no GPU\n"
+    notebook = good()
+    for cell in notebook["cells"]:
+        cell["metadata"] |= {"papermill": {}, "execution": {}}
+    notebook["metadata"] |= {"widgets": {}, "papermill": {}}
+    notebook["cells"][4]["outputs"] += [
+        stream(noise) | {"name": "stderr"},
+        stream(noise + "kept\n") | {"name": "stderr"},
+        {"output_type": "display_data", "data": {run_notebooks.WIDGET_VIEW: {}}, "metadata": {}},
+    ]
+    cleaned = run_notebooks.clean(nbformat.from_dict(notebook))
+    assert [output["text"] for output in cleaned["cells"][4]["outputs"]] == ["3\n", "kept\n"]
+    assert list(problems(cleaned, "07_good.ipynb", "\njax==1.2.3\n")) == []
