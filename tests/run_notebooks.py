@@ -24,7 +24,7 @@ NOISE = {"papermill", "widgets", "execution", "colab", "vscode", "ExecuteTime", 
 LOG_LINE = re.compile(r"^(WARNING: All log messages before absl::InitializeLog|I\d{4} ).*\n?", re.MULTILINE)
 
 
-def clean(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
+def clean(notebook: Any) -> Any:
     """The notebook without what differs from run to run or does not display, in place."""
     notebook.metadata = nbformat.from_dict(
         {
