@@ -1,27 +1,36 @@
 """Llama 3 in less memory: rematerialised layer stacks, tiled losses, and the truth about what they cost."""
 
+from llamem import _quiet as _quiet  # isort: split
+
 from llamem.config import PRESETS, LlamaConfig, RopeScaling
 from llamem.losses import tiled_cross_entropy, tiled_logprobs
+from llamem.memory import Report, compile_report
 from llamem.model import KVCache, Llama
 from llamem.remat import POLICIES, Policy
 from llamem.sample import generate
 from llamem.stack import apply_stack, stack_layers, unstack_layers
 from llamem.step import TrainSettings, abstract_step
+from llamem.targets import TARGETS, available, target
 from llamem.tiling import tiled_map, tiled_sum
 
 __all__ = [
     "POLICIES",
     "PRESETS",
+    "TARGETS",
     "KVCache",
     "Llama",
     "LlamaConfig",
     "Policy",
+    "Report",
     "RopeScaling",
     "TrainSettings",
     "abstract_step",
     "apply_stack",
+    "available",
+    "compile_report",
     "generate",
     "stack_layers",
+    "target",
     "tiled_cross_entropy",
     "tiled_logprobs",
     "tiled_map",

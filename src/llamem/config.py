@@ -210,7 +210,7 @@ _QWEN3_06B = LlamaConfig(
 
 PRESETS: dict[str, LlamaConfig] = {
     # A laptop's patience: a small body under the full vocabulary.
-    "tiny": LlamaConfig(d_model=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, d_ff=384, tied_head=True),
+    "tiny": LlamaConfig(d_model=64, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=192, tied_head=True),
     "small": LlamaConfig(d_model=512, n_layers=12, n_heads=8, n_kv_heads=4, head_dim=64, d_ff=1536, tied_head=True),
     "llama3-8b": _LLAMA3_8B,
     "llama3.1-8b": _LLAMA31_8B,

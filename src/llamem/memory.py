@@ -1,0 +1,214 @@
+"""The truth about memory: what a program needs on a chip, as that chip's own compiler says."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+from jax.extend import core as jex_core
+
+from llamem.absent import compile_absent, export_for
+from llamem.hlo import describe
+from llamem.targets import Target, target
+
+GiB = 2**30
+_CACHE_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One program on one chip, in bytes per device.
+
+    `peak_bytes` is what must fit: arguments, outputs and temporaries, shared buffers counted once. `temp_bytes` alone
+    can mislead: a compiler keeps temporaries inside outputs that are not yet written. `matmul_flops` counts the matrix
+    products of the traced program, loops multiplied out (Pallas kernels are not seen). `buffers` are the largest
+    arrays, with the operation and source line that asked for them. A program that the compiler refuses as too big has
+    `fits=False` and, in `peak_bytes`, what it said it needed.
+    """
+
+    target: Target
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+    host_bytes: int
+    matmul_flops: int
+    compile_seconds: float
+    buffers: tuple[dict[str, Any], ...] = ()
+    warnings: tuple[str, ...] = ()
+    refused: bool = False
+
+    @property
+    def capacity_bytes(self) -> int | None:
+        """What the chip offers a program; None where unknown."""
+        return self.target.capacity_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the program runs within the chip's memory."""
+        return not self.refused and (self.capacity_bytes is None or self.peak_bytes <= self.capacity_bytes)
+
+    def __str__(self) -> str:
+        of = f" of {self.capacity_bytes / GiB:.2f}" if self.capacity_bytes else ""
+        lines = [
+            f"{self.target.name}: {'fits' if self.fits else 'DOES NOT FIT'}, peak {self.peak_bytes / GiB:.2f}{of} GiB"
+        ]
+        for name in ("argument", "output", "alias", "temp", "host"):
+            lines.append(f"  {name:<9}{getattr(self, f'{name}_bytes') / GiB:8.2f} GiB")
+        lines.append(f"  matrix products {self.matmul_flops / 1e12:.2f} TFLOP")
+        lines += [f"  {row['bytes'] / GiB:6.2f} GiB  {row['shape']}  {row['source']}" for row in self.buffers[:5]]
+        return "\n".join([*lines, *(f"  note: {warning}" for warning in self.warnings)])
+
+    def _repr_html_(self) -> str:
+        import html
+
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def compile_report(
+    fn: Callable[..., Any], *args: Any, target: str = "local", donate: tuple[int, ...] = (), cache: bool = True
+) -> Report:
+    """Compiles `fn(*args)` for a chip, here or absent, and reports its memory. Nothing is computed.
+
+    `args`: pytrees of arrays or `jax.ShapeDtypeStruct`; only shapes and types matter. `donate`: which of them the
+    program may overwrite, as in `jax.jit(donate_argnums=)`. `target`: see `llamem.target`. Reports for absent chips are
+    cached on disk by program, compiler and chip, under `$LLAMEM_CACHE` or `~/.cache/llamem`.
+
+    Raises what tracing `fn` raises, ValueError and ImportError as `llamem.target` does, RuntimeError where a compiler
+    dies.
+    """
+    chip = _target(target)
+    leaves, tree = jax.tree.flatten(args)
+    leaves = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(_dtype(leaf))) for leaf in leaves]
+    donated = _donated_leaves(args, donate)
+
+    def flat(*leaves: Any) -> list[Any]:
+        return jax.tree.leaves(fn(*jax.tree.unflatten(tree, leaves)))
+
+    if chip.absent:
+        program = export_for(chip, flat, leaves)
+        answer = _cached(chip, program, donated) if cache else compile_absent(chip, program, donated)
+    else:
+        start = time.perf_counter()
+        compiled = jax.jit(flat, donate_argnums=donated, keep_unused=True).lower(*leaves).compile()
+        answer = {**describe(compiled), "compile_seconds": time.perf_counter() - start}
+    jaxpr = jax.make_jaxpr(flat)(*leaves)
+    return _report(chip, answer, jaxpr, leaves, donated)
+
+
+_target = target  # the function, where a parameter has its name
+
+
+def matmul_flops(jaxpr: jex_core.Jaxpr) -> int:
+    """FLOPs of the matrix products of a jaxpr, those in scans times their length; a cond counts its largest branch.
+
+    `while` loops of unknown length are counted once, as the compilers do.
+    """
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            lhs = eqn.invars[0].aval.shape  # pyrefly: ignore[missing-attribute]
+            out = eqn.outvars[0].aval.shape  # pyrefly: ignore[missing-attribute]
+            total += 2 * int(np.prod(out)) * int(np.prod([lhs[axis] for axis in contract]))
+        inner = [matmul_flops(getattr(j, "jaxpr", j)) for j in _inner_jaxprs(eqn.params.values())]
+        if eqn.primitive.name == "cond":
+            total += max(inner, default=0)
+        elif eqn.primitive.name != "pallas_call":
+            total += sum(inner) * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else sum(inner)
+    return total
+
+
+def _inner_jaxprs(params: Iterable[Any]) -> list[Any]:
+    kinds = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
+    return [
+        leaf
+        for leaf in jax.tree.leaves(list(params), is_leaf=lambda p: isinstance(p, kinds))
+        if isinstance(leaf, kinds)
+    ]
+
+
+def _dtype(leaf: Any) -> Any:
+    return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+
+
+def _donated_leaves(args: tuple[Any, ...], donate: tuple[int, ...]) -> tuple[int, ...]:
+    wrong = [i for i in donate if not 0 <= i < len(args)]
+    if wrong:
+        raise ValueError(f"donate={donate} names argument {wrong[0]}, but there are {len(args)}: 0 to {len(args) - 1}.")
+    counts = [len(jax.tree.leaves(arg)) for arg in args]
+    starts = np.cumsum([0, *counts])
+    return tuple(int(leaf) for i in donate for leaf in range(starts[i], starts[i + 1]))
+
+
+def _cached(chip: Target, program: bytes, donated: tuple[int, ...]) -> dict[str, Any]:
+    versions = (jax.__version__, jaxlib.__version__, _compiler_version(chip))
+    key = hashlib.sha256(
+        repr((_CACHE_FORMAT, versions, dataclasses.astuple(chip), donated)).encode() + program
+    ).hexdigest()
+    folder = Path(os.environ.get("LLAMEM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llamem")
+    file = folder.expanduser() / "reports" / f"{key[:32]}.json"
+    if file.exists():
+        return json.loads(file.read_text())
+    answer = compile_absent(chip, program, donated)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(f".{os.getpid()}")
+    unfinished.write_text(json.dumps(answer))
+    os.replace(unfinished, file)
+    return answer
+
+
+def _compiler_version(chip: Target) -> str:
+    from importlib import metadata
+
+    return metadata.version({"tpu": "libtpu", "cuda": "jax-cuda12-plugin"}[chip.platform])
+
+
+def _report(
+    chip: Target, answer: dict[str, Any], jaxpr: Any, leaves: list[jax.ShapeDtypeStruct], donated: tuple[int, ...]
+) -> Report:
+    def size(shapes: Iterable[Any]) -> int:
+        return sum(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize for s in shapes)
+
+    flops = matmul_flops(jaxpr.jaxpr)
+    if "error" in answer:
+        found = re.search(r"memory required for HLO temporaries \(([\d.]+)([KMGT])\)", answer["error"])
+        if found is None:
+            raise RuntimeError(f"the compiler for {chip.name} refused the program: {answer['error'][:1500]}")
+        temp = int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]])
+        arguments, outputs = size(leaves), size(jaxpr.out_avals)
+        alias = size(leaves[i] for i in donated)
+        peak = arguments + outputs - alias + temp
+        return Report(chip, arguments, outputs, alias, temp, peak, 0, flops, answer["compile_seconds"], refused=True)
+    arena = answer["argument_bytes"] + answer["output_bytes"] - answer["alias_bytes"] + answer["temp_bytes"]
+    # XLA's own peak ignores temporaries on the CPU, and counts host memory where arguments live there.
+    peak = answer["xla_peak_bytes"] if chip.platform != "cpu" and not answer["host_bytes"] else arena
+    warnings = []
+    if jaxpr.consts and (closed := size(map(np.asarray, jaxpr.consts))) > 2**20:
+        warnings.append(
+            f"{closed / 2**20:.0f} MiB of arrays are closed over: constants, which no line here counts. Pass them."
+        )
+    if chip.platform == "tpu" and arena < 512 * 2**20:
+        warnings.append("so small that much of it lives in on-chip memory (VMEM), which temp does not count.")
+    if chip.capacity_bytes and peak > 0.85 * chip.capacity_bytes:
+        warnings.append(
+            "close to the limit, where the compiler rematerialises on its own: judge your remat on a roomier chip."
+        )
+    names = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "host_bytes", "compile_seconds")
+    return Report(
+        chip,
+        **{name: answer[name] for name in names},
+        peak_bytes=peak,
+        matmul_flops=flops,
+        buffers=tuple(answer["buffers"]),
+        warnings=tuple(warnings),
+    )

@@ -1,0 +1,104 @@
+"""The chips one can compile for: the one at hand, or by name a TPU or an NVIDIA GPU that is not there."""
+
+import dataclasses
+import importlib.util
+import platform
+import sys
+from typing import Literal
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A chip: what its compiler calls it, what it holds and how fast it is.
+
+    `capacity_bytes` is the memory a program can use; None where nothing limits it but this machine. `peak_flops` is
+    dense bf16 matrix FLOP/s (f16 on a T4), `bandwidth` bytes/s of its memory; None for the chip at hand, which is
+    measured instead. `absent` chips are compiled for in a child process.
+    """
+
+    name: str
+    platform: Literal["cpu", "tpu", "cuda"]
+    device_kind: str
+    capacity_bytes: int | None
+    peak_flops: float | None = None
+    bandwidth: float | None = None
+    topology: str = ""
+    cores: int = 1
+    absent: bool = True
+
+
+_GiB = 2**30
+
+# TPU capacities: what the compiler (libtpu 0.0.51) says is available. Speeds: Google Cloud's TPU pages.
+# GPU memory, bandwidth and speeds: NVIDIA's data sheets.
+TARGETS: dict[str, Target] = {
+    t.name: t
+    for t in (
+        Target("v5e-1", "tpu", "TPU v5 lite", int(15.75 * _GiB), 197e12, 819e9, "v5e:1x1"),
+        Target("v6e-1", "tpu", "TPU v6 lite", int(31.24 * _GiB), 918e12, 1640e9, "v6e:1x1"),
+        Target("v5p-1", "tpu", "TPU v5", int(95.73 * _GiB), 459e12, 2765e9, "v5p:1x1x1", cores=2),
+        Target("t4", "cuda", "Tesla T4", 15_655_829_504, 65e12, 320e9),
+        Target("l4", "cuda", "NVIDIA L4", 23_580_639_232, 121e12, 300e9),
+        Target("a100-40", "cuda", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 312e12, 1555e9),
+        Target("a100-80", "cuda", "NVIDIA A100-SXM4-80GB", 84_974_239_744, 312e12, 2039e9),
+        Target("h100", "cuda", "NVIDIA H100 80GB HBM3", 84_942_979_072, 989e12, 3352e9),
+    )
+}
+
+
+def target(name: str) -> Target:
+    """A chip by name: "local", or one of `TARGETS`. "cpu", "gpu" and "tpu" mean the local device, which must be of that
+    kind.
+
+    Raises ValueError for an unknown name, RuntimeError for a local device of another kind, ImportError that says what
+    to install where the compiler for an absent chip is missing.
+    """
+    if name in ("local", "cpu", "gpu", "tpu"):
+        return _local(name)
+    if name not in TARGETS:
+        raise ValueError(f"no target is called {name!r}. Known: local, cpu, gpu, tpu, {', '.join(TARGETS)}.")
+    found = TARGETS[name]
+    needs = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "nvidia.cuda_nvcc")}[found.platform]
+    missing = [module for module in (*needs, "flatbuffers") if not _installed(module)]
+    if missing:
+        extra = {"tpu": "tpu-compile", "cuda": "gpu-compile"}[found.platform]
+        here = "" if _is_linux_x86() else f" It exists for Linux on x86-64 only; this is {sys.platform}."
+        raise ImportError(f"compiling for {name!r} needs {', '.join(missing)}: `pip install 'llamem[{extra}]'`.{here}")
+    return found
+
+
+def available(name: str) -> bool:
+    """Whether programs can be compiled for this target here."""
+    try:
+        target(name)
+    except (ImportError, RuntimeError):
+        return False
+    return True
+
+
+def _local(name: str) -> Target:
+    device = jax.local_devices()[0]
+    kind = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}.get(
+        device.platform, device.platform
+    )
+    if name not in ("local", kind):
+        raise RuntimeError(
+            f"the local device is a {kind} ({device.device_kind}), not a {name}. Use target='local' for it, or name a "
+            f"chip to compile for without having it: {', '.join(TARGETS)}."
+        )
+    stats = device.memory_stats()
+    capacity = stats["bytes_limit"] if stats and "bytes_limit" in stats else None
+    return Target(name, device.platform, device.device_kind, capacity, absent=False)
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the parent package of a dotted name is missing
+        return False
+
+
+def _is_linux_x86() -> bool:
+    return sys.platform == "linux" and platform.machine() == "x86_64"
