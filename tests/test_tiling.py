@@ -1,5 +1,7 @@
 """Tiled primitives equal the plain function: values and every gradient, however the tiles fall."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,13 +119,9 @@ def test_map_keeps_one_tile_of_activations():
     wide_mlp = lambda w, x: jnp.tanh(x @ w) @ w.T  # noqa: E731
 
     def temporaries(f):
-        return (
-            jax.jit(jax.grad(lambda w, x: jnp.sum(f(w, x) ** 2)))
-            .lower(w, x)
-            .compile()
-            .memory_analysis()
-            .temp_size_in_bytes
-        )
+        loss = lambda w, x: jnp.sum(f(w, x) ** 2)  # noqa: E731
+        analysis: Any = jax.jit(jax.grad(loss)).lower(w, x).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
 
     untiled, tiles = temporaries(wide_mlp), temporaries(lambda w, x: tiled_map(lambda t: wide_mlp(w, t), x, 16))
     no_remat = temporaries(lambda w, x: jax.lax.map(lambda t: wide_mlp(w, t), x.reshape(16, 256, 64)).reshape(x.shape))

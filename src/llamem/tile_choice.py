@@ -9,26 +9,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from llamem.targets import TARGETS, Target
+
 __all__ = ["TileChoice", "choose_tiles"]
 
-# Peak FLOP/s of bfloat16 products, bytes/s of device memory, bytes of device memory. From the vendors' data sheets;
-# the first key found in the device's kind is taken ("NVIDIA H100 80GB HBM3", "TPU v6 lite").
-_CHIPS = {
-    "v5e": (197e12, 819e9, 16e9),
-    "v5 lite": (197e12, 819e9, 16e9),
-    "v6e": (918e12, 1640e9, 32e9),
-    "v6 lite": (918e12, 1640e9, 32e9),
-    "v5": (459e12, 2765e9, 95e9),
-    "v4": (275e12, 1228e9, 32e9),
-    "v7": (1153e12, 3690e9, 96e9),
-    "t4": (65e12, 320e9, 16e9),
-    "l4": (121e12, 300e9, 24e9),
-    "a100": (312e12, 2039e9, 40e9),
-    "h100": (989e12, 3352e9, 80e9),
-    "h200": (989e12, 4800e9, 141e9),
-    "b200": (2250e12, 8000e9, 180e9),
-    "cpu": (200e9, 20e9, 16e9),
-}
+# Of a CPU with a few cores, and of an accelerator that is not in `llamem.targets`: orders of magnitude.
+_CPU = Target("cpu", "cpu", "cpu", 16 * 10**9, 200e9, 20e9)
+_UNKNOWN = TARGETS["h100"]
 _BUDGET_SHARE = 1 / 16  # of device memory, for what the loss needs beyond its operands and gradients
 _LEAST_ROWS, _ALIGN = 512, 128
 
@@ -45,19 +32,17 @@ class TileChoice:
     reason: str
 
 
-def _chip(target: str | None) -> tuple[str, tuple[float, float, float]]:
-    if target is None:
+def _chip(name: str | None) -> Target:
+    if name is None:
         # A program compiled for an absent chip carries that chip in its mesh.
         absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
         kind = absent.device_kind if absent is not None else jax.devices()[0].device_kind
-        found = [k for k in _CHIPS if k in kind.lower()]
-        return kind, _CHIPS[found[0] if found else "h100"]
-    found = [k for k in _CHIPS if k in target.lower()]
-    if not found:
-        raise ValueError(
-            f"target {target!r} is no chip this knows: give one of {', '.join(_CHIPS)}, or None for the local one."
-        )
-    return target, _CHIPS[found[0]]
+        known = (chip for chip in (_CPU, *TARGETS.values()) if chip.device_kind.lower() == kind.lower())
+        return next(known, _UNKNOWN)
+    chips = {"cpu": _CPU, **TARGETS}
+    if name not in chips:
+        raise ValueError(f"target {name!r} is no chip this knows: give one of {', '.join(chips)}, or None.")
+    return chips[name]
 
 
 def _size(balance: float, work: float, fixed: float, traffic: float) -> float:
@@ -66,7 +51,7 @@ def _size(balance: float, work: float, fixed: float, traffic: float) -> float:
     A model too narrow to ever reach it gets the rows that come within a tenth of what it can.
     """
     wanted = min(balance, 0.9 * work / traffic)
-    return 1.1 * fixed * wanted / (work - traffic * wanted)
+    return fixed * wanted / (work - traffic * wanted)
 
 
 def choose_tiles(
@@ -95,14 +80,15 @@ def choose_tiles(
         head: "frozen" when no gradient for it is wanted.
         reduction: of the loss; "none" has to compute the logits twice.
         axis: restrict the choice to one axis.
-        target: a chip such as "v6e", "h100" or "cpu"; None for the one that compiles.
+        target: "cpu" or a chip of `llamem.targets` such as "v6e-1"; None for the one that compiles.
         memory_budget: bytes for what the loss needs beyond operands and gradients; None for 1/16 of the chip's.
 
     The model is checked against no measurement of time but published ones: see notebook 04.
     """
-    name, (flops, bandwidth, memory) = _chip(target)
-    balance, size = flops / bandwidth, jnp.dtype(dtype).itemsize
-    budget = int(memory * _BUDGET_SHARE) if memory_budget is None else max(1, memory_budget)
+    chip = _chip(target)
+    assert chip.peak_flops and chip.bandwidth and chip.capacity_bytes  # every chip of the table has them
+    balance, size = chip.peak_flops / chip.bandwidth, jnp.dtype(dtype).itemsize
+    budget = int(chip.capacity_bytes * _BUDGET_SHARE) if memory_budget is None else max(1, memory_budget)
     trained, small = head == "trained", size < 4
 
     def candidate(axis: Literal["tokens", "vocab"], budget: int) -> TileChoice:
@@ -133,7 +119,7 @@ def choose_tiles(
     best = min(fitting, key=lambda o: o.relative_time)
     note = "" if granted == budget else f" (nothing fits it: taken as {granted / 2**20:.0f} MiB)"
     lines = [
-        f"{name}: {balance:.0f} FLOPs per byte; N={tokens}, D={d_model}, V={vocab}; "
+        f"{chip.name}: {balance:.0f} FLOPs per byte; N={tokens}, D={d_model}, V={vocab}; "
         f"budget {budget / 2**20:.0f} MiB{note}."
     ]
     for option in (candidate(a, granted) for a in axes):
