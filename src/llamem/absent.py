@@ -44,8 +44,8 @@ _GPU = {
 }
 
 
-def export_for(target: Target, fn: Callable[..., Any], leaves: Sequence[jax.ShapeDtypeStruct]) -> bytes:
-    """`fn(*leaves)`, traced and lowered for the target's platform, as bytes that name no path of this machine."""
+def export_for(target: Target, fn: Callable[..., Any], leaves: Sequence[jax.ShapeDtypeStruct]) -> jax.export.Exported:
+    """`fn(*leaves)`, traced and lowered for the target's platform."""
     device: dict[str, Any] = {"device_kind": target.device_kind, "num_cores": target.cores, "platform": target.platform}
     known = {field.name for field in dataclasses.fields(jax.sharding.AbstractDevice)}
     abstract = jax.sharding.AbstractDevice(**{name: value for name, value in device.items() if name in known})
@@ -55,8 +55,7 @@ def export_for(target: Target, fn: Callable[..., Any], leaves: Sequence[jax.Shap
         exported = jax.export.export(jax.jit(fn, keep_unused=True), platforms=(target.platform,))(*leaves)
     # A `checkify.debug_check` that is switched off leaves an effect behind, which has no serialised form and no
     # meaning.
-    exported = dataclasses.replace(exported, ordered_effects=(), unordered_effects=())
-    return bytes(exported.serialize())
+    return dataclasses.replace(exported, ordered_effects=(), unordered_effects=())
 
 
 def compile_absent(target: Target, program: bytes, donated: Sequence[int]) -> dict[str, Any]:

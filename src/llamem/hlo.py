@@ -89,7 +89,8 @@ def _source(line: str, tables: dict[str, dict[int, str]]) -> str:
     location = _field(tables["StackFrames"].get(int(frame[1]), ""), "file_location_id")
     place = tables["FileLocations"].get(location, "")
     file = tables["FileNames"].get(_field(place, "file_name_id"), "").strip('"')
-    return f"{os.path.basename(file)}:{_field(place, 'line')}" if file else ""
+    file = os.path.basename(file)
+    return f"{file}:{_field(place, 'line')}" if file not in ("", "absent.py") else ""  # absent.py only compiled it
 
 
 def _field(entry: str, name: str) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.export
 import jaxlib
 import numpy as np
 from jax.extend import core as jex_core
@@ -96,7 +97,7 @@ def compile_report(
 
     if chip.absent:
         program = export_for(chip, flat, leaves)
-        answer = _cached(chip, program, donated) if cache else compile_absent(chip, program, donated)
+        answer = _cached(chip, program, donated) if cache else compile_absent(chip, bytes(program.serialize()), donated)
     else:
         start = time.perf_counter()
         compiled = jax.jit(flat, donate_argnums=donated, keep_unused=True).lower(*leaves).compile()
@@ -150,16 +151,16 @@ def _donated_leaves(args: tuple[Any, ...], donate: tuple[int, ...]) -> tuple[int
     return tuple(int(leaf) for i in donate for leaf in range(starts[i], starts[i + 1]))
 
 
-def _cached(chip: Target, program: bytes, donated: tuple[int, ...]) -> dict[str, Any]:
+def _cached(chip: Target, program: jax.export.Exported, donated: tuple[int, ...]) -> dict[str, Any]:
     versions = (jax.__version__, jaxlib.__version__, _compiler_version(chip))
-    key = hashlib.sha256(
-        repr((_CACHE_FORMAT, versions, dataclasses.astuple(chip), donated)).encode() + program
-    ).hexdigest()
+    # As text the program has no source lines, so the same cell finds its report again after an edit above it.
+    identity = repr((_CACHE_FORMAT, versions, dataclasses.astuple(chip), donated)) + program.mlir_module()
+    key = hashlib.sha256(identity.encode()).hexdigest()
     folder = Path(os.environ.get("LLAMEM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llamem")
     file = folder.expanduser() / "reports" / f"{key[:32]}.json"
     if file.exists():
         return json.loads(file.read_text())
-    answer = compile_absent(chip, program, donated)
+    answer = compile_absent(chip, bytes(program.serialize()), donated)
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(answer))

@@ -1,0 +1,52 @@
+"""Figures of the course: one style, alternative text for those who listen, and pictures that several notebooks draw."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+from IPython.display import display
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from llamem.memory import GiB, Report
+
+plt.style.use("petroff10")  # colours that remain distinct for colour-blind readers
+plt.rcParams.update({"figure.figsize": (8, 4), "figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})
+
+MARKERS = ("o", "s", "^", "D", "v", "P")
+HATCHES = ("", "//", "..", "xx", "--", "oo")
+
+
+def show(fig: Figure, *, alt: str) -> None:
+    """Displays a figure once, with the text that stands for it where it cannot be seen, and closes it."""
+    if not alt.strip():
+        raise ValueError("show(fig, alt=''): say in a sentence or two what the figure shows.")
+    fig.tight_layout()
+    display(fig, metadata={"image/png": {"alt": alt}})
+    plt.close(fig)
+
+
+def curves(ax: Axes, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], **style: Any) -> None:
+    """Named lines `(x, y)`, each with a marker of its own and its name in the legend."""
+    for (name, (x, y)), marker in zip(lines.items(), MARKERS * len(lines), strict=False):
+        ax.plot(x, y, marker=marker, label=name, **style)
+    ax.legend(frameon=False)
+
+
+def report_bars(reports: Mapping[str, Report]) -> Figure:
+    """Peak memory of several programs as horizontal bars, arguments apart, and each chip's capacity as a line."""
+    fig, ax = plt.subplots(figsize=(8, 0.6 * len(reports) + 1.4))
+    arguments = [report.argument_bytes / GiB for report in reports.values()]
+    rest = [(report.peak_bytes - report.argument_bytes) / GiB for report in reports.values()]
+    names = list(reports)
+    ax.barh(names, arguments, label="weights, optimizer, batch")
+    bars = ax.barh(names, rest, left=arguments, hatch="//", edgecolor="white", label="everything the step adds")
+    ax.bar_label(bars, labels=[f" {report.peak_bytes / GiB:.1f}" for report in reports.values()])
+    for capacity in sorted({report.capacity_bytes / GiB for report in reports.values() if report.capacity_bytes}):
+        ax.axvline(capacity, color="black", linestyle="--")
+        ax.annotate(f"{capacity:.1f} GiB", (capacity, 1.01), xycoords=("data", "axes fraction"), ha="center")
+    ax.invert_yaxis()
+    ax.set_xlabel("peak memory (GiB)")
+    ax.margins(x=0.1)
+    ax.legend(frameon=False, loc="lower right")
+    return fig
