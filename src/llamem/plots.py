@@ -38,15 +38,12 @@ def report_bars(reports: Mapping[str, Report]) -> Figure:
     fig, ax = plt.subplots(figsize=(8, 0.6 * len(reports) + 1.4))
     arguments = [report.argument_bytes / GiB for report in reports.values()]
     rest = [(report.peak_bytes - report.argument_bytes) / GiB for report in reports.values()]
-    names = list(reports)
+    names = [f"{name}  {report.peak_bytes / GiB:.1f} GiB" for name, report in reports.items()]
     ax.barh(names, arguments, label="weights, optimizer, batch")
-    bars = ax.barh(names, rest, left=arguments, hatch="//", edgecolor="white", label="everything the step adds")
-    ax.bar_label(bars, labels=[f" {report.peak_bytes / GiB:.1f}" for report in reports.values()])
-    for capacity in sorted({report.capacity_bytes / GiB for report in reports.values() if report.capacity_bytes}):
-        ax.axvline(capacity, color="black", linestyle="--")
-        ax.annotate(f"{capacity:.1f} GiB", (capacity, 1.01), xycoords=("data", "axes fraction"), ha="center")
+    ax.barh(names, rest, left=arguments, hatch="//", edgecolor="white", label="everything the step adds")
+    for capacity in sorted({report.capacity_bytes for report in reports.values() if report.capacity_bytes}):
+        ax.axvline(capacity / GiB, color="black", linestyle="--", label=f"the chip offers {capacity / GiB:.2f} GiB")
     ax.invert_yaxis()
     ax.set_xlabel("peak memory (GiB)")
-    ax.margins(x=0.1)
     ax.legend(frameon=False, loc="lower right")
     return fig

@@ -40,7 +40,7 @@ def generate(
     return _generate(graphdef, state, prompt_BT, cache, key, max_new_tokens, float(temperature), float(top_p))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5, 6, 7), donate_argnums=3)
+@functools.partial(jax.jit, static_argnums=(0, 5, 6, 7))
 def _generate(graphdef, state, prompt_BT, cache, key, max_new_tokens, temperature, top_p):
     model = nnx.merge(graphdef, state)
     logits_BV, cache = model.decode(prompt_BT, cache)
