@@ -265,7 +265,7 @@ def test_statistics(axis):
 
 
 @BOTH_AXES
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_nothing_that_counts_gives_zeros(axis, reduction):
     def fn(hidden, head, targets):
         kwargs: dict[str, Any] = {"axis": axis, "num_tiles": 4, "reduction": reduction}
