@@ -14,5 +14,7 @@ def grade(number: int, body: Callable[[], str]) -> None:
         print(f"Exercise {number}: not tried yet.")
     except AssertionError as hint:
         raise AssertionError(f"Exercise {number}: not yet. {hint}") from None
+    except (TypeError, ValueError) as error:
+        raise AssertionError(f"Exercise {number}: not yet. The check could not use your answer: {error}") from error
     else:
         print(f"Exercise {number}: correct. {praise}")

@@ -52,7 +52,7 @@ def check_rate(fn: Callable[..., Any]) -> None:
 
 
 def check_settings(fn: Callable[..., Any]) -> None:
-    """Exercise 3: 65,536 tokens per step of Llama 3.2 1B under 15 GiB on a v5e, by its compiler."""
+    """Exercise 3: 65,536 tokens per step of Llama 3.2 1B on a v5e, by its compiler."""
 
     def body() -> str:
         settings = fn()
@@ -64,8 +64,12 @@ def check_settings(fn: Callable[..., Any]) -> None:
             return "(Not compiled: there is no TPU compiler here, so the peak is not checked.)"
         config = LlamaConfig.from_name("llama3.2-1b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
         step, state, batch = abstract_step(config, settings)
-        peak = compile_report(step, state, batch, donate=(0,), target="v5e-1").peak_bytes / GiB
-        assert peak < 15, f"The peak is {peak:.1f} GiB. Which setting decides how many sequences are alive at once?"
-        return f"Peak {peak:.1f} GiB."
+        report = compile_report(step, state, batch, donate=(0,), target="v5e-1")
+        peak = report.peak_bytes / GiB
+        assert report.fits, f"The peak is {peak:.1f} GiB. Which setting decides how many sequences are alive at once?"
+        return (
+            f"Peak {peak:.1f} GiB. Eight sequences one after the other cost one f32 sum of the gradients, and the "
+            "activations of a single one."
+        )
 
     grade(3, body)
