@@ -12,7 +12,8 @@ _BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 # Names for memory that another line already counts, or that is none.
 _NO_BUFFER = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional", "constant", "opt-barrier"}
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\w+)\[([\d,]*)\](\{[^ ]*\})? ([\w\-]+)\(")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(")
+_SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 
 
 def describe(compiled: Any, largest: int = 12) -> dict[str, Any]:
@@ -38,22 +39,22 @@ def describe(compiled: Any, largest: int = 12) -> dict[str, Any]:
 def largest_buffers(text: str, count: int) -> list[dict[str, Any]]:
     """The largest arrays that an optimised program writes to memory, one row per shape and operation.
 
-    What happens inside a fusion stays in registers, and `S(1)` layouts live in a TPU's on-chip memory: neither counts.
+    What happens inside a fusion stays in registers, and layouts marked `S(1)` live in a TPU's
+    on-chip memory, `S(5)` in the host's: none of these counts.
     """
     tables = {name: dict(_table(text, name)) for name in _TABLES}
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for line in _lines_outside_fusions(text):
         match = _INSTRUCTION.match(line)
-        if match is None or match[5] in _NO_BUFFER or "S(1)" in (match[4] or "") or match[5].endswith("-done"):
+        if match is None or match[2] in _NO_BUFFER or match[2].endswith(("-start", "-done")):
             continue
-        shape = [int(size) for size in match[3].split(",") if size]
-        row = {
-            "shape": f"{match[2]}[{','.join(map(str, shape))}]",
-            "bytes": math.prod(shape) * _item_bytes(match[2]),
-            "operation": _operation(line) or match[5],
-            "source": _source(line, tables),
-        }
-        rows.setdefault((row["shape"], row["operation"]), row)
+        operation, source = _operation(line) or match[2], _source(line, tables)
+        for dtype, sizes, layout in _SHAPE.findall(match[1]):  # a fusion may write several arrays
+            if re.search(r"S\([1-9]", layout):
+                continue
+            n_bytes = math.prod(int(size) for size in sizes.split(",") if size) * _item_bytes(dtype)
+            row = {"shape": f"{dtype}[{sizes}]", "bytes": n_bytes, "operation": operation, "source": source}
+            rows.setdefault((row["shape"], operation), row)
     return sorted(rows.values(), key=lambda row: -row["bytes"])[:count]
 
 

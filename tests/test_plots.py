@@ -1,0 +1,50 @@
+"""Figures: alternative text goes with them, and they show the numbers they were given."""
+
+import jax
+import matplotlib.pyplot as plt
+import pytest
+from matplotlib.patches import Rectangle
+
+import llamem
+from llamem import plots
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    calls = []
+    monkeypatch.setattr(plots, "display", lambda figure, metadata: calls.append((figure, metadata)))
+    return calls
+
+
+def test_show_displays_once_with_its_text_and_closes(shown):
+    fig, _ = plt.subplots()
+    plots.show(fig, alt="A line that rises.")
+    assert shown == [(fig, {"image/png": {"alt": "A line that rises."}})]
+    assert not plt.fignum_exists(fig.number)
+
+
+def test_a_figure_without_words_is_refused(shown):
+    fig, _ = plt.subplots()
+    with pytest.raises(ValueError, match="say in a sentence"):
+        plots.show(fig, alt=" ")
+    assert not shown
+    plt.close(fig)
+
+
+def test_curves_are_told_apart_without_colour():
+    fig, ax = plt.subplots()
+    plots.curves(ax, {f"line {i}": ([1, 2], [i, i]) for i in range(6)})
+    assert len({line.get_marker() for line in ax.get_lines()}) == 6
+    legend = ax.get_legend()
+    assert legend and [text.get_text() for text in legend.get_texts()] == [f"line {i}" for i in range(6)]
+    plt.close(fig)
+
+
+def test_bars_add_up_to_the_peak():
+    shape = jax.ShapeDtypeStruct((2048, 1024), "float32")
+    report = llamem.compile_report(lambda a: a @ a.T, shape)
+    fig = plots.report_bars({"product": report})
+    width = sum(bar.get_bbox().width for bar in fig.axes[0].patches if isinstance(bar, Rectangle))
+    assert width == pytest.approx(report.peak_bytes / 2**30)
+    assert "GiB" in fig.axes[0].get_xlabel()
+    plt.close(fig)
