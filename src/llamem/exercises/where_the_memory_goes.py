@@ -31,7 +31,7 @@ def check_tokens(fn: Callable[..., Any]) -> None:
     def body() -> str:
         for name, dtype in (("llama3-8b", jnp.bfloat16), ("llama3.2-1b", jnp.bfloat16), ("tiny", jnp.float32)):
             config = LlamaConfig.from_name(name, param_dtype=dtype)
-            weights, token = config.n_params * config.param_dtype.itemsize, 4 * config.vocab_size
+            weights, token = config.n_params * jnp.dtype(config.param_dtype).itemsize, 4 * config.vocab_size
             got = fn(config)
             assert got == int(got), f"A whole number of tokens, please; yours is {got}."
             assert got * token > weights, (
