@@ -21,5 +21,5 @@ if (
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # the plugin complains of missing drivers when it is loaded
     import jax
 
-    if not jax.config.jax_platforms:
+    if not getattr(jax.config, "jax_platforms", None):
         jax.config.update("jax_platforms", "cpu")
