@@ -17,13 +17,14 @@ PACKAGE = ROOT / "src" / "llamem"
 MODULES = {path.stem if path.stem != "__init__" else "llamem": path for path in PACKAGE.glob("*.py")}
 # Bottom first. A module imports from lower floors only; a new module takes its place here.
 FLOORS = (
-    "config remat tiling tokenizer",
-    "attention stack softmax_tiles tile_choice",
-    "linear_softmax",
+    "_quiet config remat tiling tokenizer targets hlo",
+    "attention stack softmax_tiles tile_choice absent residuals measure",
+    "linear_softmax memory",
     "losses",
     "model",
     "data sample snapshots step",
     "train",
+    "plots",
     "llamem",
 )
 FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules.split()}
