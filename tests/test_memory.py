@@ -135,7 +135,7 @@ OPTIMISED = """\
 HloModule jit_f
 
 FileNames
-1 "/home/somebody/model.py"
+1 "/elsewhere/model.py"
 
 FunctionNames
 1 "f"
