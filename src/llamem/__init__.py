@@ -11,6 +11,7 @@ from llamem.sample import generate
 from llamem.stack import apply_stack, stack_layers, unstack_layers
 from llamem.step import TrainSettings, abstract_step
 from llamem.targets import TARGETS, available, target
+from llamem.tile_choice import TileChoice, choose_tiles
 from llamem.tiling import tiled_map, tiled_sum
 
 __all__ = [
@@ -23,10 +24,12 @@ __all__ = [
     "Policy",
     "Report",
     "RopeScaling",
+    "TileChoice",
     "TrainSettings",
     "abstract_step",
     "apply_stack",
     "available",
+    "choose_tiles",
     "compile_report",
     "generate",
     "stack_layers",

@@ -5,6 +5,7 @@ compiler that crashes must not take a notebook's kernel along. The program trave
 Run as `python -m llamem.absent REQUEST_FOLDER`.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -44,17 +45,21 @@ _GPU = {
 }
 
 
+def traced_for(target: Target) -> contextlib.AbstractContextManager[Any]:
+    """Within it, tracing sees the target as its chip: Pallas kernels, attention and tile choices ask for it."""
+    if not target.absent:
+        return contextlib.nullcontext()
+    device: dict[str, Any] = {"device_kind": target.device_kind, "num_cores": target.cores, "platform": target.platform}
+    known = {field.name for field in dataclasses.fields(jax.sharding.AbstractDevice)}  # JAX 0.7 knows no platform
+    abstract = jax.sharding.AbstractDevice(**{name: value for name, value in device.items() if name in known})
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=abstract))
+
+
 def export_for(target: Target, fn: Callable[..., Any], leaves: Sequence[jax.ShapeDtypeStruct]) -> jax.export.Exported:
     """`fn(*leaves)`, traced and lowered for the target's platform."""
-    device: dict[str, Any] = {"device_kind": target.device_kind, "num_cores": target.cores, "platform": target.platform}
-    known = {field.name for field in dataclasses.fields(jax.sharding.AbstractDevice)}
-    abstract = jax.sharding.AbstractDevice(**{name: value for name, value in device.items() if name in known})
-    # Pallas kernels and `llamem.attention` ask this mesh which chip they are made for.
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=abstract)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with traced_for(target):
         exported = jax.export.export(jax.jit(fn, keep_unused=True), platforms=(target.platform,))(*leaves)
-    # A `checkify.debug_check` that is switched off leaves an effect behind, which has no serialised form and no
-    # meaning.
+    # A `checkify.debug_check` that is switched off leaves an effect behind, without a serialised form or a meaning.
     return dataclasses.replace(exported, ordered_effects=(), unordered_effects=())
 
 

@@ -16,7 +16,7 @@ import jaxlib
 import numpy as np
 from jax.extend import core as jex_core
 
-from llamem.absent import compile_absent, export_for
+from llamem.absent import compile_absent, export_for, traced_for
 from llamem.hlo import describe
 from llamem.targets import Target, target
 
@@ -102,7 +102,8 @@ def compile_report(
         start = time.perf_counter()
         compiled = jax.jit(flat, donate_argnums=donated, keep_unused=True).lower(*leaves).compile()
         answer = {**describe(compiled), "compile_seconds": time.perf_counter() - start}
-    jaxpr = jax.make_jaxpr(flat)(*leaves)
+    with traced_for(chip):
+        jaxpr = jax.make_jaxpr(flat)(*leaves)
     return _report(chip, answer, jaxpr, leaves, donated)
 
 
@@ -153,8 +154,9 @@ def _donated_leaves(args: tuple[Any, ...], donate: tuple[int, ...]) -> tuple[int
 
 def _cached(chip: Target, program: jax.export.Exported, donated: tuple[int, ...]) -> dict[str, Any]:
     versions = (jax.__version__, jaxlib.__version__, _compiler_version(chip))
-    # As text the program has no source lines, so the same cell finds its report again after an edit above it.
-    identity = repr((_CACHE_FORMAT, versions, dataclasses.astuple(chip), donated)) + program.mlir_module()
+    # Without source lines: the same cell finds its report again in another kernel, or after an edit above it.
+    text = re.sub(r"^#loc.*$|loc\([^)]*\)", "", program.mlir_module(), flags=re.MULTILINE)
+    identity = repr((_CACHE_FORMAT, versions, dataclasses.astuple(chip), donated)) + text
     key = hashlib.sha256(identity.encode()).hexdigest()
     folder = Path(os.environ.get("LLAMEM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llamem")
     file = folder.expanduser() / "reports" / f"{key[:32]}.json"
