@@ -7,6 +7,7 @@ from llamem.losses import tiled_cross_entropy, tiled_logprobs
 from llamem.memory import Report, compile_report
 from llamem.model import KVCache, Llama
 from llamem.remat import POLICIES, Policy
+from llamem.residuals import saved_residuals
 from llamem.sample import generate
 from llamem.stack import apply_stack, stack_layers, unstack_layers
 from llamem.step import TrainSettings, abstract_step
@@ -32,6 +33,7 @@ __all__ = [
     "choose_tiles",
     "compile_report",
     "generate",
+    "saved_residuals",
     "stack_layers",
     "target",
     "tiled_cross_entropy",
