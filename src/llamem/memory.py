@@ -21,7 +21,7 @@ from llamem.hlo import describe
 from llamem.targets import Target, target
 
 GiB = 2**30
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
