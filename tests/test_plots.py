@@ -31,15 +31,6 @@ def test_a_figure_without_words_is_refused(shown):
     plt.close(fig)
 
 
-def test_curves_are_told_apart_without_colour():
-    fig, ax = plt.subplots()
-    plots.curves(ax, {f"line {i}": ([1, 2], [i, i]) for i in range(6)})
-    assert len({line.get_marker() for line in ax.get_lines()}) == 6
-    legend = ax.get_legend()
-    assert legend and [text.get_text() for text in legend.get_texts()] == [f"line {i}" for i in range(6)]
-    plt.close(fig)
-
-
 def test_bars_add_up_to_the_peak():
     shape = jax.ShapeDtypeStruct((2048, 1024), "float32")
     report = llamem.compile_report(lambda a: a @ a.T, shape)

@@ -18,6 +18,7 @@ from jax.extend import core as jex_core
 
 from llamem.absent import compile_absent, export_for, traced_for
 from llamem.hlo import describe
+from llamem.remat import inner_jaxprs
 from llamem.targets import Target, target
 
 GiB = 2**30
@@ -122,21 +123,12 @@ def matmul_flops(jaxpr: jex_core.Jaxpr) -> int:
             lhs = eqn.invars[0].aval.shape  # pyrefly: ignore[missing-attribute]
             out = eqn.outvars[0].aval.shape  # pyrefly: ignore[missing-attribute]
             total += 2 * int(np.prod(out)) * int(np.prod([lhs[axis] for axis in contract]))
-        inner = [matmul_flops(getattr(j, "jaxpr", j)) for j in _inner_jaxprs(eqn.params.values())]
+        inner = [matmul_flops(jaxpr) for jaxpr in inner_jaxprs(eqn)]
         if eqn.primitive.name == "cond":
             total += max(inner, default=0)
         elif eqn.primitive.name != "pallas_call":
             total += sum(inner) * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else sum(inner)
     return total
-
-
-def _inner_jaxprs(params: Iterable[Any]) -> list[Any]:
-    kinds = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
-    return [
-        leaf
-        for leaf in jax.tree.leaves(list(params), is_leaf=lambda p: isinstance(p, kinds))
-        if isinstance(leaf, kinds)
-    ]
 
 
 def _dtype(leaf: Any) -> Any:

@@ -1,11 +1,9 @@
 """Figures of the course: one style, alternative text for those who listen, and pictures that several notebooks draw."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
 from IPython.display import display
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from llamem.memory import GiB, Report
@@ -24,13 +22,6 @@ def show(fig: Figure, *, alt: str) -> None:
     fig.tight_layout()
     display(fig, metadata={"image/png": {"alt": alt}})
     plt.close(fig)
-
-
-def curves(ax: Axes, lines: Mapping[str, tuple[Sequence[float], Sequence[float]]], **style: Any) -> None:
-    """Named lines `(x, y)`, each with a marker of its own and its name in the legend."""
-    for (name, (x, y)), marker in zip(lines.items(), MARKERS * len(lines), strict=False):
-        ax.plot(x, y, marker=marker, label=name, **style)
-    ax.legend(frameon=False)
 
 
 def report_bars(reports: Mapping[str, Report]) -> Figure:

@@ -90,13 +90,15 @@ def names_in(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "name":
             yield eqn.params["name"]
-        for inner in jax.tree.leaves(tuple(eqn.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
-                yield from names_in(getattr(inner, "jaxpr", inner))
+        for inner in inner_jaxprs(eqn):
+            yield from names_in(inner)
 
 
-def _is_jaxpr(value: Any) -> bool:
-    return isinstance(value, jex_core.Jaxpr | jex_core.ClosedJaxpr)
+def inner_jaxprs(eqn: jex_core.JaxprEqn) -> list[Any]:
+    """The programs inside one operation: a loop's body, a call's function, a cond's branches."""
+    kinds = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
+    params = jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda param: isinstance(param, kinds))
+    return [getattr(param, "jaxpr", param) for param in params if isinstance(param, kinds)]
 
 
 def _lookup(remat: str | Policy | None) -> Policy | Callable[..., Any] | None:

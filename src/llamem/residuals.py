@@ -5,13 +5,15 @@ import functools
 import html
 import math
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core as jex_core
+
+from llamem.remat import inner_jaxprs
 
 _LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 
@@ -100,7 +102,7 @@ def _producer(jaxpr: jex_core.Jaxpr, var: Any) -> tuple[str, str]:
         return ("constant" if var in jaxpr.constvars else "input of the loop or call"), ""
     if eqn.primitive.name == "name":
         return f"named {eqn.params['name']!r}", _source(eqn)
-    inner = [p for p in _inner(eqn.params.values()) if len(p.outvars) == len(eqn.outvars)]
+    inner = [p for p in inner_jaxprs(eqn) if len(p.outvars) == len(eqn.outvars)]
     if not inner:
         # Casting to the same precision is how JAX marks a residual; what it casts is the answer.
         if eqn.primitive.name == "reduce_precision" and isinstance(eqn.invars[0], jex_core.Var):
@@ -115,12 +117,6 @@ def _producer(jaxpr: jex_core.Jaxpr, var: Any) -> tuple[str, str]:
             return _producer(jaxpr, outside)
         return "the loop's input of each iteration", _source(eqn)
     return _producer(inner[0], inside)
-
-
-def _inner(params: Iterable[Any]) -> list[Any]:
-    kinds = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
-    leaves = jax.tree.leaves(list(params), is_leaf=lambda p: isinstance(p, kinds))
-    return [getattr(leaf, "jaxpr", leaf) for leaf in leaves if isinstance(leaf, kinds)]
 
 
 def _source(eqn: Any) -> str:
