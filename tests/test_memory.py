@@ -13,9 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import real_peaks
+from flax import nnx
 
 import llamem
 from llamem import absent, hlo, memory
+from llamem.attention import attention
+from llamem.step import init_state, make_model, make_train_step
 
 HERE = Path(__file__).resolve().parent
 F32 = jnp.float32
@@ -198,9 +201,11 @@ LOSS_SHAPES = shape(8192, 512, dtype=jnp.bfloat16), shape(128_256, 512, dtype=jn
 @pytest.mark.tpu_compile
 def test_a_tpu_that_is_not_there(empty_cache, monkeypatch):
     report = llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, target="v5e-1")
-    assert report.fits and report.argument_bytes == 2 * 512 * (8192 + 128_256)
+    assert report.fits and report.argument_bytes == 2 * 512 * (8192 + 128_256) and report.host_bytes == 0
     assert report.peak_bytes > report.argument_bytes + 2 * 8192 * 128_256
     assert {"8192", "128256"} == set(re.findall(r"\d+", report.buffers[0]["shape"].split("[")[1])), report.buffers[0]
+    line = plain_loss.__code__.co_firstlineno + 1
+    assert f"test_memory.py:{line}" == report.buffers[0]["source"], report.buffers
     assert report.matmul_flops == 2 * 2 * 8192 * 512 * 128_256
 
     # The second time from the cache, without a compiler.
@@ -227,6 +232,80 @@ def test_donation_reaches_the_compiler_and_toys_are_pointed_out(empty_cache):
     report = llamem.compile_report(lambda a, b: a + b.sum(), shape(512, 512), shape(3), target="v5e-1", donate=(0,))
     assert report.alias_bytes == 4 * 512 * 512
     assert any("VMEM" in warning for warning in report.warnings)
+
+
+@pytest.fixture
+def compiled(empty_cache, monkeypatch):
+    """Stands for the compiler: the chip's name and the donated leaves of each program that reached it."""
+    calls = []
+    names = ("argument", "output", "alias", "temp", "xla_peak", "host")
+    answer = {f"{name}_bytes": 0 for name in names} | {"buffers": [], "compile_seconds": 0.0}
+    monkeypatch.setattr(memory, "compile_absent", lambda chip, _, donated: calls.append((chip.name, donated)) or answer)
+    return calls
+
+
+def cell(n_lines_above: int):
+    """The same function, further down in its notebook."""
+    namespace = {}
+    exec(compile("\n" * n_lines_above + "def cell(a, b):\n    return a @ b", "cell.py", "exec"), namespace)
+    return namespace["cell"]
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
+def test_the_cache_knows_a_program_by_what_it_computes_and_for_which_chip(compiled):
+    def asked(fn=None, sizes=(8, 8), target="v5e-1", **options) -> int:
+        llamem.compile_report(fn or cell(0), shape(*sizes), shape(8, 8), target=target, **options)
+        return len(compiled)
+
+    assert asked() == 1
+    assert asked() == asked(cell(9)) == 1  # the source line is not the program
+    assert asked(sizes=(7, 8)) == 2
+    assert asked(donate=(0,)) == 3 and asked(donate=(1,)) == 4
+    assert asked(target="v5p-1") == 5
+    assert asked(lambda a, b: b @ a) == 6
+    assert asked(cache=False) == 7
+    assert asked() == asked(sizes=(7, 8)) == asked(donate=(1,)) == asked(target="v5p-1") == 7
+    assert compiled[2:5] == [("v5e-1", (0,)), ("v5e-1", (1,)), ("v5p-1", ())]
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("content", ["", '{"argument_by', "\x00"])
+def test_a_broken_cache_file_is_replaced(compiled, empty_cache, content):
+    def report():
+        return llamem.compile_report(cell(0), shape(8, 8), shape(8, 8), target="v5e-1")
+
+    report()
+    (file,) = empty_cache.glob("reports/*")
+    file.write_text(content)
+    report()
+    report()
+    assert len(compiled) == 2 and [file] == list(empty_cache.glob("reports/*"))
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
+def test_a_tpu_program_takes_splash_where_its_blocks_divide():
+    def exported(T: int) -> str:
+        chip, q = llamem.target("v5e-1"), shape(1, T, 4, 128, dtype=jnp.bfloat16)
+        return absent.export_for(chip, lambda q: attention(q, q, q), [q]).mlir_module()
+
+    assert "tpu_custom_call" in exported(512)
+    assert "tpu_custom_call" not in exported(640)
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+def test_offloaded_layer_inputs_lie_in_the_hosts_memory(empty_cache):
+    config = llamem.LlamaConfig.from_name("tiny", vocab_size=512, n_layers=3)
+    policy = llamem.Policy(offload=("block_in",))
+    settings = llamem.TrainSettings(batch_size=4, seq_len=512, remat=policy, num_tiles=None)
+    model, tokens = make_model(config, settings), shape(4, 512, dtype=jnp.int32)
+    step = make_train_step(nnx.graphdef(model), settings)
+    report = llamem.compile_report(step, init_state(model, settings), (tokens, tokens), target="v5e-1")
+    assert report.host_bytes >= config.n_layers * 4 * 512 * config.d_model * 4
 
 
 @needs_gpu_compiler

@@ -152,8 +152,10 @@ def _cached(chip: Target, program: jax.export.Exported, donated: tuple[int, ...]
     key = hashlib.sha256(identity.encode()).hexdigest()
     folder = Path(os.environ.get("LLAMEM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llamem")
     file = folder.expanduser() / "reports" / f"{key[:32]}.json"
-    if file.exists():
+    try:
         return json.loads(file.read_text())
+    except (FileNotFoundError, ValueError):  # never compiled, or a file cut short by a full disk: compile
+        pass
     answer = compile_absent(chip, bytes(program.serialize()), donated)
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(f".{os.getpid()}")
