@@ -239,7 +239,8 @@ def compiled(empty_cache, monkeypatch):
     """Stands for the compiler: the chip's name and the donated leaves of each program that reached it."""
     calls = []
     names = ("argument", "output", "alias", "temp", "xla_peak", "host")
-    answer = {f"{name}_bytes": 0 for name in names} | {"buffers": [], "compile_seconds": 0.0}
+    empty: dict = {"buffers": [], "collectives": [], "compiled_matmul_flops": None, "compile_seconds": 0.0}
+    answer = {f"{name}_bytes": 0 for name in names} | empty
     monkeypatch.setattr(memory, "compile_absent", lambda chip, _, donated: calls.append((chip.name, donated)) or answer)
     return calls
 

@@ -123,7 +123,7 @@ device_description_str: "{target.device_kind}"
 
 
 def _child(folder: Path) -> None:
-    from llamem.hlo import describe
+    from llamem.hlo import describe, optimised_text
 
     request = json.loads((folder / "request.json").read_text())
     target = Target(**request["target"])
@@ -138,13 +138,17 @@ def _child(folder: Path) -> None:
     )
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
     answer: dict[str, Any]
+    # XLA cannot print every TPU program, but the TPU's compiler can write each down.
+    options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True} if target.platform == "tpu" else {}
     start = time.perf_counter()
     try:
-        compiled = jitted.trace(*shapes).lower(lowering_platforms=(target.platform,)).compile()
+        lowered = jitted.trace(*shapes).lower(lowering_platforms=(target.platform,))
+        compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         answer = {"error": str(error)}
     else:
-        answer = describe(compiled)
+        written = next(folder.glob("*jit_call*.after_optimizations.txt"), None)
+        answer = describe(compiled, written.read_text() if written else optimised_text(compiled))
     answer["compile_seconds"] = time.perf_counter() - start
     unfinished = folder / "answer.unfinished"
     unfinished.write_text(json.dumps(answer))

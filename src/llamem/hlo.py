@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}
+from llamem.hlo_counts import collectives, compiled_matmul_flops, item_bytes
+
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 # Names for memory that another line already counts, or that is none.
 _NO_BUFFER = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional", "constant", "opt-barrier"}
@@ -16,8 +17,18 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
 
 
-def describe(compiled: Any, largest: int = 12) -> dict[str, Any]:
-    """The compiled program's memory table in bytes, and its `largest` buffers: shape, bytes, operation, source line."""
+def optimised_text(compiled: Any) -> str:
+    """The optimised program as text; "" where XLA cannot print it (seen with some TPU programs, libtpu 0.0.51)."""
+    try:
+        return compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        return ""
+
+
+def describe(compiled: Any, text: str, largest: int = 12) -> dict[str, Any]:
+    """The compiled program's memory table in bytes; and from its `text` what it computes and sends, and its `largest`
+    buffers: shape, bytes, operation, source line.
+    """
     analysis = compiled.memory_analysis()
     names = {
         "argument_bytes": "argument_size_in_bytes",
@@ -29,10 +40,9 @@ def describe(compiled: Any, largest: int = 12) -> dict[str, Any]:
     table: dict[str, Any] = {mine: int(getattr(analysis, theirs)) for mine, theirs in names.items()}
     hosts = ("host_temp_size_in_bytes", "host_argument_size_in_bytes", "host_output_size_in_bytes")
     table["host_bytes"] = sum(int(getattr(analysis, name)) for name in hosts)
-    try:
-        table["buffers"] = largest_buffers(compiled.as_text(), largest)
-    except jax.errors.JaxRuntimeError:  # XLA cannot print some TPU v5p programs (seen with libtpu 0.0.51)
-        table["buffers"] = []
+    table["compiled_matmul_flops"] = compiled_matmul_flops(text)
+    table["collectives"] = collectives(text)
+    table["buffers"] = largest_buffers(text, largest)
     return table
 
 
@@ -52,15 +62,10 @@ def largest_buffers(text: str, count: int) -> list[dict[str, Any]]:
         for dtype, sizes, layout in _SHAPE.findall(match[1]):  # a fusion may write several arrays
             if re.search(r"S\([1-9]", layout):
                 continue
-            n_bytes = math.prod(int(size) for size in sizes.split(",") if size) * _item_bytes(dtype)
+            n_bytes = math.prod(int(size) for size in sizes.split(",") if size) * item_bytes(dtype)
             row = {"shape": f"{dtype}[{sizes}]", "bytes": n_bytes, "operation": operation, "source": source}
             rows.setdefault((row["shape"], operation), row)
     return sorted(rows.values(), key=lambda row: -row["bytes"])[:count]
-
-
-def _item_bytes(dtype: str) -> float:
-    digits = re.sub(r"\D", "", dtype.split("e")[0]) or "8"
-    return _BYTES.get(dtype, int(digits) / 8)
 
 
 def _lines_outside_fusions(text: str) -> Iterator[str]:

@@ -91,6 +91,8 @@ def _rows_backward(cfg, residuals, cotangents):
         unit_dx_ND, no_head = residuals
         return scale_gradient(unit_dx_ND, cotangent_N[:, None]), no_head, None
     (x_ND, head, targets_N), softmax, names = residuals
+    # Else XLA sees that a remainder tile outside the loops was computed before, and keeps its logits until now.
+    x_ND = jax.lax.optimization_barrier(x_ND)
     wanted = tuple(names)
     if cfg.axis == "vocab":
         grads = vocab_gradients(cfg, x_ND, head, targets_N, softmax, cotangent_N, wanted)

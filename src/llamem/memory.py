@@ -17,12 +17,12 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from llamem.absent import compile_absent, export_for, traced_for
-from llamem.hlo import describe
+from llamem.hlo import describe, optimised_text
 from llamem.remat import inner_jaxprs
 from llamem.targets import Target, target
 
 GiB = 2**30
-_CACHE_FORMAT = 2
+_CACHE_FORMAT = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,10 @@ class Report:
 
     `peak_bytes` is what must fit: arguments, outputs and temporaries, shared buffers counted once. `temp_bytes` alone
     can mislead: a compiler keeps temporaries inside outputs that are not yet written. `matmul_flops` counts the matrix
-    products of the traced program, loops multiplied out (Pallas kernels are not seen). `buffers` are the largest
-    arrays, with the operation and source line that asked for them. A program that the compiler refuses as too big has
-    `fits=False` and, in `peak_bytes`, what it said it needed.
+    products of the traced program, loops multiplied out (Pallas kernels are not seen); `compiled_matmul_flops` those
+    that the compiler left in its own, or None where that cannot be told. `collectives` say what chips send to each
+    other: operation, times, bytes. `buffers` are the largest arrays, with the operation and source line that asked for
+    them. A program that the compiler refuses as too big has `fits=False` and, in `peak_bytes`, what it said it needed.
     """
 
     target: Target
@@ -45,6 +46,8 @@ class Report:
     host_bytes: int
     matmul_flops: int
     compile_seconds: float
+    compiled_matmul_flops: int | None = None
+    collectives: tuple[dict[str, Any], ...] = ()
     buffers: tuple[dict[str, Any], ...] = ()
     warnings: tuple[str, ...] = ()
     refused: bool = False
@@ -102,7 +105,7 @@ def compile_report(
     else:
         start = time.perf_counter()
         compiled = jax.jit(flat, donate_argnums=donated, keep_unused=True).lower(*leaves).compile()
-        answer = {**describe(compiled), "compile_seconds": time.perf_counter() - start}
+        answer = {**describe(compiled, optimised_text(compiled)), "compile_seconds": time.perf_counter() - start}
     with traced_for(chip):
         jaxpr = jax.make_jaxpr(flat)(*leaves)
     return _report(chip, answer, jaxpr, leaves, donated)
@@ -206,6 +209,8 @@ def _report(
         **{name: answer[name] for name in names},
         peak_bytes=peak,
         matmul_flops=flops,
+        compiled_matmul_flops=answer["compiled_matmul_flops"],
+        collectives=tuple(answer["collectives"]),
         buffers=tuple(answer["buffers"]),
         warnings=tuple(warnings),
     )

@@ -17,7 +17,7 @@ __all__ = ["TileChoice", "choose_tiles"]
 _CPU = Target("cpu", "cpu", "cpu", 16 * 10**9, 200e9, 20e9)
 _UNKNOWN = TARGETS["h100"]
 _BUDGET_SHARE = 1 / 16  # of device memory, for what the loss needs beyond its operands and gradients
-_LEAST_ROWS, _ALIGN = 512, 128
+_LEAST_ROWS, _ALIGN = 512, 256  # a v6e multiplies blocks of 256 by 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +107,8 @@ def choose_tiles(
         per_row = (4 + min(size, 4)) * other
         wanted = max(_size(balance, work, fixed, traffic), _LEAST_ROWS)
         affordable = max(budget - base, 0) // per_row
-        rows = min(extent, max(_ALIGN, int(min(wanted, affordable)) // _ALIGN * _ALIGN))
+        aligned = min(-(-int(wanted) // _ALIGN), affordable // _ALIGN) * _ALIGN
+        rows = min(extent, max(_ALIGN, aligned))
         intensity = work * rows / (fixed + traffic * rows)
         time = products * max(1.0, balance / intensity)
         return TileChoice(axis, -(-extent // rows), products, int(base + per_row * rows), time, "")

@@ -40,7 +40,8 @@ def fold_tiles(
     """`lax.scan` over tiles of the leading axis: `carry, rows = fn(carry, tile)`, rows joined again.
 
     Tiles are sliced out of `xs`, and their rows written into place, so nothing of full size is copied. Where the
-    tiles do not divide the axis the last one is shorter, and `fn` is traced twice: no padding reaches it.
+    tiles do not divide the axis the last one is shorter; it is the first to be folded. `fn` is then traced twice: no
+    padding reaches it.
 
     Args:
         fn: takes the carry and a tile of `xs` (`[rows, ...]` each), returns the carry and a tree of `[rows, ...]`.
@@ -69,11 +70,12 @@ def fold_tiles(
     shape_of_tile = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows_per_tile, *x.shape[1:]), x.dtype), xs)
     _, rows = jax.eval_shape(fn, init, shape_of_tile)
     state = (init, jax.tree.map(lambda r: jnp.zeros((length, *r.shape[1:]), r.dtype), rows))
+    if rest:
+        # First, so that what it adds to zeros becomes the carry. After the loop a GPU holds both, whatever their size.
+        state = step(state, full * rows_per_tile, rest)
     if full:
         starts = jnp.arange(full) * rows_per_tile
         state, _ = lax.scan(lambda state, start: (step(state, start, rows_per_tile), None), state, starts)
-    if rest:
-        state = step(state, full * rows_per_tile, rest)
     return state
 
 
