@@ -6,6 +6,7 @@
 
 Peers are used where they are installed: tokamax (JAX), and on a CUDA machine Liger and cut-cross-entropy (PyTorch).
 All of them run in one process, one after the other in rounds, and the fastest round counts; the first one compiles.
+What would not fit, as the compiler says, does not run.
 """
 
 import argparse
@@ -25,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import psutil
 
 import llamem
 from llamem.memory import GiB
@@ -71,18 +73,26 @@ def problem(tokens: int, width: int, dtype: str) -> tuple[Any, Any, Any]:
     return x_ND, head_VD, jax.random.randint(keys[2], (tokens,), 0, VOCAB)
 
 
-def jax_runs(arrays: tuple[Any, Any, Any]) -> dict[str, Callable[[], Any]]:
-    def run(loss: Loss) -> Callable[[], Any]:
-        step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
-        return lambda: jax.block_until_ready(step(*arrays))
+def products(x_ND: Any, head_VD: Any, targets_N: Any) -> Any:
+    z_NV = x_ND @ head_VD.T
+    return z_NV @ head_VD, z_NV.T @ x_ND
 
-    def products(x_ND: Any, head_VD: Any, targets_N: Any) -> Any:
-        z_NV = x_ND @ head_VD.T
-        return z_NV @ head_VD, z_NV.T @ x_ND
 
-    three = jax.jit(products)
-    runs = {name: run(loss) for name, loss in jax_losses().items()}
-    return runs | {"the three products alone": lambda: jax.block_until_ready(three(*arrays))}
+def timed(step: Loss, *arrays: Any) -> Any:
+    return jax.block_until_ready(step(*arrays))
+
+
+def jax_runs(arrays: tuple[Any, Any, Any]) -> tuple[dict[str, Callable[[], Any]], dict[str, float]]:
+    """What to time, by name, and the compiled peaks in GiB; those too large for this machine are not to be run."""
+    steps = {name: jax.value_and_grad(loss, argnums=(0, 1)) for name, loss in jax_losses().items()}
+    steps["the three products alone"] = products
+    runs, peaks = {}, {}
+    for name, step in steps.items():
+        report = llamem.compile_report(step, *arrays)
+        peaks[name] = report.peak_bytes / GiB
+        if report.peak_bytes < 0.8 * (report.capacity_bytes or psutil.virtual_memory().total):
+            runs[name] = partial(timed, jax.jit(step), *arrays)
+    return runs, peaks
 
 
 def torch_runs(arrays: tuple[Any, Any, Any]) -> dict[str, Callable[[], Any]]:
@@ -119,21 +129,19 @@ def measure_times(token_counts: list[int], width: int, dtypes: list[str], rounds
     for dtype in dtypes:
         for tokens in token_counts:
             arrays = problem(tokens, width, dtype)
-            runs = jax_runs(arrays) | torch_runs(arrays)
+            runs, peaks = jax_runs(arrays)
+            runs |= torch_runs(arrays)
             seconds: dict[str, list[float]] = {name: [] for name in runs}
             for _ in range(rounds + 1):
                 for name, run in runs.items():
                     start = time.perf_counter()
-                    try:
-                        run()
-                        seconds[name].append(time.perf_counter() - start)
-                    except Exception as error:
-                        if "RESOURCE_EXHAUSTED" not in str(error):
-                            raise
-                        seconds[name].append(float("inf"))
-            for name, measured in seconds.items():
-                rows.append({"dtype": dtype, "tokens": tokens, "loss": name, "seconds": min(measured[1:])})
-                print(rows[-1], flush=True)
+                    run()
+                    seconds[name].append(time.perf_counter() - start)
+            for name in peaks | runs:
+                best = min(seconds[name][1:]) if name in runs else float("inf")
+                row = {"dtype": dtype, "tokens": tokens, "loss": name, "seconds": best, "GiB": peaks.get(name)}
+                rows.append(row)
+                print(row, flush=True)
     return rows
 
 
@@ -171,10 +179,11 @@ def table(rows: list[dict[str, Any]], group: str, cell: Callable[[dict[str, Any]
 
 def time_cell(row: dict[str, Any], peers: list[dict[str, Any]]) -> str:
     plain_seconds = next(p["seconds"] for p in peers if p["loss"].startswith("plain"))
+    peak = f", {row['GiB']:.1f} GiB" if row["GiB"] else ""
     if np.isinf(row["seconds"]):
-        return "out of memory"
+        return f"not run{peak}"
     ratio = "" if np.isinf(plain_seconds) else f" ({row['seconds'] / plain_seconds:.2f})"
-    return f"{row['seconds']:.2f} s{ratio}"
+    return f"{row['seconds']:.2f} s{ratio}{peak}"
 
 
 def peak_cell(row: dict[str, Any], peers: list[dict[str, Any]]) -> str:
@@ -224,7 +233,9 @@ def main() -> None:
         device = jax.devices()[0].device_kind
         where = f"{device}, {os.cpu_count()} cores" if device == "cpu" else device
         title = f"# Seconds for the loss and both gradients, V = 128,256, D = {args.width}, on {where}"
-        note = "In parentheses: as a fraction of plain logits in the same rounds."
+        note = (
+            "In parentheses: as a fraction of plain logits in the same rounds. Then the compiled peak on this machine."
+        )
         write("loss_times", [title, head, note, table(times, "dtype", time_cell)])
         figure(times, "dtype", "seconds", "seconds", HERE / "loss_times.png")
     if args.part in ("peaks", "both"):
