@@ -29,7 +29,7 @@ import optax
 import psutil
 
 import llamem
-from llamem.memory import GiB
+from llamem.report import GiB
 
 HERE = Path(__file__).resolve().parent
 VOCAB = 128_256

@@ -124,7 +124,7 @@ def test_the_largest_buffer_and_the_line_that_asked_for_it():
     assert top["shape"] == "f32[64,4096]" and top["bytes"] == 4 * 64 * 4096
     line = program.__code__.co_firstlineno + 1
     assert f"test_memory.py:{line}" in {row["source"] for row in report.buffers}
-    assert "f32[64,4096]" in str(report) and "<pre>" in report._repr_html_()
+    assert "f32[64,4096]" in str(report) and "<td>f32[64,4096]</td>" in report._repr_html_()
 
 
 def test_closed_over_arrays_are_pointed_out():
@@ -232,6 +232,22 @@ def test_donation_reaches_the_compiler_and_toys_are_pointed_out(empty_cache):
     report = llamem.compile_report(lambda a, b: a + b.sum(), shape(512, 512), shape(3), target="v5e-1", donate=(0,))
     assert report.alias_bytes == 4 * 512 * 512
     assert any("VMEM" in warning for warning in report.warnings)
+
+
+def test_reports_side_by_side():
+    shapes = shape(512, 256), shape(256, 512)
+    whole = llamem.compile_report(lambda a, b: a @ b, *shapes)
+    tall = llamem.compile_report(lambda a, b: jnp.sort((a @ b).ravel())[:1], *shapes)
+    for report in (whole, tall):
+        assert sum(report.parts.values()) == report.peak_bytes and min(report.parts.values()) >= 0
+    assert whole.parts["outputs"] == 512 * 512 * 4 > tall.parts["outputs"]
+    assert tall.parts["temporaries"] >= 512 * 512 * 4 > whole.parts["temporaries"]
+    table = llamem.compare({"whole": whole, "tall": tall})
+    lines = str(table).splitlines()
+    assert [line.split()[0] for line in lines] == ["program", "whole", "tall"] and len({*map(len, lines[1:])}) == 1
+    assert table._repr_html_().count("<tr>") == 3
+    with pytest.raises(ValueError, match="at least one report"):
+        llamem.compare({})
 
 
 @pytest.fixture

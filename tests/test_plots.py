@@ -1,6 +1,7 @@
 """Figures: alternative text goes with them, and they show the numbers they were given."""
 
 import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import pytest
 from matplotlib.patches import Rectangle
@@ -38,4 +39,15 @@ def test_bars_add_up_to_the_peak():
     width = sum(bar.get_bbox().width for bar in fig.axes[0].patches if isinstance(bar, Rectangle))
     assert width == pytest.approx(report.peak_bytes / 2**30)
     assert "GiB" in fig.axes[0].get_xlabel()
+    plt.close(fig)
+
+
+def test_residual_bars_name_each_array_and_its_line():
+    kept = llamem.saved_residuals(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2), jnp.ones((64, 32)), jnp.ones((16, 64)))
+    fig = plots.residual_bars(kept, most=2)
+    ax = fig.axes[0]
+    widths = sorted(bar.get_bbox().width for bar in ax.patches if isinstance(bar, Rectangle))
+    assert widths == pytest.approx(sorted(row.bytes / 2**20 for row in kept.rows[:2]))
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert labels[0] == "float32[64,32]  [0]" and "smaller ones hold" in ax.get_xlabel()
     plt.close(fig)

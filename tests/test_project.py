@@ -17,8 +17,8 @@ PACKAGE = ROOT / "src" / "llamem"
 MODULES = {path.stem if path.stem != "__init__" else "llamem": path for path in PACKAGE.glob("*.py")}
 # Bottom first. A module imports from lower floors only; a new module takes its place here.
 FLOORS = (
-    "_quiet config remat tiling tokenizer targets hlo_counts",
-    "attention stack softmax_tiles tile_choice hlo residuals measure",
+    "_quiet config remat tiling tokenizer targets hlo_counts tables",
+    "attention stack softmax_tiles tile_choice hlo residuals measure report",
     "linear_softmax absent",
     "losses memory",
     "model",

@@ -4,9 +4,10 @@ from llamem import _quiet as _quiet  # isort: split
 
 from llamem.config import PRESETS, LlamaConfig, RopeScaling
 from llamem.losses import tiled_cross_entropy, tiled_logprobs
-from llamem.memory import Report, compile_report
+from llamem.memory import compile_report
 from llamem.model import KVCache, Llama
 from llamem.remat import POLICIES, Policy
+from llamem.report import Comparison, Report, compare
 from llamem.residuals import saved_residuals
 from llamem.sample import generate
 from llamem.stack import apply_stack, stack_layers, unstack_layers
@@ -19,6 +20,7 @@ __all__ = [
     "POLICIES",
     "PRESETS",
     "TARGETS",
+    "Comparison",
     "KVCache",
     "Llama",
     "LlamaConfig",
@@ -31,6 +33,7 @@ __all__ = [
     "apply_stack",
     "available",
     "choose_tiles",
+    "compare",
     "compile_report",
     "generate",
     "saved_residuals",

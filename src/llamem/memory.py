@@ -19,64 +19,10 @@ from jax.extend import core as jex_core
 from llamem.absent import compile_absent, export_for, traced_for
 from llamem.hlo import describe, optimised_text
 from llamem.remat import inner_jaxprs
+from llamem.report import Report
 from llamem.targets import Target, target
 
-GiB = 2**30
 _CACHE_FORMAT = 3
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """One program on one chip, in bytes per device.
-
-    `peak_bytes` is what must fit: arguments, outputs and temporaries, shared buffers counted once. `temp_bytes` alone
-    can mislead: a compiler keeps temporaries inside outputs that are not yet written. `matmul_flops` counts the matrix
-    products of the traced program, loops multiplied out (Pallas kernels are not seen); `compiled_matmul_flops` those
-    that the compiler left in its own, or None where that cannot be told. `collectives` say what chips send to each
-    other: operation, times, bytes. `buffers` are the largest arrays, with the operation and source line that asked for
-    them. A program that the compiler refuses as too big has `fits=False` and, in `peak_bytes`, what it said it needed.
-    """
-
-    target: Target
-    argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-    peak_bytes: int
-    host_bytes: int
-    matmul_flops: int
-    compile_seconds: float
-    compiled_matmul_flops: int | None = None
-    collectives: tuple[dict[str, Any], ...] = ()
-    buffers: tuple[dict[str, Any], ...] = ()
-    warnings: tuple[str, ...] = ()
-    refused: bool = False
-
-    @property
-    def capacity_bytes(self) -> int | None:
-        """What the chip offers a program; None where unknown."""
-        return self.target.capacity_bytes
-
-    @property
-    def fits(self) -> bool:
-        """Whether the program runs within the chip's memory."""
-        return not self.refused and (self.capacity_bytes is None or self.peak_bytes <= self.capacity_bytes)
-
-    def __str__(self) -> str:
-        of = f" of {self.capacity_bytes / GiB:.2f}" if self.capacity_bytes else ""
-        lines = [
-            f"{self.target.name}: {'fits' if self.fits else 'DOES NOT FIT'}, peak {self.peak_bytes / GiB:.2f}{of} GiB"
-        ]
-        for name in ("argument", "output", "alias", "temp", "host"):
-            lines.append(f"  {name:<9}{getattr(self, f'{name}_bytes') / GiB:8.2f} GiB")
-        lines.append(f"  matrix products {self.matmul_flops / 1e12:.2f} TFLOP")
-        lines += [f"  {row['bytes'] / GiB:6.2f} GiB  {row['shape']}  {row['source']}" for row in self.buffers[:5]]
-        return "\n".join([*lines, *(f"  note: {warning}" for warning in self.warnings)])
-
-    def _repr_html_(self) -> str:
-        import html
-
-        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def compile_report(
@@ -132,6 +78,15 @@ def matmul_flops(jaxpr: jex_core.Jaxpr) -> int:
         elif eqn.primitive.name != "pallas_call":
             total += sum(inner) * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else sum(inner)
     return total
+
+
+def _moves_to_host(jaxpr: jex_core.Jaxpr) -> bool:
+    """Whether a device_put in the program names the host's memory, as offloading policies write it."""
+    return any(
+        (eqn.primitive.name == "device_put" and "host" in str(eqn.params["devices"]).lower())
+        or any(map(_moves_to_host, inner_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _dtype(leaf: Any) -> Any:
@@ -199,6 +154,12 @@ def _report(
         )
     if chip.platform == "tpu" and arena < 512 * 2**20:
         warnings.append("so small that much of it lives in on-chip memory (VMEM), which temp does not count.")
+    if not answer["host_bytes"] and _moves_to_host(jaxpr.jaxpr):
+        warnings.append(
+            "the program moves arrays to the host's memory, and none arrived: the compiler kept them on the device."
+            if chip.platform != "cpu"
+            else "the program offloads to the host's memory: on a CPU that is the device's own, and nothing is gained."
+        )
     if chip.capacity_bytes and peak > 0.85 * chip.capacity_bytes:
         warnings.append(
             "close to the limit, where the compiler rematerialises on its own: judge your remat on a roomier chip."

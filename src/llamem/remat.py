@@ -19,12 +19,14 @@ class Policy:
     """What one rematerialised layer keeps, as data: names given with `jax.ad_checkpoint.checkpoint_name`.
 
     `save` stays on the device, `offload` goes to host memory (`pinned_host`), `save_all_but` keeps every *named*
-    activation except these. All that is not named is recomputed. Raises ValueError for a name in two lists.
+    activation except these. `also` adds what one of JAX's heuristics saves, "dots_saveable" for example. All that is
+    not chosen is recomputed. Raises ValueError for a name in two lists, and for what JAX cannot combine.
     """
 
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     save_all_but: tuple[str, ...] = ()
+    also: str | None = None
 
     def __post_init__(self):
         for field in ("save", "offload", "save_all_but"):
@@ -38,12 +40,34 @@ class Policy:
             )
         if self.save_all_but and (self.save or self.offload):
             raise ValueError("Policy: save_all_but stands alone; list what to keep in save= and offload= instead.")
+        if self.also is not None and (self.also not in _HEURISTICS or self.offload):
+            raise ValueError(
+                f"Policy(also={self.also!r}): expected one of {', '.join(_HEURISTICS)}, and no offload= beside it, "
+                "which JAX cannot combine with another policy."
+            )
 
     @property
     def names(self) -> frozenset[str]:
         """Every name that the policy mentions."""
         return frozenset(self.save + self.offload + self.save_all_but)
 
+
+# What these save does not depend on names. JAX writes the two about dots in another way as well.
+_HEURISTICS = {
+    name: getattr(_JAX, name)
+    for name in ("nothing_saveable", "everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
+}
+_REMAT3_KNOWS = (None, *_HEURISTICS.values())
+# JAX's factories: a layer given one of them, not what it returns, would save everything or nothing, silently.
+_INSTEAD = {
+    "save_only_these_names": "llamem.Policy(save=('attn',))",
+    "save_any_names_but_these": "llamem.Policy(save_all_but=('gate', 'up'))",
+    "save_anything_except_these_names": "llamem.Policy(save_all_but=(...)): that one of JAX saves what it excepts",
+    "save_and_offload_only_these_names": "llamem.Policy(save=('attn',), offload=('block_in',))",
+    "save_from_both_policies": "llamem.Policy(save=('attn',), also='dots_saveable')",
+    "checkpoint_dots": "'dots_saveable', which is the same",
+    "checkpoint_dots_with_no_batch_dims": "'dots_with_no_batch_dims_saveable', which is the same",
+}
 
 # By name: JAX's own heuristics under JAX's own names, and policies over the activations that `model.Block` names.
 POLICIES: dict[str, Policy | Callable[..., Any]] = {
@@ -52,10 +76,7 @@ POLICIES: dict[str, Policy | Callable[..., Any]] = {
     "qkv_attn": Policy(save=("q", "k", "v", "attn")),
     "minimal": Policy(save=("q", "k", "v", "attn", "attn_out", "gate", "up", "mlp_out")),
     "offload_block_in": Policy(offload=("block_in",)),
-    "nothing_saveable": _JAX.nothing_saveable,
-    "everything_saveable": _JAX.everything_saveable,
-    "dots_saveable": _JAX.dots_saveable,
-    "dots_with_no_batch_dims_saveable": _JAX.dots_with_no_batch_dims_saveable,
+    **_HEURISTICS,
     "offload_dot_with_no_batch_dims": _JAX.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }
 
@@ -88,16 +109,27 @@ def check_names(remat: str | Policy | None, jaxpr: jex_core.ClosedJaxpr, what: s
 def names_in(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
     """Every `checkpoint_name` in a jaxpr, those inside scans, calls and checkpoints included."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "name":
-            yield eqn.params["name"]
+        if (name := given_name(eqn)) is not None:
+            yield name
         for inner in inner_jaxprs(eqn):
             yield from names_in(inner)
+
+
+def given_name(eqn: jex_core.JaxprEqn) -> str | None:
+    """The name that this operation gives to its result with `checkpoint_name`; None for any other operation."""
+    # With jax_remat3 a name, like a checkpoint, is an object of its own inside one kind of operation.
+    named: Any = eqn.params.get("_prim")
+    if type(named).__name__ == "CheckpointName":
+        return named.params["name"]
+    return eqn.params["name"] if eqn.primitive.name == "name" else None
 
 
 def inner_jaxprs(eqn: jex_core.JaxprEqn) -> list[Any]:
     """The programs inside one operation: a loop's body, a call's function, a cond's branches."""
     kinds = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
-    params = jax.tree.leaves(tuple(eqn.params.values()), is_leaf=lambda param: isinstance(param, kinds))
+    of_object = getattr(eqn.params.get("_prim"), "params", {})
+    params = (*eqn.params.values(), *of_object.values())
+    params = jax.tree.leaves(params, is_leaf=lambda param: isinstance(param, kinds))
     return [getattr(param, "jaxpr", param) for param in params if isinstance(param, kinds)]
 
 
@@ -109,6 +141,8 @@ def _lookup(remat: str | Policy | None) -> Policy | Callable[..., Any] | None:
             f"remat={remat!r}: expected None, a policy's name or llamem.Policy(save=(...), offload=(...)). "
             "Callables are not taken: newer JAX treats a hand-written policy as 'recompute everything', silently."
         )
+    if remat in _INSTEAD:
+        raise ValueError(f"remat={remat!r}: write {_INSTEAD[remat]}.")
     if remat not in POLICIES:
         raise ValueError(
             f"no remat policy is called {remat!r}. Known: {', '.join(POLICIES)}; or llamem.Policy(save=(...))."
@@ -118,10 +152,14 @@ def _lookup(remat: str | Policy | None) -> Policy | Callable[..., Any] | None:
 
 def _jax_policy(remat: str | Policy | None) -> Callable[..., Any] | None:
     policy = _lookup(remat)
+    names_only = isinstance(policy, Policy) and not policy.offload and policy.also is None
+    if getattr(jax.config, "jax_remat3", False) and not (names_only or policy in _REMAT3_KNOWS):
+        raise ValueError(
+            f"remat={remat!r}: with jax_remat3 on, this JAX would recompute everything instead, without a word. Turn "
+            "it off, jax.config.update('jax_remat3', False), or choose a policy that neither offloads nor combines."
+        )
     if not isinstance(policy, Policy):
         return policy
-    if policy.save_all_but:
-        return _JAX.save_any_names_but_these(*policy.save_all_but)
     if policy.offload:
         return _JAX.save_and_offload_only_these_names(
             names_which_can_be_saved=list(policy.save),
@@ -129,4 +167,8 @@ def _jax_policy(remat: str | Policy | None) -> Callable[..., Any] | None:
             offload_src="device",
             offload_dst="pinned_host",
         )
-    return _JAX.save_only_these_names(*policy.save) if policy.save else _JAX.nothing_saveable
+    if policy.save_all_but:
+        named = _JAX.save_any_names_but_these(*policy.save_all_but)
+    else:
+        named = _JAX.save_only_these_names(*policy.save) if policy.save else _JAX.nothing_saveable
+    return named if policy.also is None else _JAX.save_from_both_policies(named, _HEURISTICS[policy.also])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import html
 import math
 import sysconfig
 from collections.abc import Callable
@@ -13,7 +12,8 @@ import jax
 import numpy as np
 from jax.extend import core as jex_core
 
-from llamem.remat import inner_jaxprs
+from llamem.remat import given_name, inner_jaxprs
+from llamem.tables import html_table
 
 _LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 
@@ -63,7 +63,12 @@ class Residuals:
         return "\n".join([total, *map(str, self.rows)])
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        head = f"<p><b>{_size(self.bytes)}</b> kept, and {_size(self.argument_bytes)} that are arguments</p>"
+        rows = [
+            (_size(row.bytes), f"{row.dtype}{list(row.shape)}", row.argument or row.operation, row.source)
+            for row in self.rows
+        ]
+        return head + html_table(("size", "array", "made by", "line"), rows)
 
 
 def saved_residuals(fn: Callable[..., Any], *args: Any) -> Residuals:
@@ -100,8 +105,8 @@ def _producer(jaxpr: jex_core.Jaxpr, var: Any) -> tuple[str, str]:
     eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
     if eqn is None:
         return ("constant" if var in jaxpr.constvars else "input of the loop or call"), ""
-    if eqn.primitive.name == "name":
-        return f"named {eqn.params['name']!r}", _source(eqn)
+    if (name := given_name(eqn)) is not None:
+        return f"named {name!r}", _source(eqn)
     inner = [p for p in inner_jaxprs(eqn) if len(p.outvars) == len(eqn.outvars)]
     if not inner:
         # Casting to the same precision is how JAX marks a residual; what it casts is the answer.

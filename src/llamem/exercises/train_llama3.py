@@ -9,7 +9,8 @@ import optax
 
 from llamem.config import LlamaConfig
 from llamem.exercises import grade
-from llamem.memory import GiB, compile_report
+from llamem.memory import compile_report
+from llamem.report import GiB
 from llamem.step import TrainSettings, abstract_step
 from llamem.targets import available
 
