@@ -257,7 +257,9 @@ def compiled(empty_cache, monkeypatch):
     names = ("argument", "output", "alias", "temp", "xla_peak", "host")
     empty: dict = {"buffers": [], "collectives": [], "compiled_matmul_flops": None, "compile_seconds": 0.0}
     answer = {f"{name}_bytes": 0 for name in names} | empty
-    monkeypatch.setattr(memory, "compile_absent", lambda chip, _, donated: calls.append((chip.name, donated)) or answer)
+    monkeypatch.setattr(
+        memory, "compile_absent", lambda chip, _, donated, axes: calls.append((chip.name, donated)) or answer
+    )
     return calls
 
 
@@ -323,6 +325,45 @@ def test_offloaded_layer_inputs_lie_in_the_hosts_memory(empty_cache):
     step = make_train_step(nnx.graphdef(model), settings)
     report = llamem.compile_report(step, init_state(model, settings), (tokens, tokens), target="v5e-1")
     assert report.host_bytes >= config.n_layers * 4 * 512 * config.d_model * 4
+
+
+def product(x, w):
+    return jnp.sum(jnp.tanh(x @ w).astype(F32) ** 2)
+
+
+@pytest.mark.parametrize("name", ["v5e-8", "v5p-8", "h100-8"])
+@pytest.mark.tpu_compile
+@pytest.mark.gpu_compile
+def test_several_chips_hold_their_shards_and_say_what_they_send(empty_cache, name):
+    if not llamem.available(name):
+        pytest.skip(f"no compiler for {name} here")
+    chip = llamem.target(name)
+    mesh = chip.mesh(data=2, model=chip.devices // 2)
+    P = jax.sharding.PartitionSpec
+
+    def sharded(spec, *sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    x, w = sharded(P("data"), 4096, 2048), sharded(P("data", "model"), 2048, 8192)
+    report = llamem.compile_report(jax.grad(product, argnums=(0, 1)), x, w, target=name)
+    assert report.argument_bytes == 2 * (4096 * 2048 // 2 + 2048 * 8192 // chip.devices)
+    assert report.matmul_flops == 3 * 2 * 4096 * 2048 * 8192
+    assert report.compiled_matmul_flops == report.matmul_flops // chip.devices
+    sent = {row["operation"]: row["bytes"] for row in report.collectives}
+    assert sent["all-gather"] == 2 * 2048 * 8192 // (chip.devices // 2)  # the weights of its columns, whole
+    assert "all-reduce" in sent and "all-gather" in str(report) and "all-gather" in report._repr_html_()
+    whole = llamem.compile_report(product, x, shape(2048, 8192, dtype=jnp.bfloat16), target=name)
+    assert whole.argument_bytes == 2 * (4096 * 2048 // 2 + 2048 * 8192)
+
+
+@needs_tpu_compiler
+def test_shardings_that_do_not_fit_the_chips_are_explained(as_a_user):
+    with pytest.raises(ValueError, match=r"v5e-8 has 8 chips, and the arguments' shardings name 0 meshes"):
+        llamem.compile_report(product, shape(8, 8), shape(8, 8), target="v5e-8")
+    four = llamem.target("v5e-4").mesh(data=4)
+    x = jax.ShapeDtypeStruct((8, 8), F32, sharding=jax.sharding.NamedSharding(four, jax.sharding.PartitionSpec("data")))
+    with pytest.raises(ValueError, match=r"mesh\(\{'data': 4\}\) needs 4 chips; v5e-8 has 8"):
+        llamem.compile_report(product, x, x, target="v5e-8")
 
 
 @needs_gpu_compiler

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,41 +37,40 @@ _ENVIRONMENT = {
 # memory per core, per block by request, threads per core, cores, FPUs per core, L2 bytes, clock in GHz, compute
 # capability.
 _GPU = {
-    "t4": (65_536, 65_536, 1024, 40, 64, 4_194_304, 1.59, (7, 5)),
-    "l4": (102_400, 101_376, 1536, 58, 128, 50_331_648, 2.04, (8, 9)),
-    "a100-40": (167_936, 166_912, 2048, 108, 64, 41_943_040, 1.41, (8, 0)),
-    "a100-80": (167_936, 166_912, 2048, 108, 64, 41_943_040, 1.41, (8, 0)),
-    "h100": (233_472, 232_448, 2048, 132, 128, 52_428_800, 1.98, (9, 0)),
+    "Tesla T4": (65_536, 65_536, 1024, 40, 64, 4_194_304, 1.59, (7, 5)),
+    "NVIDIA L4": (102_400, 101_376, 1536, 58, 128, 50_331_648, 2.04, (8, 9)),
+    "NVIDIA A100-SXM4-40GB": (167_936, 166_912, 2048, 108, 64, 41_943_040, 1.41, (8, 0)),
+    "NVIDIA A100-SXM4-80GB": (167_936, 166_912, 2048, 108, 64, 41_943_040, 1.41, (8, 0)),
+    "NVIDIA H100 80GB HBM3": (233_472, 232_448, 2048, 132, 128, 52_428_800, 1.98, (9, 0)),
 }
 
 
-def traced_for(target: Target) -> contextlib.AbstractContextManager[Any]:
+def traced_for(target: Target, mesh: Any = None) -> contextlib.AbstractContextManager[Any]:
     """Within it, tracing sees the target as its chip: Pallas kernels, attention and tile choices ask for it."""
-    if not target.absent:
-        return contextlib.nullcontext()
-    device: dict[str, Any] = {"device_kind": target.device_kind, "num_cores": target.cores, "platform": target.platform}
-    known = {field.name for field in dataclasses.fields(jax.sharding.AbstractDevice)}  # JAX 0.7 knows no platform
-    abstract = jax.sharding.AbstractDevice(**{name: value for name, value in device.items() if name in known})
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=abstract))
+    return jax.sharding.use_abstract_mesh(mesh or target.mesh(x=1)) if target.absent else contextlib.nullcontext()
 
 
-def export_for(target: Target, fn: Callable[..., Any], leaves: Sequence[jax.ShapeDtypeStruct]) -> jax.export.Exported:
+def export_for(
+    target: Target, fn: Callable[..., Any], leaves: Sequence[jax.ShapeDtypeStruct], mesh: Any = None
+) -> jax.export.Exported:
     """`fn(*leaves)`, traced and lowered for the target's platform."""
-    with traced_for(target):
+    with traced_for(target, mesh):
         exported = jax.export.export(jax.jit(fn, keep_unused=True), platforms=(target.platform,))(*leaves)
     # A `checkify.debug_check` that is switched off leaves an effect behind, without a serialised form or a meaning.
     return dataclasses.replace(exported, ordered_effects=(), unordered_effects=())
 
 
-def compile_absent(target: Target, program: bytes, donated: Sequence[int]) -> dict[str, Any]:
+def compile_absent(
+    target: Target, program: bytes, donated: Sequence[int], axes: Mapping[str, int] | None = None
+) -> dict[str, Any]:
     """What the target's compiler says: the result of `describe`, or `{"error": ...}` with the compiler's message.
 
-    Raises RuntimeError where the compiler died without an answer.
+    `axes` are those of the mesh of several chips. Raises RuntimeError where the compiler died without an answer.
     """
     with tempfile.TemporaryDirectory(prefix="llamem-") as name:
         folder = Path(name)
         (folder / "program").write_bytes(program)
-        request = {"target": dataclasses.asdict(target), "donated": list(donated)}
+        request = {"target": dataclasses.asdict(target), "donated": list(donated), "axes": axes}
         (folder / "request.json").write_text(json.dumps(request))
         environment = {**os.environ, **_ENVIRONMENT}
         environment.pop("XLA_FLAGS", None)
@@ -91,15 +90,15 @@ def _topology(target: Target) -> Any:
     from jax.experimental import topologies
 
     if target.platform == "tpu":
-        return topologies.get_topology_desc(
-            platform="tpu", topology_name=target.topology, chips_per_host_bounds=[1, 1, 1]
-        )
-    return topologies.get_topology_desc(platform="cuda", target_config=gpu_description(target), topology="1x1x1")
+        alone: dict[str, Any] = {"chips_per_host_bounds": [1, 1, 1]} if target.devices == 1 else {}
+        return topologies.get_topology_desc(platform="tpu", topology_name=target.topology, **alone)
+    topology = target.topology or "1x1x1"
+    return topologies.get_topology_desc(platform="cuda", target_config=gpu_description(target), topology=topology)
 
 
 def gpu_description(target: Target) -> str:
     """The text form of XLA's GPU description, which stands in for asking a driver."""
-    shared, shared_optin, threads, cores, fpus, l2, clock, (major, minor) = _GPU[target.name]
+    shared, shared_optin, threads, cores, fpus, l2, clock, (major, minor) = _GPU[target.device_kind]
     extension = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""
 gpu_device_info {{
@@ -123,19 +122,23 @@ device_description_str: "{target.device_kind}"
 
 
 def _child(folder: Path) -> None:
+    from jax.experimental import topologies
+
     from llamem.hlo import describe, optimised_text
 
     request = json.loads((folder / "request.json").read_text())
     target = Target(**request["target"])
     exported = jax.export.deserialize(bytearray((folder / "program").read_bytes()))
-    sharding = jax.sharding.SingleDeviceSharding(_topology(target).devices[0])
-    jitted = jax.jit(
-        exported.call,
-        donate_argnums=tuple(request["donated"]),
-        in_shardings=sharding,
-        out_shardings=sharding,
-        keep_unused=True,
-    )
+    topology, axes = _topology(target), request["axes"]
+    shardings: dict[str, Any] = {}
+    if axes:
+        mesh = topologies.make_mesh(topology, tuple(axes.values()), tuple(axes))
+        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        shardings["in_shardings"] = tuple(s or everywhere for s in exported.in_shardings_jax(mesh))
+    else:
+        one = jax.sharding.SingleDeviceSharding(topology.devices[0])
+        shardings |= {"in_shardings": one, "out_shardings": one}
+    jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]), keep_unused=True, **shardings)
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
     answer: dict[str, Any]
     # XLA cannot print every TPU program, but the TPU's compiler can write each down.

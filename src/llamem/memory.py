@@ -3,10 +3,12 @@
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,8 @@ def compile_report(
 ) -> Report:
     """Compiles `fn(*args)` for a chip, here or absent, and reports its memory. Nothing is computed.
 
-    `args`: pytrees of arrays or `jax.ShapeDtypeStruct`; only shapes and types matter. `donate`: which of them the
+    `args`: pytrees of arrays or `jax.ShapeDtypeStruct`; only shapes and types matter, and for several chips shardings
+    over `llamem.target(name).mesh(...)`; what has none lies on every chip whole. `donate`: which of them the
     program may overwrite, as in `jax.jit(donate_argnums=)`. `target`: see `llamem.target`. Reports for absent chips are
     cached on disk by program, compiler and chip, under `$LLAMEM_CACHE` or `~/.cache/llamem`.
 
@@ -39,20 +42,22 @@ def compile_report(
     """
     chip = _target(target)
     leaves, tree = jax.tree.flatten(args)
-    leaves = [jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(_dtype(leaf))) for leaf in leaves]
+    leaves = [_shape_of(leaf, chip) for leaf in leaves]
     donated = _donated_leaves(args, donate)
+    mesh = _mesh(leaves, chip)
 
     def flat(*leaves: Any) -> list[Any]:
         return jax.tree.leaves(fn(*jax.tree.unflatten(tree, leaves)))
 
     if chip.absent:
-        program = export_for(chip, flat, leaves)
-        answer = _cached(chip, program, donated) if cache else compile_absent(chip, bytes(program.serialize()), donated)
+        program, axes = export_for(chip, flat, leaves, mesh), dict(mesh.shape) if mesh else None
+        compiling = partial(compile_absent, chip, bytes(program.serialize()), donated, axes)
+        answer = _cached(compiling, program, chip, donated, axes) if cache else compiling()
     else:
         start = time.perf_counter()
         compiled = jax.jit(flat, donate_argnums=donated, keep_unused=True).lower(*leaves).compile()
         answer = {**describe(compiled, optimised_text(compiled)), "compile_seconds": time.perf_counter() - start}
-    with traced_for(chip):
+    with traced_for(chip, mesh):
         jaxpr = jax.make_jaxpr(flat)(*leaves)
     return _report(chip, answer, jaxpr, leaves, donated)
 
@@ -89,6 +94,12 @@ def _moves_to_host(jaxpr: jex_core.Jaxpr) -> bool:
     )
 
 
+def _shard(array: Any) -> tuple[int, ...]:
+    """The shape of what one device holds."""
+    sharding = getattr(array, "sharding", None)
+    return sharding.shard_shape(array.shape) if isinstance(sharding, jax.sharding.NamedSharding) else array.shape
+
+
 def _dtype(leaf: Any) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
 
@@ -102,11 +113,37 @@ def _donated_leaves(args: tuple[Any, ...], donate: tuple[int, ...]) -> tuple[int
     return tuple(int(leaf) for i in donate for leaf in range(starts[i], starts[i + 1]))
 
 
-def _cached(chip: Target, program: jax.export.Exported, donated: tuple[int, ...]) -> dict[str, Any]:
+def _shape_of(leaf: Any, chip: Target) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = None
+    elif chip.absent:  # the same axes, of the absent chips
+        sharding = jax.sharding.NamedSharding(chip.mesh(**sharding.mesh.shape), sharding.spec)
+    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(_dtype(leaf)), sharding=sharding)
+
+
+def _mesh(leaves: list[jax.ShapeDtypeStruct], chip: Target) -> Any:
+    meshes = {leaf.sharding.mesh for leaf in leaves if leaf.sharding is not None}
+    if chip.devices > 1 and len(meshes) != 1:
+        raise ValueError(
+            f"{chip.name} has {chip.devices} chips, and the arguments' shardings name {len(meshes)} meshes, not one. "
+            f"Say how they are spread: mesh = llamem.target({chip.name!r}).mesh(data={chip.devices}), then "
+            "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, jax.P('data')))."
+        )
+    return meshes.pop() if chip.devices > 1 else None
+
+
+def _cached(
+    compiling: Callable[[], dict[str, Any]],
+    program: jax.export.Exported,
+    chip: Target,
+    donated: tuple[int, ...],
+    axes: dict[str, int] | None,
+) -> dict[str, Any]:
     versions = (jax.__version__, jaxlib.__version__, _compiler_version(chip))
     # Without source lines: the same cell finds its report again in another kernel, or after an edit above it.
     text = re.sub(r"^#loc.*$|loc\([^)]*\)", "", program.mlir_module(), flags=re.MULTILINE)
-    identity = repr((_CACHE_FORMAT, versions, dataclasses.astuple(chip), donated)) + text
+    identity = repr((_CACHE_FORMAT, versions, dataclasses.astuple(chip), donated, axes)) + text
     key = hashlib.sha256(identity.encode()).hexdigest()
     folder = Path(os.environ.get("LLAMEM_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llamem")
     file = folder.expanduser() / "reports" / f"{key[:32]}.json"
@@ -114,7 +151,7 @@ def _cached(chip: Target, program: jax.export.Exported, donated: tuple[int, ...]
         return json.loads(file.read_text())
     except (FileNotFoundError, ValueError):  # never compiled, or a file cut short by a full disk: compile
         pass
-    answer = compile_absent(chip, bytes(program.serialize()), donated)
+    answer = compiling()
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(f".{os.getpid()}")
     unfinished.write_text(json.dumps(answer))
@@ -132,7 +169,7 @@ def _report(
     chip: Target, answer: dict[str, Any], jaxpr: Any, leaves: list[jax.ShapeDtypeStruct], donated: tuple[int, ...]
 ) -> Report:
     def size(shapes: Iterable[Any]) -> int:
-        return sum(int(np.prod(s.shape)) * np.dtype(s.dtype).itemsize for s in shapes)
+        return sum(math.prod(_shard(s)) * np.dtype(s.dtype).itemsize for s in shapes)
 
     flops = matmul_flops(jaxpr.jaxpr)
     if "error" in answer:

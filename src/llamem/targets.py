@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import math
 import platform
 import sys
 from typing import Literal
@@ -11,11 +12,12 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A chip: what its compiler calls it, what it holds and how fast it is.
+    """A chip, or several equal ones: what their compiler calls them, what one holds and how fast one is.
 
-    `capacity_bytes` is the memory a program can use; None where nothing limits it but this machine. `peak_flops` is
-    dense bf16 matrix FLOP/s (f16 on a T4), `bandwidth` bytes/s of its memory; None for the chip at hand, which is
-    measured instead. `absent` chips are compiled for in a child process.
+    `devices` is how many there are, connected as `topology` says. `capacity_bytes` is the memory of one that a program
+    can use; None where nothing limits it but this machine. `peak_flops` is dense bf16 matrix FLOP/s (f16 on a T4),
+    `bandwidth` bytes/s of its memory; None for the chip at hand, which is measured instead. `absent` chips are compiled
+    for in a child process.
     """
 
     name: str
@@ -27,6 +29,20 @@ class Target:
     topology: str = ""
     cores: int = 1
     absent: bool = True
+    devices: int = 1
+
+    def mesh(self, **axes: int) -> jax.sharding.AbstractMesh:
+        """The chips as a mesh with these axes, `target("v5e-8").mesh(data=2, model=4)`, for shardings of shapes.
+
+        Raises ValueError where the axes do not multiply to the number of chips.
+        """
+        if math.prod(axes.values()) != self.devices:
+            raise ValueError(f"mesh({axes}) needs {math.prod(axes.values())} chips; {self.name} has {self.devices}.")
+        known = {field.name for field in dataclasses.fields(jax.sharding.AbstractDevice)}  # JAX 0.7 knows no platform
+        device: dict = {"device_kind": self.device_kind, "num_cores": self.cores, "platform": self.platform}
+        device = {name: value for name, value in device.items() if name in known}
+        abstract = jax.sharding.AbstractDevice(**device)
+        return jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), abstract_device=abstract)
 
 
 _GiB = 2**30
@@ -44,6 +60,19 @@ TARGETS: dict[str, Target] = {
         Target("a100-40", "cuda", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 312e12, 1555e9),
         Target("a100-80", "cuda", "NVIDIA A100-SXM4-80GB", 84_974_239_744, 312e12, 2039e9),
         Target("h100", "cuda", "NVIDIA H100 80GB HBM3", 84_942_979_072, 989e12, 3352e9),
+    )
+}
+# Several chips. Google counts a v5p's two cores: a v5p-8 has four chips.
+TARGETS |= {
+    name: dataclasses.replace(TARGETS[one], name=name, topology=topology, devices=devices)
+    for name, one, topology, devices in (
+        ("v5e-4", "v5e-1", "v5e:2x2", 4),
+        ("v5e-8", "v5e-1", "v5e:2x4", 8),
+        ("v6e-4", "v6e-1", "v6e:2x2", 4),
+        ("v6e-8", "v6e-1", "v6e:2x4", 8),
+        ("v5p-8", "v5p-1", "v5p:2x2x1", 4),
+        ("v5p-16", "v5p-1", "v5p:2x2x2", 8),
+        ("h100-8", "h100", "1x1x8", 8),
     )
 }
 
