@@ -88,6 +88,9 @@ def test_the_compiled_count_is_the_traced_one_where_nothing_is_undone(name):
     assert report.matmul_flops == report.compiled_matmul_flops == 6 * one * (1 + 1 + 2)
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="newer compilers for the CPU were seen to undo nothing here"
+)
 def test_what_a_compiler_undoes_shows_in_the_difference():
     """The CPU compiler computes twice what is asked for once more, once: it finds the common subexpression."""
 

@@ -38,7 +38,8 @@ def test_loops_are_looked_into():
     rows = saved_residuals(scanned, X, W).rows
     assert [(row.argument, row.shape) for row in rows if row.argument] == [("[1]", (3, 16, 16))]
     kept = {row.operation: row.source for row in rows if not row.argument}
-    assert kept["tanh"] == line_of(layer, 1) and kept["cos"] == kept["sin"] == line_of(layer, 2)
+    tanh = kept.get("tanh") or kept["one_minus_square"]  # what its derivative keeps depends on the version of JAX
+    assert tanh == line_of(layer, 1) and kept["cos"] == kept["sin"] == line_of(layer, 2)
     assert all(row.shape == (3, 8, 16) for row in rows if not row.argument)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from llamem.hlo_counts import collectives, compiled_matmul_flops, item_bytes
+from llamem.tables import line_of_source
 
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 # Names for memory that another line already counts, or that is none.
@@ -93,15 +94,15 @@ def _operation(line: str) -> str:
 
 def _source(line: str, tables: dict[str, dict[int, str]]) -> str:
     if direct := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
-        return f"{os.path.basename(direct[1])}:{direct[2]}"
+        return line_of_source(direct[1], int(direct[2]))
     frame = re.search(r"stack_frame_id=(\d+)", line)
     if frame is None:
         return ""
     location = _field(tables["StackFrames"].get(int(frame[1]), ""), "file_location_id")
     place = tables["FileLocations"].get(location, "")
     file = tables["FileNames"].get(_field(place, "file_name_id"), "").strip('"')
-    file = os.path.basename(file)
-    return f"{file}:{_field(place, 'line')}" if file not in ("", "absent.py") else ""  # absent.py only compiled it
+    own = not file or os.path.basename(file) == "absent.py"
+    return "" if own else line_of_source(file, _field(place, "line"))  # absent.py only compiled it
 
 
 def _field(entry: str, name: str) -> int:

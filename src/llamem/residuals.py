@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from llamem.remat import given_name, inner_jaxprs
-from llamem.tables import html_table
+from llamem.tables import html_table, line_of_source
 
 _LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 
@@ -128,7 +128,7 @@ def _source(eqn: Any) -> str:
     frames = getattr(eqn.source_info.traceback, "frames", ())
     for frame in frames:
         if not _is_library(frame.file_name):
-            return f"{Path(frame.file_name).name}:{frame.line_num}"
+            return line_of_source(frame.file_name, frame.line_num)
     return ""
 
 

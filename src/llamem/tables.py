@@ -1,6 +1,7 @@
-"""Tables for notebooks, as HTML."""
+"""What reports show in notebooks: tables as HTML, and lines of source."""
 
 import html
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,3 +13,9 @@ def html_table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
 
     return f"<table><thead>{line('th', head)}</thead><tbody>{''.join(line('td', row) for row in rows)}</tbody></table>"
+
+
+def line_of_source(file: str, line: int) -> str:
+    """`file.py:12`; `cell:12` for the files under whose numbers Jupyter keeps its cells."""
+    name = os.path.basename(file)
+    return f"{'cell' if name.removesuffix('.py').isdigit() else name}:{line}"
