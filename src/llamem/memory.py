@@ -176,10 +176,11 @@ def _report(
         found = re.search(r"memory required for HLO temporaries \(([\d.]+)([KMGT])\)", answer["error"])
         if found is None:
             raise RuntimeError(f"the compiler for {chip.name} refused the program: {answer['error'][:1500]}")
-        temp = int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]])
+        # The message speaks of temporaries; the number is of all that must fit, arguments and outputs too.
+        peak = int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]])
         arguments, outputs = size(leaves), size(jaxpr.out_avals)
         alias = size(leaves[i] for i in donated)
-        peak = arguments + outputs - alias + temp
+        temp = max(peak - arguments - outputs + alias, 0)
         return Report(chip, arguments, outputs, alias, temp, peak, 0, flops, answer["compile_seconds"], refused=True)
     arena = answer["argument_bytes"] + answer["output_bytes"] - answer["alias_bytes"] + answer["temp_bytes"]
     # XLA's own peak ignores temporaries on the CPU, and counts host memory where arguments live there.

@@ -29,7 +29,9 @@ def apply_stack(
     any pytree, and a layer returns one of the same shapes and types (`(x, aux)` with `has_aux=True`).
 
     `mode`: "scan" compiles one layer and loops, "unroll" repeats it L times in the program, "nested" scans over about
-    sqrt(L) groups of layers and rematerialises groups as well as layers, for one more forward pass. `remat`: None, a
+    sqrt(L) groups of layers and rematerialises groups as well as layers, for one more forward pass. Nested holds the
+    weights and gradients of one group a second time, so it pays where inputs outweigh weights: many layers on long
+    sequences. A prime L has no groups and is scanned. `remat`: None, a
     name from `llamem.POLICIES` or a `llamem.Policy`. Neither changes a value; both change what is stored for the
     backward pass. Unrolled, the last layer is left as it is: its backward pass begins at once, so recomputing it saves
     nothing.
@@ -53,7 +55,7 @@ def apply_stack(
     _check_layer(body, x, xs, remat)
     if mode == "unroll" and n_layers > 0:
         x, (aux, hidden) = _unroll(body, x, xs, n_layers, remat)
-    elif mode == "nested" and n_layers > 0:
+    elif mode == "nested" and 1 < group_count(n_layers) < n_layers:
         x, (aux, hidden) = _nest(body, x, xs, n_layers, remat)
     else:
         x, (aux, hidden) = jax.lax.scan(checkpoint(body, remat), x, xs)
@@ -85,8 +87,8 @@ def unstack_layers(stacked: Any) -> list[Any]:
 
 
 def group_count(n_layers: int) -> int:
-    """The number of groups G, among the divisors of L, that stores fewest layer inputs, G + L / G."""
-    divisors = [g for g in range(1, n_layers + 1) if n_layers % g == 0]
+    """The number of groups G, among the divisors of L, that stores fewest layer inputs, G + L / G; 1 for L = 0."""
+    divisors = [g for g in range(1, n_layers + 1) if n_layers % g == 0] or [1]
     return min(divisors, key=lambda g: (g + n_layers // g, abs(g - math.sqrt(n_layers))))
 
 
