@@ -30,7 +30,9 @@ class LlamaConfig:
     """The architecture of one model; frozen, so that it can be closed over, compared and hashed.
 
     Lengths count elements: `d_model` (D), `vocab_size` (V), `n_layers` (L), `n_heads` (H), `n_kv_heads` (K), `d_ff`
-    (F). `param_dtype` is what weights are stored in, `compute_dtype` what matrix products read.
+    (F). `param_dtype` is what weights are stored in, `compute_dtype` what matrix products read. With `n_experts` (E)
+    above 0 every feed-forward is a mixture: `experts_per_token` (k) of E experts of inner size `moe_d_ff`, as in
+    Qwen3-MoE; `d_ff` is unused then.
     """
 
     vocab_size: int = 128_256
@@ -46,6 +48,9 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     tied_head: bool = False
     qk_norm: bool = False
+    n_experts: int = 0
+    experts_per_token: int = 0
+    moe_d_ff: int = 0
     param_dtype: DTypeLike = jnp.float32
     compute_dtype: DTypeLike = jnp.float32
 
@@ -65,6 +70,13 @@ class LlamaConfig:
             raise ValueError(
                 f"head_dim={self.head_dim} is odd, but RoPE rotates pairs of channels: choose an even head_dim."
             )
+        for name in ("n_experts", "experts_per_token", "moe_d_ff"):
+            _check_count(name, getattr(self, name), at_least=1 if self.n_experts else 0)
+        if self.experts_per_token > self.n_experts or (self.moe_d_ff and not self.n_experts):
+            raise ValueError(
+                f"n_experts={self.n_experts}, experts_per_token={self.experts_per_token}, moe_d_ff={self.moe_d_ff}: a "
+                "mixture needs all three, with experts_per_token at most n_experts; a dense model leaves them 0."
+            )
         for name in ("param_dtype", "compute_dtype"):
             if not jnp.issubdtype(getattr(self, name), jnp.floating):
                 raise ValueError(
@@ -78,19 +90,24 @@ class LlamaConfig:
     @property
     def n_params(self) -> int:
         """The number of trainable parameters, a tied head counted once."""
+        return self._count_params(self.n_experts)
+
+    def _count_params(self, n_experts: int) -> int:
         d, h, k, hd = self.d_model, self.n_heads, self.n_kv_heads, self.head_dim
         attention = 2 * d * h * hd + 2 * d * k * hd + (2 * hd if self.qk_norm else 0)
-        layer = attention + 3 * d * self.d_ff + 2 * d
+        experts = self.n_experts * d + n_experts * 3 * d * self.moe_d_ff
+        layer = attention + (experts if self.n_experts else 3 * d * self.d_ff) + 2 * d
         return self.n_layers * layer + d + self.vocab_size * d * (1 if self.tied_head else 2)
 
     def flops_per_token(self, seq_len: int) -> int:
         """Matrix-product FLOPs of one token's forward pass; a training step takes three times as many, remat four.
 
-        Causal attention is counted in full (T keys per query), as the usual accelerators' programs compute it.
+        Causal attention is counted in full (T keys per query), as the usual accelerators' programs compute it; of a
+        mixture the experts that a token meets.
         """
         embedding = 0 if self.tied_head else self.vocab_size * self.d_model
         norms = self.n_layers * (2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0)) + self.d_model
-        matrices = self.n_params - embedding - norms
+        matrices = self._count_params(self.experts_per_token) - embedding - norms
         return 2 * matrices + 4 * self.n_layers * seq_len * self.n_heads * self.head_dim
 
     @classmethod
@@ -102,7 +119,7 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any] | str | pathlib.Path, **changes: Any) -> "LlamaConfig":
-        """From a Hugging Face `config.json`: its content, its path, or its folder. Llama and Qwen3 dense.
+        """From a Hugging Face `config.json`: its content, its path, or its folder. Llama, Qwen3 and Qwen3-MoE.
 
         Raises ValueError where the file describes what this package does not compute, rather than compute something
         else.
@@ -113,11 +130,27 @@ class LlamaConfig:
         return cls(**{**_from_hf_fields(config), **changes})
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of a Hugging Face `config.json` for this architecture."""
+        """The content of a Hugging Face `config.json` for this architecture.
+
+        Raises ValueError for experts without `qk_norm`: no family of this package's computes that.
+        """
+        if self.n_experts and not self.qk_norm:
+            raise ValueError(
+                "a mixture of experts is written as Qwen3-MoE, which has qk_norm=True; this config has not."
+            )
+        family = ("Qwen3Moe" if self.n_experts else "Qwen3") if self.qk_norm else "Llama"
         scaling = self.rope_scaling
+        experts = {
+            "num_experts": self.n_experts,
+            "num_experts_per_tok": self.experts_per_token,
+            "moe_intermediate_size": self.moe_d_ff,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
         return {
-            "architectures": ["Qwen3ForCausalLM" if self.qk_norm else "LlamaForCausalLM"],
-            "model_type": "qwen3" if self.qk_norm else "llama",
+            "architectures": [f"{family}ForCausalLM"],
+            "model_type": _MODEL_TYPES[family],
             "vocab_size": self.vocab_size,
             "hidden_size": self.d_model,
             "num_hidden_layers": self.n_layers,
@@ -140,7 +173,11 @@ class LlamaConfig:
             "hidden_act": "silu",
             "attention_bias": False,
             "torch_dtype": str(self.param_dtype),
+            **(experts if self.n_experts else {}),
         }
+
+
+_MODEL_TYPES = {"Llama": "llama", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe"}
 
 
 def _check_count(name: str, value: Any, at_least: int) -> None:
@@ -150,9 +187,15 @@ def _check_count(name: str, value: Any, at_least: int) -> None:
 
 def _from_hf_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     family = hf.get("model_type")
-    if family not in ("llama", "qwen3"):
-        raise ValueError(f"model_type={family!r} in config.json: this package computes 'llama' and 'qwen3' models.")
+    if family not in _MODEL_TYPES.values():
+        known = ", ".join(map(repr, _MODEL_TYPES.values()))
+        raise ValueError(f"model_type={family!r} in config.json: this package computes {known} models.")
+    experts = family == "qwen3_moe"
+    if experts:
+        hf = {"norm_topk_prob": False, **hf}  # transformers' own default
+    only_experts = (("decoder_sparse_step", 1), ("mlp_only_layers", []), ("norm_topk_prob", True)) if experts else ()
     for name, plain in (
+        *only_experts,
         ("attention_bias", False),
         ("mlp_bias", False),
         ("hidden_act", "silu"),
@@ -186,7 +229,11 @@ def _from_hf_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
         "rope_scaling": scaling,
         "norm_eps": hf["rms_norm_eps"],
         "tied_head": hf.get("tie_word_embeddings", False),
-        "qk_norm": family == "qwen3",
+        "qk_norm": family != "llama",
+        # transformers 5 renamed it.
+        "n_experts": (hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"]) if experts else 0,
+        "experts_per_token": hf["num_experts_per_tok"] if experts else 0,
+        "moe_d_ff": hf["moe_intermediate_size"] if experts else 0,
     }
 
 
@@ -221,4 +268,17 @@ PRESETS: dict[str, LlamaConfig] = {
     "qwen3-1.7b": _QWEN3_06B.replace(d_model=2048, d_ff=6144),
     "qwen3-4b": _QWEN3_06B.replace(d_model=2560, n_layers=36, n_heads=32, d_ff=9728),
     "qwen3-8b": _QWEN3_06B.replace(d_model=4096, n_layers=36, n_heads=32, d_ff=12_288, tied_head=False),
+    "qwen3-14b": _QWEN3_06B.replace(d_model=5120, n_layers=40, n_heads=40, d_ff=17_408, tied_head=False),
+    "qwen3-32b": _QWEN3_06B.replace(d_model=5120, n_layers=64, n_heads=64, d_ff=25_600, tied_head=False),
+    "qwen3-30b-a3b": _QWEN3_06B.replace(
+        d_model=2048,
+        n_layers=48,
+        n_heads=32,
+        n_kv_heads=4,
+        d_ff=6144,
+        tied_head=False,
+        n_experts=128,
+        experts_per_token=8,
+        moe_d_ff=768,
+    ),
 }

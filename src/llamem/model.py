@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from llamem.attention import Implementation, attention
 from llamem.config import LlamaConfig
+from llamem.moe import mixture
 from llamem.remat import Policy
 from llamem.stack import Mode, apply_stack
 
@@ -53,7 +54,8 @@ class Block(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         c = self.config = config
-        D, H, K, h, F = c.d_model, c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff
+        D, H, K, h = c.d_model, c.n_heads, c.n_kv_heads, c.head_dim
+        experts, F = ((c.n_experts,), c.moe_d_ff) if c.n_experts else ((), c.d_ff)
 
         # Unit-variance inputs give unit-variance outputs; projections that write into the residual stream start
         # smaller, so that its variance does not grow with depth.
@@ -69,8 +71,10 @@ class Block(nnx.Module):
         self.wo = normal(H, h, D, fan_in=H * h, scale=into_residual)
         if c.qk_norm:
             self.q_norm, self.k_norm = ones(h), ones(h)
-        self.w_gate, self.w_up = normal(D, F, fan_in=D), normal(D, F, fan_in=D)
-        self.w_down = normal(F, D, fan_in=F, scale=into_residual)
+        if c.n_experts:
+            self.w_router = normal(D, c.n_experts, fan_in=D)
+        self.w_gate, self.w_up = (normal(*experts, D, F, fan_in=D) for _ in range(2))
+        self.w_down = normal(*experts, F, D, fan_in=F, scale=into_residual)
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], rope: tuple[Array, Array], implementation: Implementation = "auto"
@@ -93,19 +97,24 @@ class Block(nnx.Module):
         return checkpoint_name(q_BTHh, "q"), checkpoint_name(k_BTKh, "k"), checkpoint_name(v_BTKh, "v")
 
     def finish(self, x_BTD: Float[Array, "B T D"], attn_BTHh: Float[Array, "B T H h"]) -> Float[Array, "B T D"]:
-        """What follows attention: output projection and SwiGLU feed-forward, each added to the residual stream."""
+        """What follows attention: output projection and feed-forward (SwiGLU, or experts), each added to the stream."""
         attn_out_BTD = jnp.einsum("BTHh,HhD->BTD", attn_BTHh, self._compute(self.wo))
         x_BTD = x_BTD + checkpoint_name(attn_out_BTD, "attn_out")
         y_BTD = rms_norm(x_BTD, self.mlp_norm[...], self.config.norm_eps)
-        gate_BTF = checkpoint_name(y_BTD @ self._compute(self.w_gate), "gate")
-        up_BTF = checkpoint_name(y_BTD @ self._compute(self.w_up), "up")
-        mlp_out_BTD = (jax.nn.silu(gate_BTF) * up_BTF) @ self._compute(self.w_down)
+        w_gate, w_up, w_down = map(self._compute, (self.w_gate, self.w_up, self.w_down))
+        if k := self.config.experts_per_token:
+            mlp_out_BTD = mixture(y_BTD, self._compute(self.w_router), w_gate, w_up, w_down, k)
+        else:
+            gate_BTF = checkpoint_name(y_BTD @ w_gate, "gate")
+            up_BTF = checkpoint_name(y_BTD @ w_up, "up")
+            mlp_out_BTD = (jax.nn.silu(gate_BTF) * up_BTF) @ w_down
         return x_BTD + checkpoint_name(mlp_out_BTD, "mlp_out")
 
     def _compute(self, param: nnx.Param) -> Array:
         return param[...].astype(self.config.compute_dtype)
 
 
+# What a block names; with experts also "router".
 ACTIVATIONS = ("block_in", "q", "k", "v", "attn", "attn_out", "gate", "up", "mlp_out")
 
 
