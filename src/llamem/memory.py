@@ -173,10 +173,10 @@ def _report(
 
     flops = matmul_flops(jaxpr.jaxpr)
     if "error" in answer:
-        found = re.search(r"memory required for HLO temporaries \(([\d.]+)([KMGT])\)", answer["error"])
+        found = re.search(r"(?:required for HLO temporaries \(|hbm\. Used )([\d.]+)([KMGT])", answer["error"])
         if found is None:
             raise RuntimeError(f"the compiler for {chip.name} refused the program: {answer['error'][:1500]}")
-        # The message speaks of temporaries; the number is of all that must fit, arguments and outputs too.
+        # Older compilers say "Used"; newer ones speak of temporaries, where the number is of all that must fit.
         peak = int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]])
         arguments, outputs = size(leaves), size(jaxpr.out_avals)
         alias = size(leaves[i] for i in donated)
