@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 RUN    ?= runs/$(shell date +%Y-%m-%d_%H-%M-%S)
 PIP    := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --constraint requirements/lock.txt
 
-.PHONY: help setup train test lab notebooks lint format lock address clean
+.PHONY: help setup train test parity lab notebooks lint format lock address clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -32,6 +32,13 @@ test: $(VENV)/test-is-ready ## everything CI runs: lint, types, tests, notebooks
 	$(BIN)/python -m pytest
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=600 -p no:python \
 	    --nbval-sanitize-with tests/nbval_sanitize.cfg notebooks
+
+$(VENV)/parity-is-ready: $(VENV)/test-is-ready
+	$(PIP) --editable '.[parity]'
+	touch $@
+
+parity: $(VENV)/parity-is-ready ## models and losses against PyTorch and transformers, installed for this alone
+	$(BIN)/python -m pytest tests/test_parity.py tests/test_losses_cost.py -k 'parity or torch'
 
 lab: $(VENV)/train-is-ready ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir=notebooks

@@ -17,12 +17,12 @@ PACKAGE = ROOT / "src" / "llamem"
 MODULES = {path.stem if path.stem != "__init__" else "llamem": path for path in PACKAGE.glob("*.py")}
 # Bottom first. A module imports from lower floors only; a new module takes its place here.
 FLOORS = (
-    "_quiet config remat tiling tokenizer targets hlo_counts tables",
+    "_quiet config remat tiling tiled_attention tokenizer targets hlo_counts tables",
     "attention moe stack softmax_tiles tile_choice hlo residuals measure report",
     "linear_softmax absent",
     "losses memory",
     "model",
-    "data sample snapshots step",
+    "data pretrained sample snapshots step",
     "train",
     "plots",
     "llamem",

@@ -1,10 +1,14 @@
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from llamem import Policy, apply_stack, stack_layers, unstack_layers
+from llamem.remat import inner_jaxprs
 from llamem.stack import group_count
 
 MODES = ("scan", "unroll", "nested")
@@ -136,6 +140,91 @@ def count_executions(mode, remat, differentiate=True):
 def test_the_layer_runs_again_in_the_backward_pass(mode, remat, times):
     assert count_executions(mode, remat) == times
     assert count_executions(mode, remat, differentiate=False) == 6
+
+
+def operations(mode, remat):
+    """How often each operation stands in the gradient's program, loop bodies once."""
+    counts = Counter()
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            counts[eqn.primitive.name] += 1
+            for inner in inner_jaxprs(eqn):
+                walk(inner)
+
+    loss = lambda p: jnp.mean(apply_stack(layer, p, inputs(), mode=mode, remat=remat) ** 2)  # noqa: E731
+    walk(jax.make_jaxpr(jax.grad(loss))(stacked_params(6)).jaxpr)
+    return counts
+
+
+def test_a_scanned_body_is_computed_once_more_and_no_other_operation_is():
+    plain, again, kept = (operations("scan", remat) for remat in (None, "nothing", Policy(save=("pre", "post"))))
+    assert (plain["dot_general"], again["dot_general"], kept["dot_general"]) == (3, 4, 3)
+    assert (plain["tanh"], again["tanh"]) == (1, 2)
+    # Unrolled, all layers but the last: 5 more. (The first layer's gradient stops at its weights: one product less.)
+    assert operations("unroll", None)["dot_general"] == 3 * 6 - 1
+    assert operations("unroll", "nothing")["dot_general"] == 3 * 6 - 1 + 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_is_the_same_in_both_passes_where_its_key_is_an_input(mode):
+    params, keys = stacked_params(6), jax.random.split(jax.random.key(9), 6)
+
+    def dropped(p, x, key):
+        return layer(p, x) * jax.random.bernoulli(key, 0.6, x.shape) / 0.6
+
+    def grads(remat, layer=dropped):
+        loss = lambda p: jnp.mean(apply_stack(layer, p, inputs(), keys, mode=mode, remat=remat) ** 2)  # noqa: E731
+        return jax.grad(loss)(params)
+
+    for a, b in zip(*map(jax.tree.leaves, (grads(None), grads("nothing"))), strict=True):
+        assert np.abs(a - b).max() <= 1e-6 * np.abs(b).max()
+    # A layer that draws from a counter outside instead: tracing keeps the first draw and repeats it in every layer.
+    draws = iter(range(100))
+    stateful = lambda p, x, key: dropped(p, x, jax.random.key(next(draws)))  # noqa: E731
+    wrong = jax.tree.leaves(grads("nothing", stateful))
+    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(jax.tree.leaves(grads("nothing")), wrong, strict=True))
+
+
+def test_layers_made_under_vmap_are_those_made_one_by_one():
+    class Linear(nnx.Module):
+        def __init__(self, key):
+            self.w = nnx.Param(jax.random.normal(key, (5, 5)))
+
+    keys = jax.random.split(jax.random.key(4), 3)
+    together = jax.vmap(lambda key: nnx.state(Linear(key)))(keys)
+    one_by_one = stack_layers([nnx.state(Linear(key)) for key in keys])
+    jax.tree.map(np.testing.assert_array_equal, together, one_by_one)
+    graphdef = nnx.graphdef(Linear(keys[0]))
+
+    def module(state, x):
+        return x @ nnx.merge(graphdef, state).w[...]
+
+    expected = inputs()
+    for key in keys:
+        expected = expected @ jax.random.normal(key, (5, 5))
+    np.testing.assert_allclose(apply_stack(module, together, inputs(), remat="nothing"), expected, rtol=1e-5)
+
+
+def test_adapters_ride_along_as_inputs_and_only_they_get_gradients():
+    params, x = stacked_params(6), inputs()
+    a, b = jax.random.normal(jax.random.key(5), (2, 6, 5, 2))
+    adapters = {"a": a, "b": b.swapaxes(1, 2)}
+
+    def adapted(p, x, lora):
+        return layer({**p, "w": p["w"] + lora["a"] @ lora["b"]}, x)
+
+    def loss(adapters, mode, remat):
+        return jnp.mean(apply_stack(adapted, params, x, adapters, mode=mode, remat=remat) ** 2)
+
+    _, dense, _ = in_float64({**params, "w": params["w"] + a @ adapters["b"]}, x)
+    expected = {"a": dense["w"] @ np.asarray(adapters["b"], np.float64).swapaxes(1, 2)}
+    expected["b"] = np.asarray(a, np.float64).swapaxes(1, 2) @ dense["w"]
+    for mode in MODES:
+        got = jax.grad(loss)(adapters, mode, "nothing")
+        for name in expected:
+            error = np.abs(got[name] - expected[name]).max()
+            assert error < 1e-4 * np.abs(expected[name]).max(), (mode, name)
 
 
 def stored_bytes(mode, remat, n_layers):

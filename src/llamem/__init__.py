@@ -6,6 +6,7 @@ from llamem.config import PRESETS, LlamaConfig, RopeScaling
 from llamem.losses import tiled_cross_entropy, tiled_logprobs
 from llamem.memory import compile_report
 from llamem.model import KVCache, Llama
+from llamem.pretrained import load_pretrained, save_pretrained
 from llamem.remat import POLICIES, Policy
 from llamem.report import Comparison, Report, compare
 from llamem.residuals import saved_residuals
@@ -36,6 +37,8 @@ __all__ = [
     "compare",
     "compile_report",
     "generate",
+    "load_pretrained",
+    "save_pretrained",
     "saved_residuals",
     "stack_layers",
     "target",

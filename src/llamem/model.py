@@ -77,12 +77,16 @@ class Block(nnx.Module):
         self.w_down = normal(*experts, F, D, fan_in=F, scale=into_residual)
 
     def __call__(
-        self, x_BTD: Float[Array, "B T D"], rope: tuple[Array, Array], implementation: Implementation = "auto"
+        self,
+        x_BTD: Float[Array, "B T D"],
+        rope: tuple[Array, Array],
+        segments_BT: Int[Array, "B T"] | None = None,
+        implementation: Implementation = "auto",
     ) -> Float[Array, "B T D"]:
         """The layer over a whole sequence; `ACTIVATIONS` lists the names it gives for `llamem.Policy`."""
         x_BTD = checkpoint_name(x_BTD, "block_in")
-        attn_BTHh = attention(*self.qkv(x_BTD, rope), implementation=implementation)
-        return self.finish(x_BTD, checkpoint_name(attn_BTHh, "attn"))
+        attn_BTHh = attention(*self.qkv(x_BTD, rope), segments_BT=segments_BT, implementation=implementation)
+        return self.finish(x_BTD, attn_BTHh)
 
     def qkv(self, x_BTD: Float[Array, "B T D"], rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         """Queries `[B, T, H, h]`, keys and values `[B, T, K, h]`, rotated to their positions."""
@@ -166,9 +170,17 @@ class Llama(nnx.Module):
         """The output head; the embedding itself where they are tied."""
         return (self.embedding if self.config.tied_head else self.untied_head)[...]
 
-    def hidden(self, tokens_BT: Int[Array, "B T"], *, return_hidden: bool = False) -> Any:
+    def hidden(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        segments_BT: Int[Array, "B T"] | None = None,
+        *,
+        return_hidden: bool = False,
+    ) -> Any:
         """The last layer's output after the final norm, `[B, T, D]`: what the loss multiplies with the head.
 
+        `segments_BT` numbers documents packed into one sequence (padding counts as one): they do not see each other.
+        Positions need not start again with each, since RoPE is relative.
         With `return_hidden=True` also `[L + 1, B, T, D]`, what entered each layer and what left the last, before the
         norm.
         Raises ValueError for sequences beyond `config.max_seq_len`. A token id outside the vocabulary gives NaN.
@@ -178,7 +190,7 @@ class Llama(nnx.Module):
         graphdef, stacked = nnx.split(self.blocks)
 
         def layer(params: nnx.State, x_BTD: Array) -> Array:
-            return nnx.merge(graphdef, params)(x_BTD, rope, self.attention)
+            return nnx.merge(graphdef, params)(x_BTD, rope, segments_BT, self.attention)
 
         result = apply_stack(
             layer,
@@ -192,9 +204,11 @@ class Llama(nnx.Module):
         x_BTD = rms_norm(x_BTD, self.norm[...], self.config.norm_eps)
         return (x_BTD, hidden) if return_hidden else x_BTD
 
-    def __call__(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+    def __call__(
+        self, tokens_BT: Int[Array, "B T"], segments_BT: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T V"]:
         """Logits, f32. For training use `hidden` and a tiled loss: this array is the one the course is about."""
-        return self._logits(self.hidden(tokens_BT))
+        return self._logits(self.hidden(tokens_BT, segments_BT))
 
     def empty_cache(self, batch_size: int, max_len: int) -> KVCache:
         """A cache for `batch_size` sequences of up to `max_len` tokens: 2 L B S K h elements of the compute type."""
