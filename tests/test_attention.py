@@ -1,3 +1,7 @@
+import functools
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,15 +9,15 @@ import pytest
 import reference
 
 import llamem
-from llamem.attention import attention
+from llamem.attention import SPLASH_BLOCK, attention
 from llamem.remat import checkpoint
 from llamem.tiled_attention import KEY_TILE, QUERY_TILE
 
 
-def arrays(T, S=None, H=6, K=2, dtype=jnp.float32):
+def arrays(T, S=None, H=6, K=2, size=8, dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(T), 4)
     S = S or T
-    shapes = [(2, T, H, 8), (2, S, K, 8), (2, S, K, 8), (2, T, H, 8)]
+    shapes = [(2, T, H, size), (2, S, K, size), (2, S, K, size), (2, T, H, size)]
     return [3 * jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
@@ -139,3 +143,38 @@ def test_what_an_implementation_cannot_do_is_said():
         attention(q, k, v, segments_BT=jnp.zeros((2, 7), jnp.int32), implementation="cudnn")
     with pytest.raises(ValueError, match="implementation='flash'"):
         attention(q, k, v, implementation="flash")  # pyrefly: ignore[bad-argument-type]
+
+
+def test_masks_are_not_computed_ahead_and_stored():
+    """In a rematerialised loop over layers JAX moves what depends on no weight out: masks of all pairs of tiles."""
+    T = 2 * KEY_TILE
+    q, k, v, _ = arrays(T)
+
+    def loss(scales):
+        layer = lambda scale, x: attention(scale * x, k, v, implementation="tiled")  # noqa: E731
+        return jnp.sum(llamem.apply_stack(layer, scales, q, remat="nothing") ** 2)
+
+    program = str(jax.make_jaxpr(jax.grad(loss))(jnp.ones(3)))
+    masks = {math.prod(map(int, shape.split(","))) for shape in re.findall(r"bool\[([\d,]+)\]", program)}
+    assert 0 < max(masks) <= q.shape[0] * 6 * QUERY_TILE * KEY_TILE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_splash_equals_the_reference_where_a_cpu_interprets_it(monkeypatch, packed):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    make = functools.partial(kernels.make_splash_mha_single_device, interpret=True)
+    monkeypatch.setattr(kernels, "make_splash_mha_single_device", make)
+    q, k, v, weights = arrays(SPLASH_BLOCK, H=4, K=2, size=128)
+    segments = jnp.broadcast_to(jnp.arange(SPLASH_BLOCK) // 200, (2, SPLASH_BLOCK)) if packed else None
+
+    def value(q, k, v, implementation):
+        out = attention(q, k, v, segments_BT=segments, implementation=implementation)
+        return jnp.sum(out * weights), out
+
+    grads = jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True)
+    (_, out), got = grads(q, k, v, "splash")
+    (_, expected), wanted = grads(q, k, v, "xla")
+    for a, b in zip((out, *got), (expected, *wanted), strict=True):
+        assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b)

@@ -98,6 +98,8 @@ class _Tiles:
     """Queries `[n, B, t, K, G, h]`, keys and values `[m, B, s, K, h]`, and what is visible where."""
 
     def __init__(self, q: Array, k: Array, v: Array, positions: Array, segments: Array | None):
+        # Tied to q: masks depend on no weight, so JAX would compute them ahead for all pairs of tiles, and store them.
+        q, positions, segments = jax.lax.optimization_barrier((q, positions, segments))
         B, T, H, h = q.shape
         self.scale = h**-0.5
         self.grouped = (B, T, k.shape[2], H // k.shape[2], h)
