@@ -398,3 +398,14 @@ def test_a_compiler_that_dies_leaves_this_process_alone(empty_cache, monkeypatch
     with pytest.raises(RuntimeError, match=r"died with signal 11.*(?s:.*)its last words"):
         llamem.compile_report(lambda a: a + 1, shape(3), target="v5e-1")
     assert not list(empty_cache.glob("reports/*"))
+
+
+def test_keys_are_arguments_and_results_like_any_other():
+    def draw(key, scale):
+        key, now = jax.random.split(key)
+        return key, scale * jax.random.normal(now, (128, 128))
+
+    report = llamem.compile_report(draw, jax.random.key(0), shape())
+    assert report.argument_bytes == 8 + 4 and report.output_bytes == 8 + 4 * 128 * 128
+    kept = llamem.saved_residuals(lambda x: jnp.sum(draw(jax.random.key(0), x)[1]), jnp.float32(1))
+    assert kept.bytes >= 4 * 128 * 128

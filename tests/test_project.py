@@ -18,10 +18,10 @@ MODULES = {path.stem if path.stem != "__init__" else "llamem": path for path in 
 # Bottom first. A module imports from lower floors only; a new module takes its place here.
 FLOORS = (
     "_quiet config remat tiling tiled_attention tokenizer targets hlo_counts tables",
-    "attention moe stack softmax_tiles tile_choice hlo residuals measure report",
+    "attention checkpoints moe randomness stack softmax_tiles tile_choice hlo residuals measure report",
     "linear_softmax absent",
     "losses memory",
-    "model",
+    "model verify",
     "data pretrained sample snapshots step",
     "train",
     "plots",

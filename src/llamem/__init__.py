@@ -16,6 +16,7 @@ from llamem.step import TrainSettings, abstract_step
 from llamem.targets import TARGETS, available, target
 from llamem.tile_choice import TileChoice, choose_tiles
 from llamem.tiling import tiled_map, tiled_sum
+from llamem.verify import assert_remat, verify_remat
 
 __all__ = [
     "POLICIES",
@@ -32,6 +33,7 @@ __all__ = [
     "TrainSettings",
     "abstract_step",
     "apply_stack",
+    "assert_remat",
     "available",
     "choose_tiles",
     "compare",
@@ -47,4 +49,5 @@ __all__ = [
     "tiled_map",
     "tiled_sum",
     "unstack_layers",
+    "verify_remat",
 ]

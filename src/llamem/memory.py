@@ -42,12 +42,16 @@ def compile_report(
     """
     chip = _target(target)
     leaves, tree = jax.tree.flatten(args)
+    is_key = [_is_key(leaf) for leaf in leaves]
     leaves = [_shape_of(leaf, chip) for leaf in leaves]
     donated = _donated_leaves(args, donate)
     mesh = _mesh(leaves, chip)
 
     def flat(*leaves: Any) -> list[Any]:
-        return jax.tree.leaves(fn(*jax.tree.unflatten(tree, leaves)))
+        # Compilers know no keys, only the numbers they are made of.
+        wrapped = [jax.random.wrap_key_data(a) if key else a for a, key in zip(leaves, is_key, strict=True)]
+        outputs = jax.tree.leaves(fn(*jax.tree.unflatten(tree, wrapped)))
+        return [jax.random.key_data(out) if _is_key(out) else out for out in outputs]
 
     if chip.absent:
         program, axes = export_for(chip, flat, leaves, mesh), dict(mesh.shape) if mesh else None
@@ -104,6 +108,10 @@ def _dtype(leaf: Any) -> Any:
     return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
 
 
+def _is_key(leaf: Any) -> bool:
+    return jax.dtypes.issubdtype(_dtype(leaf), jax.dtypes.prng_key)
+
+
 def _donated_leaves(args: tuple[Any, ...], donate: tuple[int, ...]) -> tuple[int, ...]:
     wrong = [i for i in donate if not 0 <= i < len(args)]
     if wrong:
@@ -119,6 +127,8 @@ def _shape_of(leaf: Any, chip: Target) -> jax.ShapeDtypeStruct:
         sharding = None
     elif chip.absent:  # the same axes, of the absent chips
         sharding = jax.sharding.NamedSharding(chip.mesh(**sharding.mesh.shape), sharding.spec)
+    if _is_key(leaf):
+        leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(_dtype(leaf)), sharding=sharding)
 
 

@@ -35,7 +35,8 @@ class Residual:
     @property
     def bytes(self) -> int:
         """Its size."""
-        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        words = 8 if self.dtype.startswith("key<") else np.dtype(self.dtype).itemsize  # a key is two 32-bit words
+        return math.prod(self.shape) * words
 
     def __str__(self) -> str:
         origin = f"argument {self.argument}" if self.argument else f"{self.operation}  {self.source}"

@@ -1,0 +1,213 @@
+"""Small broken training programs: what goes wrong, silently, when layers are checkpointed. Each fails its own way."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+import llamem
+
+L, N, D = 6, 512, 32
+KEYS = jax.random.split(jax.random.key(0), 8)
+WEIGHTS = {
+    "up": jax.random.normal(KEYS[0], (L, D, 4 * D)) / D**0.5,
+    "down": jax.random.normal(KEYS[1], (L, 4 * D, D)) / (4 * D) ** 0.5,
+}
+X = jax.random.normal(KEYS[2], (N, D))
+
+
+def layer(w: Any, x: Any) -> Any:
+    h = checkpoint_name(x @ w["up"], "h")
+    return x + jnp.sin(jnp.tanh(h)) @ w["down"]
+
+
+def scanned(layer: Callable, w: Any, x: Any) -> Any:
+    return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0] ** 2)
+
+
+def unrolled(layer: Callable, w: Any, x: Any) -> Any:
+    for i in range(L):
+        x = layer(jax.tree.map(lambda leaf, i=i: leaf[i], w), x)
+    return jnp.mean(x**2)
+
+
+def by_policy(policy: Any, layer: Callable = layer, **options: Any) -> Callable:
+    """A scan whose layer is checkpointed under a policy of JAX's."""
+
+    def loss(w: Any, x: Any, how: Any) -> Any:
+        return scanned(jax.checkpoint(layer, policy=policy, **options) if how else layer, w, x)
+
+    return loss
+
+
+def around_everything(w: Any, x: Any, how: Any) -> Any:
+    whole = partial(unrolled, layer)
+    return (jax.checkpoint(whole) if how else whole)(w, x)
+
+
+def around_the_scan(w: Any, x: Any, how: Any) -> Any:
+    whole = partial(scanned, layer)
+    return (jax.checkpoint(whole) if how else whole)(w, x)
+
+
+def cse_outside_a_scan(w: Any, x: Any, how: Any) -> Any:
+    return unrolled(jax.checkpoint(layer, prevent_cse=False) if how else layer, w, x)
+
+
+def undone_by_the_compiler(w: Any, x: Any, how: Any) -> Any:
+    # The barrier stands, and the CPU's compiler removes it.
+    return unrolled(jax.checkpoint(layer) if how else layer, w, x)
+
+
+def dropout(w: Any, x: Any, key: Any) -> Any:
+    return layer(w, x) * jax.random.bernoulli(key, 0.8, x.shape) / 0.8
+
+
+def one_key_for_all_layers(w: Any, batch: Any, how: Any) -> Any:
+    body = lambda w, x: dropout(w, x, batch["key"])  # noqa: E731
+    return scanned(jax.checkpoint(body) if how else body, w, batch["x"])
+
+
+def one_key_unrolled(w: Any, batch: Any, how: Any) -> Any:
+    def body(w: Any, x: Any) -> Any:
+        return dropout(w, x, batch["key"])
+
+    return jnp.mean(llamem.apply_stack(body, w, batch["x"], mode="unroll", remat="nothing" if how else None) ** 2)
+
+
+COUNTER = itertools.count()
+
+
+def stateful_draws(w: Any, x: Any, how: Any) -> Any:
+    body = lambda w, x: dropout(w, x, jax.random.key(next(COUNTER)))  # noqa: E731
+    return scanned(jax.checkpoint(body) if how else body, w, x)
+
+
+def policy_inside_policy(w: Any, x: Any, how: Any) -> Any:
+    inner = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("h"))
+    return scanned(jax.checkpoint(inner) if how else layer, w, x)
+
+
+def unused_name(w: Any, x: Any) -> Any:
+    h = x @ w["up"]
+    checkpoint_name(h, "h")
+    return x + jnp.sin(jnp.tanh(h)) @ w["down"]
+
+
+def flag_as_argument(w: Any, x: Any, how: Any) -> Any:
+    def body(w: Any, x: Any, train: Any) -> Any:
+        return layer(w, x) if train else x
+
+    return scanned(lambda w, x: (jax.checkpoint(body) if how else body)(w, x, True), w, x)
+
+
+def identical_layers() -> Any:
+    def make(_: Any) -> Any:
+        return {name: jax.random.normal(nnx.Rngs(0).params(), leaf.shape[1:]) / 8 for name, leaf in WEIGHTS.items()}
+
+    return jax.vmap(make)(jnp.arange(L))
+
+
+TABLE = jax.random.normal(KEYS[3], (50, D))
+
+
+def split_tie(w: Any, tokens: Any, how: Any) -> Any:
+    x = w["embedding"][tokens]
+    x = llamem.apply_stack(layer, w["layers"], x, remat="nothing" if how else None)
+    return jnp.mean(jax.nn.logsumexp(x @ w["head"].T, axis=-1))
+
+
+def accumulation_inside(w: Any, x: Any, how: Any) -> Any:
+    if not how:
+        return unrolled(layer, w, x)
+    parts = x.reshape(4, N // 4, D)
+    return jax.lax.scan(lambda total, part: (total + unrolled(layer, w, part) / 4, None), 0.0, parts)[0]
+
+
+def filtered_flag(w: Any, x: Any, how: Any) -> Any:
+    def model(w: Any, x: Any, **options: Any) -> Any:
+        known = {name: value for name, value in options.items() if name in ("mode",)}  # "remat" does not get through
+        return llamem.apply_stack(layer, w, x, **known)
+
+    return jnp.mean(model(w, x, mode="scan", remat=how) ** 2)
+
+
+def wrong_backward(w: Any, x: Any, how: Any) -> Any:
+    """The eleven-month bug: a hand-written backward pass that forgets the outer cotangent for one of its arguments."""
+
+    @jax.custom_vjp
+    def total(x: Any) -> Any:
+        return jnp.sum(x**2)
+
+    total.defvjp(lambda x: (total(x), x), lambda x, g: (2 * x,))
+    out = llamem.apply_stack(layer, w, x, remat="nothing" if how else None)
+    return (total(out) if how else jnp.sum(out**2)) / out.size
+
+
+def lost_gradient(w: Any, x: Any, how: Any) -> Any:
+    stopped = {**w, "up": jax.lax.stop_gradient(w["up"])} if how else w
+    return jnp.mean(llamem.apply_stack(layer, stopped, x, remat="nothing" if how else None) ** 2)
+
+
+def other_computation(w: Any, x: Any, how: Any) -> Any:
+    return scanned(jax.checkpoint(lambda w, x: layer(w, 0.99 * x)) if how else layer, w, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A failure: the program, and the words of the cause that must be named."""
+
+    loss: Callable
+    cause: str
+    params: Any = None
+    batch: Any = None
+
+
+_POLICIES = jax.checkpoint_policies
+GALLERY = {
+    "a misspelled name": Row(by_policy(_POLICIES.save_only_these_names("hh")), "misspelled"),
+    "a name nobody uses": Row(by_policy(_POLICIES.save_only_these_names("h"), unused_name), "nobody uses"),
+    "a factory for its result": Row(by_policy(_POLICIES.save_only_these_names), "not what it returns"),
+    "the broken exception": Row(
+        by_policy(_POLICIES.save_anything_except_these_names("h")), "saves what it should except"
+    ),
+    "offload to the device": Row(
+        by_policy(
+            _POLICIES.save_and_offload_only_these_names(
+                names_which_can_be_saved=[],
+                names_which_can_be_offloaded=["h"],
+                offload_src="device",
+                offload_dst="device",
+            )
+        ),
+        "not the host's memory",
+    ),
+    "a policy that saves everything": Row(by_policy(_POLICIES.everything_saveable), "saves everything"),
+    "policy inside policy": Row(policy_inside_policy, "Give the policy to the outer"),
+    "around the whole loss": Row(around_everything, "around everything"),
+    "around the scan": Row(around_the_scan, "around the loop"),
+    "prevent_cse=False outside a scan": Row(cse_outside_a_scan, "outside a loop"),
+    "the compiler undid it": Row(undone_by_the_compiler, "merged both computations"),
+    "one key closed over by a scan": Row(one_key_for_all_layers, "closed over", batch={"x": X, "key": KEYS[4]}),
+    "one key for unrolled layers": Row(one_key_unrolled, "use one key", batch={"x": X, "key": KEYS[4]}),
+    "a stateful generator": Row(stateful_draws, "while tracing"),
+    "a flag became an array": Row(flag_as_argument, "static_argnums"),
+    "identical layers": Row(by_policy(None), "identical", params=identical_layers()),
+    "a tied weight split": Row(
+        split_tie,
+        "half of the gradient",
+        params={"embedding": TABLE, "head": jnp.array(TABLE), "layers": WEIGHTS},
+        batch=jnp.arange(40),
+    ),
+    "accumulation inside the gradient": Row(accumulation_inside, "take the gradient inside the loop"),
+    "a flag that is filtered": Row(filtered_flag, "filtered by a caller"),
+    "a wrong backward pass": Row(wrong_backward, "without the outer cotangent"),
+    "a lost gradient": Row(lost_gradient, "stop_gradient"),
+    "another computation": Row(other_computation, "another computation altogether"),
+}
