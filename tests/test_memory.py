@@ -406,6 +406,7 @@ def test_keys_are_arguments_and_results_like_any_other():
         return key, scale * jax.random.normal(now, (128, 128))
 
     report = llamem.compile_report(draw, jax.random.key(0), shape())
-    assert report.argument_bytes == 8 + 4 and report.output_bytes == 8 + 4 * 128 * 128
+    assert report.argument_bytes == 8 + 4
+    assert 0 <= report.output_bytes - (8 + 4 * 128 * 128) <= 32  # and the table of a tuple
     kept = llamem.saved_residuals(lambda x: jnp.sum(draw(jax.random.key(0), x)[1]), jnp.float32(1))
     assert kept.bytes >= 4 * 128 * 128
