@@ -44,8 +44,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make(name: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
     """A model of random weights, far from the usual small ones, so that every term counts; saved as a folder."""
-    import torch
-    import transformers
+    import torch  # pyrefly: ignore[missing-import]
+    import transformers  # pyrefly: ignore[missing-import]
 
     family, fields = MODELS[name]
     torch.manual_seed(seed)
@@ -61,7 +61,7 @@ def make(name: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
 
 def numbers(model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """Logits, mean loss, its gradient by every tensor's name, and 12 tokens decoded greedily after the first 8."""
-    import torch
+    import torch  # pyrefly: ignore[missing-import]
 
     ids = torch.from_numpy(tokens)
     model.zero_grad()
