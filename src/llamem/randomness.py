@@ -33,9 +33,10 @@ def key_faults(jaxpr: jex_core.ClosedJaxpr) -> list[str]:
 
 
 class _Walker:
-    """Follows values through a program. Of each it knows: a token (equal for equal values), whether it depends on an
+    """Follows values through a program.
 
-    input of the program, and whether it differs between the iterations of the innermost loop around it.
+    Of each it knows a token (equal for equal values), whether it depends on an input of the program, and whether it
+    differs between the iterations of the innermost loop around it.
     """
 
     def __init__(self) -> None:
