@@ -79,17 +79,17 @@ def placements(jaxpr: jex_core.Jaxpr) -> list[str]:
         inside = any(other.outer and other.outer[-1] is checkpoint for other in checkpoints)
         if loops and not inside:
             found.append(
-                "a checkpoint around the loop: when the backward pass begins, the loop runs again and keeps what all "
+                "A checkpoint around the loop: when the backward pass begins, the loop runs again and keeps what all "
                 "its iterations keep. Checkpoint the loop's body: scan(checkpoint(f))."
             )
         elif not checkpoint.in_loop and not inside and len(checkpoints) == 1:
             found.append(
-                "one checkpoint around everything: the backward pass begins by computing all of it again, and then "
+                "One checkpoint around everything: the backward pass begins by computing all of it again, and then "
                 "holds what it would have held. Checkpoint every layer."
             )
     if not checkpoints and any(eqn.primitive.name == "scan" for eqn in _equations(jaxpr)):
         found.append(
-            "a loop inside the differentiated function keeps the residuals of every iteration. If it accumulates "
+            "A loop inside the differentiated function keeps the residuals of every iteration. If it accumulates "
             "microbatches, take the gradient inside the loop; if it runs layers, checkpoint its body."
         )
     return list(dict.fromkeys(found))

@@ -226,23 +226,28 @@ def _elements(jaxpr: jex_core.Jaxpr) -> int:
 
 
 def _parameter_faults(params: Any) -> list[str]:
-    found = []
+    alike, double = [], []
     large: dict[Any, str] = {}
     for path, leaf in jax.tree.leaves_with_path(params):
         if not hasattr(leaf, "ndim") or leaf.ndim < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         name, values = jax.tree_util.keystr(path), np.asarray(leaf)
-        if leaf.ndim > 2 and len(values) > 1 and np.ptp(values) and (values == values[:1]).all():
-            found.append(
-                f"all {len(values)} layers of {name} are identical: made by a vmap that did not split the key "
-                "(nnx.split_rngs), they will stay so."
-            )
-        same = (values.shape, values.tobytes()) if np.ptp(values) else None
-        if same is not None and same in large:
-            found.append(
-                f"{name} equals {large[same]}: a tied weight was split in two, and each gets half of the gradient."
-            )
+        if not np.ptp(values):
+            continue  # zeros and ones may well be alike
+        if leaf.ndim > 2 and len(values) > 1 and (values == values[:1]).all():
+            alike.append(name)
+        same = values.shape, values.tobytes()
+        if same in large:
+            double.append(f"{name} and {large[same]}")
         large[same] = name
+    found = []
+    if alike:
+        found.append(
+            f"all layers are identical in {', '.join(alike)}: made by a vmap that did not split the key "
+            "(nnx.split_rngs), they begin as one layer."
+        )
+    if double:
+        found.append(f"equal: {', '.join(double)}. A tied weight was split in two, and each gets half of the gradient.")
     return found
 
 
