@@ -1,7 +1,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from gallery import GALLERY, KEYS, WEIGHTS, D, L, N, X, by_policy, dropout, layer
 from test_model import SMALL, VARIANTS, model_of, tokens_of
 from test_moe import MOE
@@ -93,6 +93,28 @@ def own_nnx(w, x, remat):
     return jnp.mean(llamem.apply_stack(lambda p, x: nnx.merge(GRAPH, p)(x), w, x, remat=remat) ** 2)
 
 
+LINEN = linen.Dense(D)
+
+
+def own_linen(w, x, remat):
+    return jnp.mean(llamem.apply_stack(lambda p, x: x + jnp.sin(jnp.tanh(LINEN.apply(p, x))), w, x, remat=remat) ** 2)
+
+
+def static_flag(w, x, remat):
+    def body(w, x, train):
+        return layer(w, x) if train else x
+
+    call = jax.checkpoint(body, static_argnums=2) if remat else body
+    return jnp.mean(jax.lax.scan(lambda x, w: (call(w, x, True), None), x, w)[0] ** 2)
+
+
+def with_branches(w, x, remat):
+    def body(w, x, i):
+        return jax.lax.cond(i % 2 == 0, layer, lambda w, x: layer(w, -x), w, x)
+
+    return jnp.mean(llamem.apply_stack(body, w, x, jnp.arange(L), remat=remat) ** 2)
+
+
 def half(tree):
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
 
@@ -121,6 +143,9 @@ CORRECT = {
     "vmap": (mapped, WEIGHTS, X, "nothing"),
     "gradient of a gradient": (of_gradient, WEIGHTS, X, "nothing"),
     "own nnx model": (own_nnx, OWN, X, "nothing"),
+    "own linen model": (own_linen, jax.vmap(LINEN.init, (0, None))(KEYS[:L], X), X, "nothing"),
+    "a static flag": (static_flag, WEIGHTS, X, True),
+    "branches": (with_branches, WEIGHTS, X, "nothing"),
 }
 
 
