@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -97,7 +99,11 @@ LINEN = linen.Dense(D)
 
 
 def own_linen(w, x, remat):
-    return jnp.mean(llamem.apply_stack(lambda p, x: x + jnp.sin(jnp.tanh(LINEN.apply(p, x))), w, x, remat=remat) ** 2)
+    def body(p: Any, x: Any) -> Any:
+        h: Any = LINEN.apply(p, x)
+        return x + jnp.sin(jnp.tanh(h))
+
+    return jnp.mean(llamem.apply_stack(body, w, x, remat=remat) ** 2)
 
 
 def static_flag(w, x, remat):
