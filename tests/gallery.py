@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -159,6 +160,83 @@ def other_computation(w: Any, x: Any, how: Any) -> Any:
     return scanned(jax.checkpoint(lambda w, x: layer(w, 0.99 * x)) if how else layer, w, x)
 
 
+def one_layer_stopped(w: Any, x: Any, how: Any) -> Any:
+    def body(w: Any, x: Any, i: Any) -> Any:
+        return layer({**w, "up": jnp.where(i == 3, jax.lax.stop_gradient(w["up"]), w["up"])} if how else w, x)
+
+    return jnp.mean(llamem.apply_stack(body, w, x, jnp.arange(L), remat="nothing" if how else None) ** 2)
+
+
+SEEN = []
+
+
+def mean_on_the_host(w: Any, x: Any, how: Any) -> Any:
+    def body(w: Any, x: Any) -> Any:
+        jax.debug.callback(SEEN.append, jnp.mean(x))
+        return layer(w, x)
+
+    return scanned(jax.checkpoint(body) if how else body, w, x)
+
+
+class Normed(nnx.Module):
+    """A layer with batch statistics, which its call changes."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(D, D, rngs=rngs)
+        self.norm = nnx.BatchNorm(D, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return x + jnp.sin(jnp.tanh(self.norm(self.linear(x))))
+
+
+NORMED = nnx.graphdef(Normed(nnx.Rngs(0)))
+NORMED_STATE = jax.vmap(lambda key: nnx.state(Normed(nnx.Rngs(key))))(KEYS[:L])
+WEIGHTS_OF, STATISTICS_OF = nnx.split_state(NORMED_STATE, nnx.Param, nnx.BatchStat)
+
+
+def normed(w: Any, batch: Any, how: Any) -> Any:
+    """Right: the layer returns its new statistics."""
+
+    def body(w: Any, x: Any, statistics: Any) -> Any:
+        own = nnx.merge(NORMED, w, statistics)
+        return own(x), nnx.state(own, nnx.BatchStat)
+
+    remat = "nothing" if how else None
+    x, statistics = llamem.apply_stack(body, w, batch["x"], batch["statistics"], remat=remat, has_aux=True)
+    return jnp.mean(x**2), statistics
+
+
+def statistics_lost(w: Any, batch: Any, how: Any) -> Any:
+    """Wrong: the checkpointed function changes a copy of the module."""
+
+    def body(x: Any, inputs: Any) -> Any:
+        own = nnx.merge(NORMED, *inputs)
+        copied = jax.checkpoint(lambda inputs, x: nnx.merge(NORMED, *inputs)(x))
+        return copied(inputs, x) if how else own(x), nnx.state(own, nnx.BatchStat)
+
+    x, statistics = jax.lax.scan(body, batch["x"], (w, batch["statistics"]))
+    return jnp.mean(x**2), statistics
+
+
+def jittered_router(w: Any, x: Any, how: Any) -> Any:
+    """Experts are chosen after noise that the host draws anew, each time that it is asked."""
+
+    def body(w: Any, x: Any) -> Any:
+        noise = jax.pure_callback(lambda: np.random.normal(size=(N, 4)).astype(np.float32), NOISE)
+        expert = jax.lax.top_k(x[:, :4] + noise, 1)[1]
+        return layer(w, x * (1.0 + expert))
+
+    return scanned(jax.checkpoint(body) if how else body, w, x)
+
+
+NOISE = jax.ShapeDtypeStruct((N, 4), jnp.float32)
+
+
+def always_checkpointed(w: Any, x: Any, how: Any) -> Any:
+    """What a model returns at evaluation; this one forgot to look at its mode."""
+    return llamem.apply_stack(layer, w, x, remat="nothing" if how else None)
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """A failure: the program, and the words of the cause that must be named."""
@@ -167,6 +245,7 @@ class Row:
     cause: str
     params: Any = None
     batch: Any = None
+    evaluate: Callable | None = None
 
 
 _POLICIES = jax.checkpoint_policies
@@ -209,5 +288,12 @@ GALLERY = {
     "a flag that is filtered": Row(filtered_flag, "filtered by a caller"),
     "a wrong backward pass": Row(wrong_backward, "without the outer cotangent"),
     "a lost gradient": Row(lost_gradient, "stop_gradient"),
+    "one layer without a gradient": Row(one_layer_stopped, "['up'][3]"),
+    "statistics updated twice": Row(mean_on_the_host, "counted twice"),
+    "statistics lost": Row(
+        statistics_lost, "lost in the checkpoint", params=WEIGHTS_OF, batch={"x": X, "statistics": STATISTICS_OF}
+    ),
+    "other experts": Row(jittered_router, "asks the host"),
+    "evaluation that is rematerialised": Row(by_policy(None), "whatever the mode", evaluate=always_checkpointed),
     "another computation": Row(other_computation, "another computation altogether"),
 }

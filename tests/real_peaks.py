@@ -18,8 +18,8 @@ from llamem.measure import measure
 from llamem.step import init_state, make_model, make_train_step
 
 KEY = jax.random.key(0)
-# XLA's CPU libraries take workspace of their own for these, which no plan counts.
-LIBRARY_WORKSPACE = ("attention", "sort")
+# XLA's CPU libraries take workspace of their own for these, which no plan counts: how much, depends on their threads.
+LIBRARY_WORKSPACE = ("attention", "sort", "loss, forward only")
 
 
 def normal(*shape: int) -> Any:
@@ -61,6 +61,9 @@ def programs() -> Any:
         fn = functools.partial(cross_entropy, **options)
         yield f"loss {options}", jax.value_and_grad(fn, argnums=(0, 1)), (hidden, head, targets), ()
     yield "loss, forward only", cross_entropy, (hidden, head, targets), ()
+    tiled = functools.partial(cross_entropy, num_tiles=8)
+    yield "tiled loss, forward only", tiled, (hidden, head, targets), ()
+    yield "softmax of rows", lambda a: jax.nn.softmax(a) * 2, (normal(8192, 2048),), ()
     yield "attention", jax.grad(attention, argnums=(0, 1, 2)), tuple(normal(1, 1536, 8, 16) for _ in range(3)), ()
     yield "elementwise, donated", lambda a: jnp.sin(a) * 2, (normal(8192, 4096),), (0,)
     yield "sort", lambda a: jnp.sort(a.ravel()[::-1])[1:] * 2, (normal(4096, 2048),), ()

@@ -19,11 +19,11 @@ MODULES = {path.stem if path.stem != "__init__" else "llamem": path for path in 
 FLOORS = (
     "_quiet config remat tiling tiled_attention tokenizer targets hlo_counts tables",
     "attention checkpoints moe randomness stack softmax_tiles tile_choice hlo residuals measure report",
-    "linear_softmax absent",
+    "linear_softmax absent replay",
     "losses memory",
-    "model verify",
-    "data pretrained sample snapshots step",
-    "train",
+    "model both_ways",
+    "data pretrained proofs sample snapshots step",
+    "train verify",
     "plots",
     "llamem",
 )

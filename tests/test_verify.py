@@ -1,15 +1,36 @@
+import functools
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
-from gallery import GALLERY, KEYS, WEIGHTS, D, L, N, X, by_policy, dropout, layer
+from gallery import (
+    GALLERY,
+    KEYS,
+    STATISTICS_OF,
+    WEIGHTS,
+    WEIGHTS_OF,
+    D,
+    L,
+    N,
+    X,
+    always_checkpointed,
+    by_policy,
+    dropout,
+    layer,
+    normed,
+)
 from test_model import SMALL, VARIANTS, model_of, tokens_of
 from test_moe import MOE
 
 import llamem
-from llamem import Policy, assert_remat, verify_remat
+from llamem import Policy, assert_remat, proofs, verify_remat
+from llamem.both_ways import BothWays
+from llamem.replay import count_runs
 from llamem.step import loss_fn
 
 NEWER_CPU = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
@@ -26,6 +47,7 @@ def test_every_failure_is_caught_and_its_cause_named(name):
         X if row.batch is None else row.batch,
         with_=True,
         without=False,
+        evaluate=row.evaluate,
     )
     assert not verification.holds, verification
     assert any(row.cause in f"{proof.seen} {proof.cause}" for proof in verification.failed), verification
@@ -121,6 +143,42 @@ def with_branches(w, x, remat):
     return jnp.mean(llamem.apply_stack(body, w, x, jnp.arange(L), remat=remat) ** 2)
 
 
+class Noisy(nnx.Module):
+    """A layer with all the state that nnx knows: weights, batch statistics, keys and counts of draws."""
+
+    def __init__(self, rngs):
+        self.inner = OwnLayer(rngs)
+        self.norm = nnx.BatchNorm(D, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.inner(x)))
+
+
+NOISY = nnx.graphdef(Noisy(nnx.Rngs(0)))
+NOISY_WEIGHTS, NOISY_STATE = nnx.split_state(
+    jax.vmap(lambda key: nnx.state(Noisy(nnx.Rngs(key))))(KEYS[:L]), nnx.Param, ...
+)
+
+
+def nnx_transforms(w, batch, remat):
+    """nnx.scan of nnx.remat; what the layers changed is returned, the counts of draws among it."""
+    state = jax.tree.map(lambda leaf: leaf, batch["state"])  # Variables belong to the trace that made them
+    layers = nnx.merge(NOISY, w, state)
+    body = lambda layer, x: layer(x)  # noqa: E731
+    x = nnx.scan(nnx.remat(body) if remat else body, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(layers, batch["x"])
+    return jnp.mean(x**2), nnx.state(layers, nnx.Not(nnx.Param))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def donating(w, x, remat):
+    return jnp.mean(llamem.apply_stack(layer, w, x, remat="nothing") ** 2)
+
+
+def donated(w, x, remat):
+    return donating(w, x, True) if remat else stack("scan")(w, x, None)
+
+
 def half(tree):
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
 
@@ -150,6 +208,9 @@ CORRECT = {
     "gradient of a gradient": (of_gradient, WEIGHTS, X, "nothing"),
     "own nnx model": (own_nnx, OWN, X, "nothing"),
     "own linen model": (own_linen, jax.vmap(LINEN.init, (0, None))(KEYS[:L], X), X, "nothing"),
+    "batch statistics": (normed, WEIGHTS_OF, {"x": X, "statistics": STATISTICS_OF}, True),
+    "nnx's own transforms": (nnx_transforms, NOISY_WEIGHTS, {"x": X, "state": NOISY_STATE}, True),
+    "donated buffers": (donated, WEIGHTS, X, True),
     "a static flag": (static_flag, WEIGHTS, X, True),
     "branches": (with_branches, WEIGHTS, X, "nothing"),
 }
@@ -161,12 +222,13 @@ def test_no_false_alarm(name):
     assert_remat(loss, params, batch, with_=how, without=None)
 
 
-@pytest.mark.parametrize("mode", ["scan", "nested"])
-@pytest.mark.parametrize("name", ["untied", "tied", "qwen3", "moe"])
-def test_the_models_here_are_proved(name, mode):
-    config = {**VARIANTS, "moe": MOE}[name].replace(n_layers=4, max_seq_len=128)
+def model_config(name):
+    return {**VARIANTS, "moe": MOE}[name].replace(n_layers=4, max_seq_len=128)
+
+
+def model_case(name, mode):
+    config = model_config(name)
     model = model_of(config, mode=mode)
-    tokens_BT = tokens_of(config, T=97)
 
     def loss(params, tokens_BT, remat):
         own = nnx.merge(nnx.graphdef(model), params)
@@ -174,14 +236,104 @@ def test_the_models_here_are_proved(name, mode):
         graphdef, params = nnx.split(own)
         return loss_fn(graphdef, params, tokens_BT[:, :-1], tokens_BT[:, 1:], num_tiles=2)
 
-    assert_remat(loss, nnx.state(model), tokens_BT)
+    return loss, nnx.state(model), tokens_of(config, T=97)
 
 
-@pytest.mark.parametrize("chip", [pytest.param("a100-40", marks=pytest.mark.gpu_compile)])
-def test_on_a_chip_that_is_not_there_unrolled_layers_are_proved(chip):
-    if not llamem.available(chip):
-        pytest.skip(f"no compiler for {chip} here")
-    assert_remat(stack("unroll"), WEIGHTS, jnp.tile(X, (16, 1)), target=chip)
+@pytest.mark.parametrize("mode", ["scan", "nested"])
+@pytest.mark.parametrize("name", ["untied", "tied", "qwen3", "moe"])
+def test_the_models_here_are_proved(name, mode):
+    verification = verify_remat(*model_case(name, mode))
+    assert verification.holds, verification
+    chosen = [proof for proof in verification.proofs if "chooses the same" in proof.name]
+    assert len(chosen) == (name == "moe"), "experts are compared where there are some"
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("name", ["layer", "untied", "tied", "qwen3", "moe"])
+def test_on_a_chip_that_is_not_there_unrolled_layers_are_proved(name):
+    if not llamem.available("a100-40"):
+        pytest.skip("no compiler for a100-40 here")
+    if name == "layer":
+        assert_remat(stack("unroll"), WEIGHTS, jnp.tile(X, (16, 1)), target="a100-40")
+    else:
+        assert_remat(*model_case(name, "unroll"), target="a100-40")
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("place", ["pinned_host", "unpinned_host"])
+def test_offloaded_bytes_arrive_or_are_missed(place):
+    if not llamem.available("v5e-1"):
+        pytest.skip("no compiler for v5e-1 here")
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst=place
+    )
+    case = by_policy(policy), WEIGHTS, jnp.tile(X, (16, 1))
+    found = verify_remat(*case, with_=True, without=False, target="v5e-1", proofs=[proofs.offloaded_bytes_arrive])
+    (proof,) = found.proofs
+    assert proof.holds == (place == "pinned_host"), proof
+    asked = L * 16 * N * 4 * D * 4 if proof.holds else 0
+    assert f"{asked:,} bytes offloaded" in proof.seen, proof
+
+
+def test_on_eight_devices():
+    script = Path(__file__).parent / "mesh_verify.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_proofs_can_be_had_alone():
+    both = BothWays(stack("scan"), WEIGHTS, X)
+    proof = proofs.layer_runs_again(both)
+    assert proof.holds and f"{L} runs of checkpointed functions, {L} again" in proof.seen
+    assert "expected" not in vars(both), "nothing is computed that the proof does not need"
+    alone = verify_remat(stack("scan"), WEIGHTS, X, with_=None, proofs=[proofs.memory_falls])
+    assert [proof.name for proof in alone.failed] == ["memory falls"]
+
+
+def test_runs_are_counted_where_they_happen():
+    """A branch that is not taken does not run, a policy that keeps everything makes nothing run again."""
+    kept = by_policy(jax.checkpoint_policies.everything_saveable)
+    runs = count_runs(lambda w, x: kept(w, x, True), WEIGHTS, X)
+    assert (runs.forward, runs.again) == (L, 0)
+
+    def sometimes(w, x):
+        def body(x, inputs):
+            i, w = inputs
+            return jax.lax.cond(i < 2, jax.checkpoint(layer), lambda w, x: x, w, x), None
+
+        return jnp.mean(jax.lax.scan(body, x, (jnp.arange(L), w))[0] ** 2)
+
+    runs = count_runs(sometimes, WEIGHTS, X)
+    assert (runs.forward, runs.again) == (2, 2)
+
+
+def test_buffers_outlive_the_proof():
+    assert_remat(donated, WEIGHTS, X, with_=True, proofs=[proofs.gradients_are_the_same])
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((WEIGHTS, X)))
+
+
+@pytest.mark.parametrize("name", ["untied", "moe"])
+def test_decoding_with_a_cache_is_untouched(name):
+    loss, params, tokens_BT = model_case(name, "scan")
+    graphdef = nnx.graphdef(model_of(model_config(name)))
+
+    def evaluate(params, tokens_BT, remat):
+        own = nnx.merge(graphdef, params)
+        own.remat = remat  # still in training mode: decoding must not care
+        return own.decode(tokens_BT, own.empty_cache(len(tokens_BT), 128))
+
+    chosen = [proofs.checkpoints_are_there, proofs.evaluation_is_untouched]
+    verification = verify_remat(loss, params, tokens_BT, evaluate=evaluate, proofs=chosen)
+    assert verification.holds and len(verification.proofs) == 2, verification
+
+
+def test_a_cache_that_differs_is_noticed():
+    def evaluate(w, x, remat):
+        return {"cache": x[:8] + (1e-6 if remat else 0.0), "length": 8}
+
+    for how_evaluated in (evaluate, always_checkpointed):
+        found = verify_remat(stack("scan"), WEIGHTS, X, evaluate=how_evaluated, proofs=[proofs.evaluation_is_untouched])
+        assert [proof.name for proof in found.failed] == ["evaluation is untouched"], how_evaluated
 
 
 def test_evaluation_is_told_from_training():

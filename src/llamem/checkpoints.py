@@ -39,17 +39,28 @@ def find_checkpoints(
 ) -> Iterator[Checkpoint]:
     """Every checkpoint of a traced function, those inside loops, calls and other checkpoints included."""
     for eqn in jaxpr.eqns:
-        # With jax_remat3 a checkpoint is an object inside one kind of operation.
-        prim: Any = eqn.params.get("_prim")
-        if eqn.primitive.name in ("checkpoint", "remat", "remat2") or type(prim).__name__.startswith("Remat"):
-            params = eqn.params if prim is None else prim.params
-            body = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+        body = checkpoint_body(eqn)
+        if body is not None:
+            params = _options(eqn)
             found = Checkpoint(body, params["policy"], bool(params.get("prevent_cse", True)), in_loop, outer)
             yield found
             yield from find_checkpoints(body, in_loop, (*outer, found))
             continue
         for inner in inner_jaxprs(eqn):
             yield from find_checkpoints(inner, in_loop or eqn.primitive.name in ("scan", "while"), outer)
+
+
+def checkpoint_body(eqn: jex_core.JaxprEqn) -> jex_core.Jaxpr | None:
+    """The program under a checkpoint, or None for any other operation."""
+    prim = eqn.params.get("_prim")
+    if eqn.primitive.name in ("checkpoint", "remat", "remat2") or type(prim).__name__.startswith("Remat"):
+        return getattr(_options(eqn)["jaxpr"], "jaxpr", _options(eqn)["jaxpr"])
+    return None
+
+
+def _options(eqn: jex_core.JaxprEqn) -> dict[str, Any]:
+    # With jax_remat3 a checkpoint is an object inside one kind of operation.
+    return getattr(eqn.params.get("_prim"), "params", eqn.params)
 
 
 def faults(jaxpr: jex_core.Jaxpr) -> list[str]:
@@ -62,12 +73,22 @@ def faults(jaxpr: jex_core.Jaxpr) -> list[str]:
                 "prevent_cse=False outside a loop: the compiler may merge the second computation with the first. Leave "
                 "it out; only inside lax.scan is it harmless."
             )
+        if any(_acts(eqn) for eqn in _equations(checkpoint.body)):
+            found.append(
+                "a host callback inside a checkpoint: it runs again in the backward pass, so that what it counts or "
+                "averages is counted twice. Return the value from the layer, and update outside."
+            )
         if checkpoint.outer and _saves_nothing(checkpoint.outer[-1].policy) and not _saves_nothing(checkpoint.policy):
             found.append(
                 "a policy inside a checkpoint that saves nothing: while the outer one waits, what the inner one "
                 "would save is not kept. Give the policy to the outer checkpoint."
             )
     return list(dict.fromkeys(found))
+
+
+def offloads(jaxpr: jex_core.Jaxpr) -> bool:
+    """Whether a policy of the program means to offload, wherever to."""
+    return any("offload_dst" in _contents(checkpoint.policy) for checkpoint in find_checkpoints(jaxpr))
 
 
 def placements(jaxpr: jex_core.Jaxpr) -> list[str]:
@@ -93,6 +114,14 @@ def placements(jaxpr: jex_core.Jaxpr) -> list[str]:
             "microbatches, take the gradient inside the loop; if it runs layers, checkpoint its body."
         )
     return list(dict.fromkeys(found))
+
+
+def _acts(eqn: jex_core.JaxprEqn) -> bool:
+    # Before 0.8, jax.debug.print was such a callback too; printing twice does no harm.
+    callback = eqn.params.get("callback")
+    cells = getattr(callback, "__closure__", None) or ()
+    prints = any("_format_print_callback" in repr(cell.cell_contents) for cell in cells)
+    return eqn.primitive.name in ("debug_callback", "io_callback") and not prints
 
 
 def _policy_faults(checkpoint: Checkpoint) -> list[str]:

@@ -89,13 +89,16 @@ def matmul_flops(jaxpr: jex_core.Jaxpr) -> int:
     return total
 
 
-def _moves_to_host(jaxpr: jex_core.Jaxpr) -> bool:
-    """Whether a device_put in the program names the host's memory, as offloading policies write it."""
-    return any(
-        (eqn.primitive.name == "device_put" and "host" in str(eqn.params["devices"]).lower())
-        or any(map(_moves_to_host, inner_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+def moved_to_host(jaxpr: jex_core.Jaxpr) -> int:
+    """Bytes that a program asks to be put into the host's memory, as offloading policies write it, loops multiplied."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "device_put" and "host" in str(eqn.params["devices"]).lower():
+            avals: list[Any] = [var.aval for var in eqn.outvars]
+            total += sum(aval.size * aval.dtype.itemsize for aval in avals)
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        total += times * sum(map(moved_to_host, inner_jaxprs(eqn)))
+    return total
 
 
 def _shard(array: Any) -> tuple[int, ...]:
@@ -202,7 +205,7 @@ def _report(
         )
     if chip.platform == "tpu" and arena < 512 * 2**20:
         warnings.append("so small that much of it lives in on-chip memory (VMEM), which temp does not count.")
-    if not answer["host_bytes"] and _moves_to_host(jaxpr.jaxpr):
+    if not answer["host_bytes"] and moved_to_host(jaxpr.jaxpr):
         warnings.append(
             "the program moves arrays to the host's memory, and none arrived: the compiler kept them on the device."
             if chip.platform != "cpu"
