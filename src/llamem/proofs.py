@@ -10,7 +10,7 @@ from jax.extend import core as jex_core
 
 from llamem.both_ways import BothWays, Proof
 from llamem.checkpoints import faults, find_checkpoints, offloads, placements
-from llamem.memory import moved_to_host
+from llamem.memory import matmul_flops, moved_to_host
 from llamem.randomness import key_faults
 from llamem.remat import inner_jaxprs
 from llamem.residuals import saved_residuals
@@ -100,16 +100,13 @@ def gradients_are_the_same(both: BothWays) -> Proof:
 def layer_runs_again(both: BothWays) -> Proof:
     """The layer runs again in the backward pass: executions counted at run time, operations in the traced program."""
     runs = both.runs
-    elements = [
-        _elements(jax.make_jaxpr(both.gradient(how))(both.params, both.batch).jaxpr)
-        for how in (both.with_, both.without)
-    ]
-    more = both.products_again > 0 or elements[0] > elements[1]
+    products, functions = (count(both.gradients[0]) - count(both.gradients[1]) for count in (matmul_flops, _elements))
+    more = products > 0 or functions > 0
     # Inside a while loop or a shard_map executions are not seen, so that the program alone must do.
     unseen = not runs.forward and more
     seen = (
-        f"{runs.forward} runs of checkpointed functions, {runs.again} again; {both.products_again:,} more FLOPs of "
-        f"products, {elements[0] - elements[1]:,} more elements of functions"
+        f"{runs.forward} runs of checkpointed functions, {runs.again} again; {products:,} more FLOPs of "
+        f"products, {functions:,} more elements of functions"
     )
     holds = more and (unseen or runs.again > 0)
     cause = "" if holds else "A policy that saves everything, or a checkpoint around what costs nothing."
@@ -128,8 +125,8 @@ def choices_are_the_same(both: BothWays) -> Proof | None:
 
 def compiler_leaves_them(both: BothWays) -> Proof:
     """The compiler has not merged the second computation with the first."""
-    (mine, plain), again = both.reports, both.products_again
-    left = None
+    mine, plain = both.reports
+    again, left = mine.matmul_flops - plain.matmul_flops, None
     if mine.compiled_matmul_flops is not None and plain.compiled_matmul_flops is not None:
         left = both.devices * (mine.compiled_matmul_flops - plain.compiled_matmul_flops)
     undone = left is not None and again > 0 and left < 0.5 * again
@@ -171,7 +168,7 @@ def memory_falls(both: BothWays) -> Proof:
 
 def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
     """What a policy offloads lies in the host's memory in the target's compiled program."""
-    asked = moved_to_host(jax.make_jaxpr(both.gradient(both.with_))(both.params, both.batch).jaxpr)
+    asked = moved_to_host(both.gradients[0])
     if not asked and not offloads(both.traced.jaxpr):
         return None
     mine, _ = both.reports
