@@ -14,7 +14,7 @@ from llamem.checkpoints import checkpoint_body
 from llamem.remat import inner_jaxprs
 
 # Where a layer decides something: dropout masks, experts, what a host function answers.
-_CHOICES = ("top_k", "argmax", "argmin", "sort", "random_bits", "random_gamma", "pure_callback")
+_CHOICES = ("top_k", "argmax", "argmin", "sort", "random_bits", "pure_callback")
 
 
 @dataclasses.dataclass(frozen=True)
