@@ -239,6 +239,8 @@ def _first(faults: list[str], otherwise: str) -> str:
 
 
 def _alike(got: Any, want: Any, tolerance: float) -> bool:
+    if got.shape != want.shape or got.dtype != want.dtype:
+        return False
     if jnp.issubdtype(got.dtype, jax.dtypes.prng_key):
         got, want = jax.random.key_data(got), jax.random.key_data(want)
     if not jnp.issubdtype(got.dtype, jnp.inexact):
