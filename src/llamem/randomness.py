@@ -6,7 +6,7 @@ from typing import Any
 
 from jax.extend import core as jex_core
 
-from llamem.remat import inner_jaxprs
+from llamem.remat import inner_jaxprs, scan_parts
 
 _DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator")
 _CONSTANT = (
@@ -63,7 +63,7 @@ class _Walker:
         inner = inner_jaxprs(eqn)
         if eqn.primitive.name == "scan":
             (body,) = inner
-            n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+            n_consts, n_carry = scan_parts(eqn)
             inputs = [(token, on_input, False) for token, on_input, _ in operands[:n_consts]]
             # A carry that depends on no input at first may do so later; either way it changes.
             inputs += [((token, "carried"), True, True) for token, _, _ in operands[n_consts : n_consts + n_carry]]

@@ -133,6 +133,14 @@ def inner_jaxprs(eqn: jex_core.JaxprEqn) -> list[Any]:
     return [getattr(param, "jaxpr", param) for param in params if isinstance(param, kinds)]
 
 
+def scan_parts(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
+    """How many constants and how many carried values a scan has: the first and the next of its operands."""
+    if "ft_in" in eqn.params:  # since JAX 0.12
+        consts, carry, _ = eqn.params["ft_in"].unpack()
+        return len(list(consts)), len(list(carry))
+    return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
 def _lookup(remat: str | Policy | None) -> Policy | Callable[..., Any] | None:
     if remat is None or isinstance(remat, Policy):
         return remat

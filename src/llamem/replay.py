@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from llamem.checkpoints import checkpoint_body
-from llamem.remat import inner_jaxprs
+from llamem.remat import inner_jaxprs, scan_parts
 
 # Where a layer decides something: dropout masks, experts, what a host function answers.
 _CHOICES = ("top_k", "argmax", "argmin", "sort", "random_bits", "pure_callback")
@@ -90,14 +90,15 @@ class _Replay:
                 values = list(jax.lax.optimization_barrier(tuple(values)))
             return run(body, *values)
         if name == "scan":
-            carry_at, xs_at = params["num_consts"], params["num_consts"] + params["num_carry"]
+            n_consts, n_carry = scan_parts(eqn)
+            consts, varying = values[:n_consts], values[n_consts:]
 
             def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-                outs = run(params["jaxpr"], *values[:carry_at], *carry, *xs)
-                return outs[: params["num_carry"]], outs[params["num_carry"] :]
+                outs = run(params["jaxpr"], *consts, *carry, *xs)
+                return outs[:n_carry], outs[n_carry:]
 
             options = {option: params[option] for option in ("length", "reverse", "unroll")}
-            carry, ys = jax.lax.scan(step, values[carry_at:xs_at], values[xs_at:], **options)
+            carry, ys = jax.lax.scan(step, varying[:n_carry], varying[n_carry:], **options)
             return [*carry, *ys]
         if name == "cond":
             return jax.lax.switch(values[0], [partial(run, branch) for branch in params["branches"]], *values[1:])
