@@ -1,3 +1,4 @@
+import jax
 import jaxtyping
 import pytest
 
@@ -8,3 +9,19 @@ def as_a_user():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture(params=[False, True], ids=["remat2", "remat3"])
+def remat3(request):
+    """JAX's coming way to rematerialise, off and on."""
+    if request.param and not hasattr(jax.config, "jax_remat3"):
+        pytest.skip("this JAX has no jax_remat3")
+    if hasattr(jax.config, "jax_remat3"):
+        old = jax.config.jax_remat3
+        jax.config.update("jax_remat3", request.param)
+        jax.clear_caches()
+        yield
+        jax.config.update("jax_remat3", old)
+        jax.clear_caches()
+    else:
+        yield

@@ -29,21 +29,6 @@ def loss(policy):
     return lambda w, x, c: jnp.sum(remat.checkpoint(layer, policy)(w, x) * jax.lax.stop_gradient(c))
 
 
-@pytest.fixture(params=[False, True], ids=["remat2", "remat3"])
-def remat3(request):
-    if request.param and not hasattr(jax.config, "jax_remat3"):
-        pytest.skip("this JAX has no jax_remat3")
-    if hasattr(jax.config, "jax_remat3"):
-        old = jax.config.jax_remat3
-        jax.config.update("jax_remat3", request.param)
-        jax.clear_caches()
-        yield
-        jax.config.update("jax_remat3", old)
-        jax.clear_caches()
-    else:
-        yield
-
-
 # Sorted shapes of what is kept and is no argument. Names: q [2,6,7], attn [2,6,5], up [2,6,9].
 Q, ATTN, UP = (2, 6, 7), (2, 6, 5), (2, 6, 9)
 NAMED = {

@@ -307,6 +307,14 @@ def test_runs_are_counted_where_they_happen():
     assert (runs.forward, runs.again) == (2, 2)
 
 
+@pytest.mark.parametrize("name", ["scan", "dropout", "plain jax, named"])
+def test_jax_remat3_is_understood(remat3, name):
+    loss, params, batch, how = CORRECT[name]
+    runs = count_runs(lambda p, b: loss(p, b, how), params, batch)
+    assert (runs.forward, runs.again, runs.changed) == (L, L, ())
+    assert_remat(loss, params, batch, with_=how, without=None)
+
+
 def test_buffers_outlive_the_proof():
     assert_remat(donated, WEIGHTS, X, with_=True, proofs=[proofs.gradients_are_the_same])
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((WEIGHTS, X)))

@@ -62,6 +62,7 @@ class _Replay:
 
     def __init__(self, way: str, tell: Callable[..., None]) -> None:
         self.way, self.tell = way, tell
+        self.inside = False  # a checkpoint, while its body is traced
 
     def run(self, program: Any, *args: Any, again: bool = False) -> list[Any]:
         jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
@@ -70,9 +71,13 @@ class _Replay:
         def look(var: Any) -> Any:
             return var.val if isinstance(var, jex_core.Literal) else known[var]
 
+        last = again
         for eqn in jaxpr.eqns:
-            # JAX marks what a checkpoint computes a second time.
+            # JAX marks what a checkpoint computes a second time. With jax_remat3 no checkpoint is left around it.
             second = again or "rematted_computation" in str(eqn.source_info.name_stack)
+            if second and not last and not self.inside and checkpoint_body(eqn) is None and self.way == "backward":
+                jax.debug.callback(partial(self.tell, self.way))
+            last = second
             outs = self._apply(jaxpr, eqn, list(map(look, eqn.invars)), second)
             if eqn.primitive.name in _CHOICES and self.way == "backward":
                 self._tell_choice(eqn, outs, "chosen again" if second else "chosen")
@@ -88,7 +93,10 @@ class _Replay:
                     jax.debug.callback(partial(self.tell, self.way))
                 # Without a checkpoint to keep them apart, the compiler would merge this with the forward pass.
                 values = list(jax.lax.optimization_barrier(tuple(values)))
-            return run(body, *values)
+            outside, self.inside = self.inside, True
+            outs = run(body, *values)
+            self.inside = outside
+            return outs
         if name == "scan":
             n_consts, n_carry = scan_parts(eqn)
             consts, varying = values[:n_consts], values[n_consts:]
