@@ -70,6 +70,12 @@ def dropout(w: Any, x: Any, key: Any) -> Any:
     return layer(w, x) * jax.random.bernoulli(key, 0.8, x.shape) / 0.8
 
 
+def with_dropout(w: Any, batch: Any, remat: Any) -> Any:
+    """Right: every layer has a key of its own."""
+    keys = jax.random.split(batch["key"], L)
+    return jnp.mean(llamem.apply_stack(dropout, w, batch["x"], keys, remat=remat) ** 2)
+
+
 def one_key_for_all_layers(w: Any, batch: Any, how: Any) -> Any:
     body = lambda w, x: dropout(w, x, batch["key"])  # noqa: E731
     return scanned(jax.checkpoint(body) if how else body, w, batch["x"])

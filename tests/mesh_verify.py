@@ -6,7 +6,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
 
 import jax.numpy as jnp  # noqa: E402
-from gallery import KEYS, WEIGHTS, L, X, dropout, layer  # noqa: E402
+from gallery import KEYS, WEIGHTS, L, X, lost_gradient, with_dropout  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 
 import llamem  # noqa: E402
@@ -18,25 +18,17 @@ def share(array, *axes):
     return jax.device_put(array, NamedSharding(MESH, PartitionSpec(*axes)))
 
 
-def loss(w, batch, remat):
-    keys = jax.random.split(batch["key"], L)
-    return jnp.mean(llamem.apply_stack(dropout, w, batch["x"], keys, remat=remat) ** 2)
-
-
-def lost(w, batch, remat):
-    stopped = {**w, "up": jax.lax.stop_gradient(w["up"])} if remat else w
-    return jnp.mean(llamem.apply_stack(layer, stopped, batch["x"], remat=remat) ** 2)
-
-
 def main() -> None:
     assert len(jax.devices()) == 8
     w = {"up": share(WEIGHTS["up"], None, "data", "model"), "down": share(WEIGHTS["down"], None, "model", "data")}
     batch = {"x": share(jnp.tile(X, (8, 1)), "data"), "key": KEYS[7]}
-    verification = llamem.verify_remat(loss, w, batch)
+    verification = llamem.verify_remat(with_dropout, w, batch)
     assert verification.holds, verification
     runs = next(proof.seen for proof in verification.proofs if "runs again" in proof.name)
     assert f"{L} runs of checkpointed functions, {L} again" in runs, runs
-    assert [proof.name for proof in llamem.verify_remat(lost, w, batch).failed] == ["every gradient is the same"]
+    assert [proof.name for proof in llamem.verify_remat(lost_gradient, w, batch["x"]).failed] == [
+        "every gradient is the same"
+    ]
 
 
 if __name__ == "__main__":

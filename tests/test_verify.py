@@ -20,9 +20,9 @@ from gallery import (
     X,
     always_checkpointed,
     by_policy,
-    dropout,
     layer,
     normed,
+    with_dropout,
 )
 from test_model import SMALL, VARIANTS, model_of, tokens_of
 from test_moe import MOE
@@ -59,11 +59,6 @@ def stack(mode, **options):
         return jnp.mean(llamem.apply_stack(layer, w, x, mode=mode, remat=remat, **options) ** 2)
 
     return loss
-
-
-def with_dropout(w, batch, remat):
-    keys = jax.random.split(batch["key"], L)
-    return jnp.mean(llamem.apply_stack(dropout, w, batch["x"], keys, remat=remat) ** 2)
 
 
 def with_adapters(w, x, remat):
@@ -171,12 +166,12 @@ def nnx_transforms(w, batch, remat):
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def donating(w, x, remat):
+def donating(w, x):
     return jnp.mean(llamem.apply_stack(layer, w, x, remat="nothing") ** 2)
 
 
 def donated(w, x, remat):
-    return donating(w, x, True) if remat else stack("scan")(w, x, None)
+    return donating(w, x) if remat else stack("scan")(w, x, None)
 
 
 def half(tree):

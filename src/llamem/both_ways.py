@@ -11,7 +11,7 @@ from jax.extend import core as jex_core
 
 from llamem.checkpoints import faults
 from llamem.memory import compile_report
-from llamem.replay import Runs, count_runs
+from llamem.replay import Runs, count_traced
 from llamem.report import Report
 
 _TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
@@ -62,7 +62,7 @@ class BothWays:
     @cached_property
     def has_aux(self) -> bool:
         """Whether the loss returns a pair: itself, and other results."""
-        return isinstance(jax.eval_shape(self.loss(self.without), self.params, self.batch), tuple)
+        return isinstance(self._plain[1], tuple)
 
     @cached_property
     def tolerance(self) -> float:
@@ -73,7 +73,7 @@ class BothWays:
     @cached_property
     def plain(self) -> jex_core.ClosedJaxpr:
         """The loss without, traced."""
-        return jax.make_jaxpr(self.loss(self.without))(self.params, self.batch)
+        return self._plain[0]
 
     @cached_property
     def traced(self) -> jex_core.ClosedJaxpr:
@@ -90,6 +90,11 @@ class BothWays:
             raise CannotGo(Proof("it can be traced", False, _told(error), cause)) from error
 
     @cached_property
+    def faults(self) -> list[str]:
+        """What is wrong with the checkpoints' places and policies, in words. Raises CannotGo."""
+        return faults(self.traced.jaxpr)
+
+    @cached_property
     def expected(self) -> tuple[Any, Any, Any]:
         """Loss, other results and gradients without, computed."""
         return self._computed(self.without)
@@ -97,7 +102,7 @@ class BothWays:
     @cached_property
     def found(self) -> tuple[Any, Any, Any]:
         """Loss, other results and gradients with rematerialisation, computed. Raises CannotGo."""
-        wrong = faults(self.traced.jaxpr)
+        wrong = self.faults
         try:
             return self._computed(self.with_)
         except (TypeError, ValueError, jax.errors.JaxRuntimeError) as error:
@@ -112,7 +117,7 @@ class BothWays:
     @cached_property
     def runs(self) -> Runs:
         """What the loss with rematerialisation did when it ran."""
-        return count_runs(self.loss(self.with_), self.params, self.batch)
+        return count_traced(self.traced, self.gradients[0], self.params, self.batch)
 
     @cached_property
     def reports(self) -> tuple[Report, Report]:
@@ -124,12 +129,16 @@ class BothWays:
         return mine, plain
 
     @cached_property
-    def gradients(self) -> tuple[jex_core.Jaxpr, jex_core.Jaxpr]:
+    def gradients(self) -> tuple[jex_core.ClosedJaxpr, jex_core.ClosedJaxpr]:
         """The gradients, traced: with rematerialisation, and without."""
         mine, plain = (
-            jax.make_jaxpr(self.gradient(how))(self.params, self.batch).jaxpr for how in (self.with_, self.without)
+            jax.make_jaxpr(self.gradient(how))(self.params, self.batch) for how in (self.with_, self.without)
         )
         return mine, plain
+
+    @cached_property
+    def _plain(self) -> tuple[jex_core.ClosedJaxpr, Any]:
+        return jax.make_jaxpr(self.loss(self.without), return_shape=True)(self.params, self.batch)
 
     def _computed(self, how: Any) -> tuple[Any, Any, Any]:
         value, grads = jax.jit(self.gradient(how))(self.params, self.batch)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from llamem.remat import given_name, inner_jaxprs
+from llamem.remat import equations, given_name, inner_jaxprs
 
 _POLICIES = jax.checkpoint_policies
 _FACTORIES = tuple(
@@ -54,7 +54,8 @@ def checkpoint_body(eqn: jex_core.JaxprEqn) -> jex_core.Jaxpr | None:
     """The program under a checkpoint, or None for any other operation."""
     prim = eqn.params.get("_prim")
     if eqn.primitive.name in ("checkpoint", "remat", "remat2") or type(prim).__name__.startswith("Remat"):
-        return getattr(_options(eqn)["jaxpr"], "jaxpr", _options(eqn)["jaxpr"])
+        body = _options(eqn)["jaxpr"]
+        return getattr(body, "jaxpr", body)
     return None
 
 
@@ -73,7 +74,7 @@ def faults(jaxpr: jex_core.Jaxpr) -> list[str]:
                 "prevent_cse=False outside a loop: the compiler may merge the second computation with the first. Leave "
                 "it out; only inside lax.scan is it harmless."
             )
-        if any(_acts(eqn) for eqn in _equations(checkpoint.body)):
+        if any(_acts(eqn) for eqn, _ in equations(checkpoint.body)):
             found.append(
                 "a host callback inside a checkpoint: it runs again in the backward pass, so that what it counts or "
                 "averages is counted twice. Return the value from the layer, and update outside."
@@ -96,7 +97,7 @@ def placements(jaxpr: jex_core.Jaxpr) -> list[str]:
     found = []
     checkpoints = list(find_checkpoints(jaxpr))
     for checkpoint in checkpoints:
-        loops = [eqn for eqn in _equations(checkpoint.body) if eqn.primitive.name == "scan"]
+        loops = _has_scan(checkpoint.body)
         inside = any(other.outer and other.outer[-1] is checkpoint for other in checkpoints)
         if loops and not inside:
             found.append(
@@ -108,12 +109,16 @@ def placements(jaxpr: jex_core.Jaxpr) -> list[str]:
                 "One checkpoint around everything: the backward pass begins by computing all of it again, and then "
                 "holds what it would have held. Checkpoint every layer."
             )
-    if not checkpoints and any(eqn.primitive.name == "scan" for eqn in _equations(jaxpr)):
+    if not checkpoints and _has_scan(jaxpr):
         found.append(
             "A loop inside the differentiated function keeps the residuals of every iteration. If it accumulates "
             "microbatches, take the gradient inside the loop; if it runs layers, checkpoint its body."
         )
     return list(dict.fromkeys(found))
+
+
+def _has_scan(jaxpr: jex_core.Jaxpr) -> bool:
+    return any(eqn.primitive.name == "scan" for eqn, _ in equations(jaxpr))
 
 
 def _acts(eqn: jex_core.JaxprEqn) -> bool:
@@ -184,10 +189,3 @@ def _names(jaxpr: jex_core.Jaxpr) -> Iterator[tuple[str, bool]]:
             yield name, id(eqn.outvars[0]) in used
         for inner in inner_jaxprs(eqn):
             yield from _names(inner)
-
-
-def _equations(jaxpr: jex_core.Jaxpr) -> Iterator[jex_core.JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in inner_jaxprs(eqn):
-            yield from _equations(inner)

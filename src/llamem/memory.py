@@ -20,7 +20,7 @@ from jax.extend import core as jex_core
 
 from llamem.absent import compile_absent, export_for, traced_for
 from llamem.hlo import describe, optimised_text
-from llamem.remat import inner_jaxprs
+from llamem.remat import equations, inner_jaxprs
 from llamem.report import Report
 from llamem.targets import Target, target
 
@@ -92,12 +92,10 @@ def matmul_flops(jaxpr: jex_core.Jaxpr) -> int:
 def moved_to_host(jaxpr: jex_core.Jaxpr) -> int:
     """Bytes that a program asks to be put into the host's memory, as offloading policies write it, loops multiplied."""
     total = 0
-    for eqn in jaxpr.eqns:
+    for eqn, times in equations(jaxpr):
         if eqn.primitive.name == "device_put" and "host" in str(eqn.params["devices"]).lower():
             avals: list[Any] = [var.aval for var in eqn.outvars]
-            total += sum(aval.size * aval.dtype.itemsize for aval in avals)
-        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        total += times * sum(map(moved_to_host, inner_jaxprs(eqn)))
+            total += times * sum(aval.size * aval.dtype.itemsize for aval in avals)
     return total
 
 

@@ -9,10 +9,10 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from llamem.both_ways import BothWays, Proof
-from llamem.checkpoints import faults, find_checkpoints, offloads, placements
+from llamem.checkpoints import find_checkpoints, offloads, placements
 from llamem.memory import matmul_flops, moved_to_host
 from llamem.randomness import key_faults
-from llamem.remat import inner_jaxprs
+from llamem.remat import equations
 from llamem.residuals import saved_residuals
 
 _FUNCTIONS = {"tanh", "sin", "cos", "exp", "log", "logistic", "erf", "rsqrt", "sqrt", "max", "integer_pow", "div"}
@@ -31,7 +31,7 @@ def checkpoints_are_there(both: BothWays) -> Proof:
 
 def options_are_sound(both: BothWays) -> Proof:
     """Policies name what is there, options do what they say, and nothing with a side effect runs twice."""
-    wrong = faults(both.traced.jaxpr)
+    wrong = both.faults
     return Proof("policies and options mean what they say", not wrong, _first(wrong, "nothing odd"))
 
 
@@ -99,8 +99,8 @@ def gradients_are_the_same(both: BothWays) -> Proof:
 
 def layer_runs_again(both: BothWays) -> Proof:
     """The layer runs again in the backward pass: executions counted at run time, operations in the traced program."""
-    runs = both.runs
-    products, functions = (count(both.gradients[0]) - count(both.gradients[1]) for count in (matmul_flops, _elements))
+    runs, (mine, plain) = both.runs, both.gradients
+    products, functions = (count(mine.jaxpr) - count(plain.jaxpr) for count in (matmul_flops, _elements))
     more = products > 0 or functions > 0
     # Inside a while loop or a shard_map executions are not seen, so that the program alone must do.
     unseen = not runs.forward and more
@@ -168,7 +168,7 @@ def memory_falls(both: BothWays) -> Proof:
 
 def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
     """What a policy offloads lies in the host's memory in the target's compiled program."""
-    asked = moved_to_host(both.gradients[0])
+    asked = moved_to_host(both.gradients[0].jaxpr)
     if not asked and not offloads(both.traced.jaxpr):
         return None
     mine, _ = both.reports
@@ -261,13 +261,11 @@ def _lost_rows(got: np.ndarray, want: np.ndarray) -> Iterator[str]:
 
 def _elements(jaxpr: jex_core.Jaxpr) -> int:
     """How many values of functions a program computes, loops multiplied out: what runs again without any product."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _FUNCTIONS:
-            total += eqn.outvars[0].aval.size  # pyrefly: ignore[missing-attribute]
-        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        total += times * sum(map(_elements, inner_jaxprs(eqn)))
-    return total
+    return sum(
+        times * eqn.outvars[0].aval.size  # pyrefly: ignore[missing-attribute]
+        for eqn, times in equations(jaxpr)
+        if eqn.primitive.name in _FUNCTIONS
+    )
 
 
 def _parameter_faults(params: Any) -> Iterator[str]:

@@ -108,11 +108,9 @@ def check_names(remat: str | Policy | None, jaxpr: jex_core.ClosedJaxpr, what: s
 
 def names_in(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
     """Every `checkpoint_name` in a jaxpr, those inside scans, calls and checkpoints included."""
-    for eqn in jaxpr.eqns:
+    for eqn, _ in equations(jaxpr):
         if (name := given_name(eqn)) is not None:
             yield name
-        for inner in inner_jaxprs(eqn):
-            yield from names_in(inner)
 
 
 def given_name(eqn: jex_core.JaxprEqn) -> str | None:
@@ -122,6 +120,15 @@ def given_name(eqn: jex_core.JaxprEqn) -> str | None:
     if type(named).__name__ == "CheckpointName":
         return named.params["name"]
     return eqn.params["name"] if eqn.primitive.name == "name" else None
+
+
+def equations(jaxpr: jex_core.Jaxpr, times: int = 1) -> Iterator[tuple[jex_core.JaxprEqn, int]]:
+    """Every operation of a program, those inside others included, and how often scans make it run."""
+    for eqn in jaxpr.eqns:
+        yield eqn, times
+        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for inner in inner_jaxprs(eqn):
+            yield from equations(inner, times * trips)
 
 
 def inner_jaxprs(eqn: jex_core.JaxprEqn) -> list[Any]:

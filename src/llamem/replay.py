@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from llamem.checkpoints import checkpoint_body
-from llamem.remat import inner_jaxprs, scan_parts
+from llamem.remat import equations, scan_parts
 
 # Where a layer decides something: dropout masks, experts, what a host function answers.
 _CHOICES = ("top_k", "argmax", "argmin", "sort", "random_bits", "pure_callback")
@@ -39,15 +39,19 @@ def count_runs(fn: Callable[..., Any], *args: Any) -> Runs:
     loops and taken branches too. What runs inside a while loop or a shard_map is not seen. The gradient is that of the
     first argument.
     """
-    has_aux = isinstance(jax.eval_shape(fn, *args), tuple)
-    gradient = jax.value_and_grad(fn, has_aux=has_aux, allow_int=True)
+    loss, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
+    gradient = jax.make_jaxpr(jax.value_and_grad(fn, has_aux=isinstance(shape, tuple), allow_int=True))(*args)
+    return count_traced(loss, gradient, *args)
+
+
+def count_traced(loss: jex_core.ClosedJaxpr, gradient: jex_core.ClosedJaxpr, *args: Any) -> Runs:
+    """`count_runs` of a loss that is traced already, and so are its value and gradient, both with these arguments."""
     seen: Counter[tuple[Hashable, ...]] = Counter()
 
     def tell(*what: Hashable) -> None:
         seen[what] += 1
 
-    for way, function in (("forward", fn), ("backward", gradient)):
-        traced = jax.make_jaxpr(function)(*args)
+    for way, traced in (("forward", loss), ("backward", gradient)):
         jax.block_until_ready(jax.jit(partial(_Replay(way, tell).run, traced))(*jax.tree.leaves(args)))
     jax.effects_barrier()
 
@@ -73,8 +77,8 @@ class _Replay:
 
         last = again
         for eqn in jaxpr.eqns:
-            # JAX marks what a checkpoint computes a second time. With jax_remat3 no checkpoint is left around it.
-            second = again or "rematted_computation" in str(eqn.source_info.name_stack)
+            # With jax_remat3 no checkpoint is left around what is computed a second time.
+            second = again or _marked(eqn)
             if second and not last and not self.inside and checkpoint_body(eqn) is None and self.way == "backward":
                 jax.debug.callback(partial(self.tell, self.way))
             last = second
@@ -88,8 +92,9 @@ class _Replay:
         run, name, params = partial(self.run, again=again), eqn.primitive.name, eqn.params
         body = checkpoint_body(eqn)
         if body is not None:
-            if self.way == "forward" or _runs_again(body):
-                if not _has_checkpoint(body):
+            within = [eqn for eqn, _ in equations(body)]
+            if self.way == "forward" or any(map(_marked, within)):
+                if all(checkpoint_body(eqn) is None for eqn in within):
                     jax.debug.callback(partial(self.tell, self.way))
                 # Without a checkpoint to keep them apart, the compiler would merge this with the forward pass.
                 values = list(jax.lax.optimization_barrier(tuple(values)))
@@ -142,12 +147,6 @@ def _digest(out: Any) -> Any:
     return jnp.sum((bits + 1) * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
 
-def _runs_again(jaxpr: jex_core.Jaxpr) -> bool:
-    return any(
-        "rematted_computation" in str(eqn.source_info.name_stack) or any(map(_runs_again, inner_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
-
-
-def _has_checkpoint(jaxpr: jex_core.Jaxpr) -> bool:
-    return any(checkpoint_body(eqn) is not None or any(map(_has_checkpoint, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+def _marked(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether JAX marked the operation as what a checkpoint computes a second time."""
+    return "rematted_computation" in str(eqn.source_info.name_stack)

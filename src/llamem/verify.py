@@ -67,8 +67,8 @@ def verify_remat(
     found: list[Proof] = []
     try:
         for prove in proofs:
-            proof = prove(both)
-            found += [proof] if proof is not None else []
+            if (proof := prove(both)) is not None:
+                found.append(proof)
     except CannotGo as stop:
         found.append(stop.proof)
     return Verification(tuple(found))
