@@ -11,6 +11,13 @@ def as_a_user():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.fixture(params=[None, 96], ids=["rows", "columns"])
+def columns(request, monkeypatch):
+    """How the losses work on a tile of tokens: on whole rows as on accelerators, or 96 columns at a time."""
+    monkeypatch.setattr("llamem.losses.cache_columns", lambda: request.param)
+    return request.param
+
+
 @pytest.fixture(params=[False, True], ids=["remat2", "remat3"])
 def remat3(request):
     """JAX's coming way to rematerialise, off and on."""

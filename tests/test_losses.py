@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all": {"label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 5.0, "logit_scale": 0.7},
 }
 BOTH_AXES = pytest.mark.parametrize("axis", ["tokens", "vocab"])
+pytestmark = pytest.mark.usefixtures("columns")
 
 
 def reference(

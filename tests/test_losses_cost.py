@@ -47,6 +47,7 @@ def loss_of(reduction: Any = "mean", **kwargs: Any):
 
 
 @BOTH_AXES
+@pytest.mark.usefixtures("columns")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_matrix_products(axis, reduction):
     fn, unit = loss_of(reduction, axis=axis), 2 * N * D * V
@@ -88,6 +89,7 @@ def test_the_compilers_leave_these_products_and_no_other(target):
     assert flops("vocab", (0, 1)) == 8 * unit
 
 
+@pytest.mark.usefixtures("columns")
 def test_memory_is_that_of_a_tile():
     def plain(x, w, y):
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x @ w.T, y))
@@ -106,6 +108,7 @@ def test_memory_is_that_of_a_tile():
         assert f"[512,{32_000}]" not in compiled(tiled).as_text()
 
 
+@pytest.mark.usefixtures("columns")
 @pytest.mark.parametrize(("axis", "reduction"), [("tokens", "mean"), ("vocab", "none")])
 def test_transformations(axis, reduction):
     plain_loss = lambda x, w: optax.softmax_cross_entropy_with_integer_labels(x @ w.T, jnp.maximum(TARGETS, 0))  # noqa: E731
@@ -213,6 +216,15 @@ def test_the_choice_follows_the_roofline():
     assert choose_tiles(8, 16, 32).num_tiles == 1
     starved = choose_tiles(131_072, 4096, 128_256, target="v5e-1", memory_budget=1)
     assert "nothing fits it" in starved.reason and starved.num_tiles > 1
+
+
+def test_the_choice_knows_its_memory_on_a_cpu():
+    """Of the logits of a tile of tokens the compiler keeps one copy, in float32, as the model says."""
+    shape = {"tokens": 2048, "d_model": 64, "vocab": 32_000}
+    choice = choose_tiles(**shape, dtype=jnp.float32, target="cpu")
+    measured = compiled(tiled_cross_entropy, **shape).memory_analysis().temp_size_in_bytes
+    assert (choice.axis, choice.num_tiles) == ("tokens", 4)
+    assert choice.workspace_bytes == 4 * 512 * 32_000 < measured < 1.15 * choice.workspace_bytes
 
 
 def test_auto_explains_itself_and_an_unknown_target_is_named(as_a_user):

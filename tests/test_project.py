@@ -19,8 +19,9 @@ MODULES = {path.stem if path.stem != "__init__" else "llamem": path for path in 
 FLOORS = (
     "_quiet config remat tiling tiled_attention tokenizer targets hlo_counts tables",
     "attention checkpoints moe randomness stack softmax_tiles tile_choice hlo residuals measure report",
-    "linear_softmax absent replay",
-    "losses memory",
+    "softmax_passes absent replay",
+    "linear_softmax memory",
+    "losses",
     "model both_ways",
     "data pretrained proofs sample snapshots step",
     "train verify",

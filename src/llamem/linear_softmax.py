@@ -1,4 +1,4 @@
-"""Differentiation rules of the tiled losses: which pass of `softmax_tiles.py` runs when.
+"""Differentiation rules of the tiled losses: which pass of `softmax_passes.py` runs when.
 
 | | forward | backward | matrix products |
 |---|---|---|---|
@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from llamem.softmax_tiles import Softmax, token_pass, vocab_frozen, vocab_gradients, vocab_losses, wide
+from llamem.softmax_passes import token_pass, vocab_frozen, vocab_gradients, vocab_losses
+from llamem.softmax_tiles import Softmax, wide
 from llamem.tiling import scale_gradient
 
 # With symbolic_zeros a forward rule is told which arguments are being differentiated.

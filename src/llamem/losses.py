@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from llamem.linear_softmax import loss_rows, summed_loss
 from llamem.softmax_tiles import Softmax, wide
-from llamem.tile_choice import choose_tiles
+from llamem.tile_choice import cache_columns, choose_tiles
 
 __all__ = ["tiled_cross_entropy", "tiled_logprobs"]
 
@@ -104,6 +104,7 @@ def tiled_cross_entropy(
         head_tree=tree,
         accumulate_dtype=accumulate_dtype,
         with_stats=return_stats,
+        columns=cache_columns(),
     )
     loss, stats = _reduced(cfg, reduction, ignore_index, vocab, hidden, leaves, targets, weights, normalizer)
     return (loss, stats) if return_stats else loss

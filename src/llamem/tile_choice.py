@@ -18,6 +18,8 @@ _CPU = Target("cpu", "cpu", "cpu", 16 * 10**9, 200e9, 20e9)
 _UNKNOWN = TARGETS["h100"]
 _BUDGET_SHARE = 1 / 16  # of device memory, for what the loss needs beyond its operands and gradients
 _LEAST_ROWS, _ALIGN = 512, 256  # a v6e multiplies blocks of 256 by 256
+# Of a CPU's tile of 512 tokens: 4 MB of logits. Not a power of two (see `softmax_passes.COLUMN_ALIGN`).
+_CPU_COLUMNS = 2008
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +45,11 @@ def _chip(name: str | None) -> Target:
     if name not in chips:
         raise ValueError(f"target {name!r} is no chip this knows: give one of {', '.join(chips)}, or None.")
     return chips[name]
+
+
+def cache_columns() -> int | None:
+    """How many columns of a tile of tokens a CPU's cache holds; None on other chips, which work on whole rows."""
+    return _CPU_COLUMNS if _chip(None) is _CPU else None
 
 
 def _size(balance: float, work: float, fixed: float, traffic: float) -> float:
@@ -104,7 +111,9 @@ def choose_tiles(
             fixed, traffic = (3.0 * size + 8) * d_model, 22.0
             base = 4 * tokens * d_model
         work = 2.0 * products * d_model
-        per_row = (4 + min(size, 4)) * other
+        # Logits in float32, and their gradient in the type of the products; where the logits are worked on in columns,
+        # that is as small as the columns are.
+        per_row = (4 if chip is _CPU and axis == "tokens" else 4 + min(size, 4)) * other
         wanted = max(_size(balance, work, fixed, traffic), _LEAST_ROWS)
         affordable = max(budget - base, 0) // per_row
         aligned = min(-(-int(wanted) // _ALIGN), affordable // _ALIGN) * _ALIGN
