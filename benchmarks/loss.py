@@ -196,6 +196,7 @@ def figure(rows: list[dict[str, Any]], group: str, key: str, label: str, file: P
     """One panel per group: the value against the number of tokens, a line for each loss."""
     import matplotlib.pyplot as plt
 
+    plt.style.use("petroff10")  # remains distinct for colour-blind readers
     groups = list(dict.fromkeys(row[group] for row in rows))
     fig, axes = plt.subplots(1, len(groups), figsize=(5 * len(groups), 4), sharey=True, squeeze=False)
     for ax, name_of_group in zip(axes[0], groups, strict=True):
