@@ -97,7 +97,7 @@ def _columns_of_rows(
     All are kept in between, so no product is computed twice.
     """
     assert cfg.columns is not None
-    cfg = dataclasses.replace(cfg, axis="vocab", num_tiles=-(-head[0].shape[0] // cfg.columns))
+    cfg = dataclasses.replace(cfg, num_tiles=-(-head[0].shape[0] // cfg.columns))
     end, rows = _online(cfg, x_TD, head, targets_T, keep=bool(wanted))
     if not wanted:
         return rows, None, head_sums

@@ -111,8 +111,8 @@ def choose_tiles(
             fixed, traffic = (3.0 * size + 8) * d_model, 22.0
             base = 4 * tokens * d_model
         work = 2.0 * products * d_model
-        # Logits in float32, and their gradient in the type of the products; where the logits are worked on in columns,
-        # that is as small as the columns are.
+        # Logits in float32, and their gradient in the type of the products; where a tile is worked on in columns, the
+        # gradient is as narrow as they are.
         per_row = (4 if chip is _CPU and axis == "tokens" else 4 + min(size, 4)) * other
         wanted = max(_size(balance, work, fixed, traffic), _LEAST_ROWS)
         affordable = max(budget - base, 0) // per_row
