@@ -196,11 +196,12 @@ def figure(rows: list[dict[str, Any]], group: str, key: str, label: str, file: P
     """One panel per group: the value against the number of tokens, a line for each loss."""
     import matplotlib.pyplot as plt
 
-    plt.style.use("petroff10")  # remains distinct for colour-blind readers
+    from llamem import plots
+
     groups = list(dict.fromkeys(row[group] for row in rows))
     fig, axes = plt.subplots(1, len(groups), figsize=(5 * len(groups), 4), sharey=True, squeeze=False)
     for ax, name_of_group in zip(axes[0], groups, strict=True):
-        for marker, name in zip("os^DvPX", dict.fromkeys(row["loss"] for row in rows), strict=False):
+        for marker, name in zip(plots.MARKERS * 2, dict.fromkeys(row["loss"] for row in rows), strict=False):
             line = [(r["tokens"], r[key]) for r in rows if r["loss"] == name and r[group] == name_of_group and key in r]
             line = [point for point in line if np.isfinite(point[1])]
             if line:
