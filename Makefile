@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 RUN    ?= runs/$(shell date +%Y-%m-%d_%H-%M-%S)
 PIP    := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --constraint requirements/lock.txt
 
-.PHONY: help setup train test parity lab notebooks lint format lock address clean
+.PHONY: help setup train test parity lab notebooks lint format lock floors address clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -38,7 +38,7 @@ $(VENV)/parity-is-ready: $(VENV)/test-is-ready
 	touch $@
 
 parity: $(VENV)/parity-is-ready ## models and losses against PyTorch and transformers, installed for this alone
-	$(BIN)/python -m pytest tests/test_parity.py tests/test_losses_cost.py -k 'parity or torch'
+	$(BIN)/python -m pytest tests/llama/test_parity.py tests/losses/test_losses_cost.py -k 'parity or torch'
 
 lab: $(VENV)/train-is-ready ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir=notebooks
@@ -60,6 +60,9 @@ lock: $(VENV)/train-is-ready ## refresh requirements/lock.txt; UPGRADE=--upgrade
 	$(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --no-annotate --no-header $(UPGRADE) \
 	    $(addprefix --extra ,lab notebooks train tpu-compile gpu-compile test parity) \
 	    --constraint requirements/pins.in --output-file requirements/lock.txt
+
+floors: $(VENV)/train-is-ready ## draw CONTRIBUTING's picture of the folders from their imports
+	$(BIN)/python tests/floors.py
 
 address: $(VENV)/train-is-ready ## write URL=https://github.com/OWNER/NAME and the version into badges, links, install lines
 	$(BIN)/python tests/set_address.py $(URL)

@@ -1,27 +1,26 @@
 """Draws the README's picture from the TPU compiler: `python benchmarks/headline.py`, into notebooks/headline.png."""
 
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 
 import llamem
-from llamem import plots
+from llamem.course import plots
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "scan alone": {"remat": None, "num_tiles": None},
-    "scan + vocabulary tiling": {"remat": None},
-    "scan + remat": {"num_tiles": None},
-    "scan + remat + tiling": {},
+PLANS = {
+    "scan alone": llamem.Plan(remat=None, loss_tiles=None),
+    "scan + vocabulary tiling": llamem.Plan(remat=None),
+    "scan + remat": llamem.Plan(loss_tiles=None),
+    "scan + remat + tiling": llamem.Plan(),
 }
 
 
 def main() -> None:
     config = llamem.LlamaConfig.from_name("llama3.2-1b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     reports = {}
-    for name, changes in VARIANTS.items():
-        settings = llamem.TrainSettings(batch_size=1, seq_len=8192, **changes)
-        step, state, batch = llamem.abstract_step(config, settings)
+    settings = llamem.TrainSettings(batch_size=1, seq_len=8192)
+    for name, plan in PLANS.items():
+        step, state, batch = llamem.abstract_step(config, settings, plan)
         reports[name] = llamem.compile_report(step, state, batch, donate=(0,), target="v5e-1")
         print(f"{name:26}{reports[name].peak_bytes / 2**30:6.1f} GiB")
     figure = plots.report_bars(reports)

@@ -29,7 +29,7 @@ import optax
 import psutil
 
 import llamem
-from llamem.report import GiB
+from llamem.memory.report import GiB
 
 HERE = Path(__file__).resolve().parent
 VOCAB = 128_256
@@ -196,7 +196,7 @@ def figure(rows: list[dict[str, Any]], group: str, key: str, label: str, file: P
     """One panel per group: the value against the number of tokens, a line for each loss."""
     import matplotlib.pyplot as plt
 
-    from llamem import plots
+    from llamem.course import plots
 
     groups = list(dict.fromkeys(row[group] for row in rows))
     fig, axes = plt.subplots(1, len(groups), figsize=(5 * len(groups), 4), sharey=True, squeeze=False)

@@ -14,7 +14,7 @@ def as_a_user():
 @pytest.fixture(params=[None, 96], ids=["rows", "columns"])
 def columns(request, monkeypatch):
     """How the losses work on a tile of tokens: on whole rows as on accelerators, or 96 columns at a time."""
-    monkeypatch.setattr("llamem.losses.cache_columns", lambda: request.param)
+    monkeypatch.setattr("llamem.losses.cross_entropy.cache_columns", lambda: request.param)
     return request.param
 
 

@@ -8,70 +8,62 @@ import sys
 import tomllib
 from pathlib import Path
 
+import floors
 import pytest
 import set_address
 import yaml
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "src" / "llamem"
-MODULES = {path.stem if path.stem != "__init__" else "llamem": path for path in PACKAGE.glob("*.py")}
-# Bottom first. A module imports from lower floors only; a new module takes its place here.
-FLOORS = (
-    "_quiet config remat tiling tiled_attention tokenizer targets hlo_counts tables",
-    "attention checkpoints moe randomness stack softmax_tiles tile_choice hlo residuals measure report",
-    "softmax_passes absent replay",
-    "linear_softmax memory",
-    "losses",
-    "model both_ways",
-    "data pretrained proofs sample snapshots step",
-    "train verify",
-    "plots",
-    "llamem",
-)
-FLOOR_OF = {module: floor for floor, modules in enumerate(FLOORS) for module in modules.split()}
+ROOT, PACKAGE = floors.ROOT, floors.PACKAGE
 LOCK = (ROOT / "requirements" / "lock.txt").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 README = (ROOT / "README.md").read_text()
 
 
-def imported_modules(text: str) -> set[str]:
-    """Modules of the package that a source text imports, wherever in it."""
-    found = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module == "llamem":
-            names = [f"llamem.{alias.name}" if alias.name in MODULES else "llamem" for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            names = ["." * node.level + (node.module or "")]
-        else:
-            continue
-        assert not any(name.startswith(".") for name in names), f"write {names} as an import from llamem"
-        found |= {[*name.split("."), "llamem"][1] for name in names if name.split(".")[0] == "llamem"}
-    return found
+GRAPH = floors.graph()
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_from_lower_floors_only(module):
-    assert module in FLOOR_OF, f"{module}.py has no floor yet: give it one in FLOORS"
-    text = MODULES[module].read_text()
-    wrong = {other for other in imported_modules(text) if FLOOR_OF[other] >= FLOOR_OF[module]}
-    assert not wrong, f"{module}.py imports {wrong}, which do not lie on lower floors"
+@pytest.mark.parametrize("module", GRAPH)
+def test_a_folder_imports_from_lower_floors_only(module):
+    here = floors.room(module)
+    assert here in floors.FLOOR_OF, f"{here} has no floor yet: give it one in tests/floors.py"
+    others = {floors.room(other) for other in GRAPH[module]} - {here}
+    wrong = {other for other in others if floors.FLOOR_OF[other] >= floors.FLOOR_OF[here]}
+    assert not wrong, f"{module} imports {wrong}, which do not lie below {here}"
 
 
-def test_imports_are_found_in_every_form():
-    text = "import llamem.a\nfrom llamem import config, train\ndef f():\n    from llamem.b import c\nimport llamemory"
-    assert imported_modules(text) == {"a", "config", "train", "b"}
-    assert imported_modules("import llamem") == imported_modules("from llamem import Llama") == {"llamem"}
+def test_no_module_imports_itself_through_others():
+    surfaces = {module for module, path in floors.MODULES.items() if path.name == "__init__.py"}
+    assert not floors.circle({module: others - surfaces for module, others in GRAPH.items()})
+
+
+def test_imports_and_circles_are_found_in_every_form():
+    known = dict.fromkeys(["a", "a.b", "c", "d.e"], PACKAGE)
+    text = "import llamem.a.b\nfrom llamem import c, Llama\ndef f():\n    from llamem.d.e import g\nimport llamemory"
+    assert floors.imports(text, known) == {"a.b", "c", "", "d.e"}
+    assert floors.imports("from llamem.a import b", known) == {"a.b"}
+    assert floors.imports("import llamem") == floors.imports("from llamem import Llama") == {""}
     with pytest.raises(AssertionError, match="from llamem"):
-        imported_modules("from . import config")
+        floors.imports("from . import config")
+    assert floors.circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert floors.circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
-def test_every_module_is_small_and_public():
+def test_the_picture_of_the_floors_is_that_of_the_imports():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    assert page == floors.with_picture(page), "CONTRIBUTING.md shows other imports: run `make floors`"
+
+
+def test_every_module_is_small_and_uses_public_jax():
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
         assert len(text.splitlines()) <= 300, f"{path.name} has more than 300 lines"
-        assert path.name == "_jax.py" or "jax._src" not in text, f"{path.name} uses jax._src; only _jax.py may"
+        assert "jax._src" not in text, f"{path.name} uses jax._src"
+
+
+def test_no_module_bears_the_name_of_what_it_holds():
+    for module, path in floors.MODULES.items():
+        own = {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+        assert module.split(".")[-1] not in own, f"{module} holds a function of its own name: import finds either"
 
 
 def test_importing_the_package_brings_nothing_else_along():

@@ -1,0 +1,12 @@
+"""Packages that only some of this one needs."""
+
+import importlib
+from typing import Any
+
+
+def import_extra(name: str, purpose: str) -> Any:
+    """A module of the extra `train`, or an ImportError that says what needs it and how to get it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ImportError(f'{purpose} needs the package {name!r}: `pip install "llamem[train]"`.') from None

@@ -1,0 +1,1 @@
+"""What only notebooks use: pictures, and the checks of exercises."""

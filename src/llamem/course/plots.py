@@ -1,0 +1,69 @@
+"""Figures of the course: one style, alternative text for those who listen, and pictures that several notebooks draw."""
+
+from collections.abc import Mapping
+
+import matplotlib.pyplot as plt
+from IPython.display import display
+from matplotlib.figure import Figure
+
+from llamem.memory.report import GiB, Report
+from llamem.memory.residuals import Residuals
+
+plt.style.use("petroff10")  # colours that remain distinct for colour-blind readers
+plt.rcParams.update({"figure.figsize": (8, 4), "figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})
+
+MARKERS = ("o", "s", "^", "D", "v", "P")
+HATCHES = ("", "//", "..", "xx", "--", "oo")
+
+
+def show(fig: Figure, *, alt: str) -> None:
+    """Displays a figure once, with the text that stands for it where it cannot be seen, and closes it."""
+    if not alt.strip():
+        raise ValueError("show(fig, alt=''): say in a sentence or two what the figure shows.")
+    fig.tight_layout()
+    display(fig, metadata={"image/png": {"alt": alt}})
+    plt.close(fig)
+
+
+def report_bars(reports: Mapping[str, Report]) -> Figure:
+    """Peak memory of several programs as horizontal bars of their parts, and each chip's capacity as a line."""
+    fig, ax = plt.subplots(figsize=(8, 0.6 * len(reports) + 1.6))
+    names = [f"{name}  {report.peak_bytes / GiB:.1f} GiB" for name, report in reports.items()]
+    left = [0.0] * len(names)
+    labels = {
+        "arguments": "arguments: weights, optimizer, batch",
+        "outputs": "outputs of their own: gradients, results",
+        "temporaries": "temporaries: activations, logits, workspace",
+    }
+    for part, hatch in zip(labels, HATCHES, strict=False):
+        sizes = [report.parts[part] / GiB for report in reports.values()]
+        if any(sizes):
+            ax.barh(names, sizes, left=left, hatch=hatch, edgecolor="white", label=labels[part])
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    for capacity in sorted({report.capacity_bytes for report in reports.values() if report.capacity_bytes}):
+        ax.axvline(capacity / GiB, color="black", linestyle="--", label=f"the chip offers {capacity / GiB:.2f} GiB")
+    ax.invert_yaxis()
+    ax.set_xlabel("peak memory (GiB)")
+    ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.4, -0.28 if len(reports) > 2 else -0.4), ncols=2)
+    return fig
+
+
+def residual_bars(residuals: Residuals, most: int = 12) -> Figure:
+    """The largest residuals as horizontal bars, each with its shape and the operation and line that made it."""
+    shown, rest = residuals.rows[:most], residuals.rows[most:]
+    fig, ax = plt.subplots(figsize=(8, 0.32 * len(shown) + 1.4))
+    for is_argument, hatch, label in ((False, "", "kept for the backward pass"), (True, "//", "an argument anyway")):
+        rows = [(i, row) for i, row in enumerate(shown) if bool(row.argument) is is_argument]
+        if rows:
+            sizes = [row.bytes / 2**20 for _, row in rows]
+            ax.barh([i for i, _ in rows], sizes, hatch=hatch, edgecolor="white", label=label)
+    names = [
+        f"{row.dtype}[{','.join(map(str, row.shape))}]  {row.argument or f'{row.operation} {row.source}'}"
+        for row in shown
+    ]
+    ax.set_yticks(range(len(shown)), names, fontsize=8)
+    ax.invert_yaxis()
+    others = f"; {len(rest)} smaller ones hold {sum(row.bytes for row in rest) / 2**20:.1f} MiB" if rest else ""
+    ax.set_xlabel(f"MiB{others}")
+    ax.legend(frameon=False, loc="lower right")
+    return fig

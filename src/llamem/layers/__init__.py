@@ -1,0 +1,24 @@
+"""Anyone's layers in less memory: rematerialised stacks, tiles, attention."""
+
+from llamem.layers.attention import Implementation, causal_attention
+from llamem.layers.experts import mixture
+from llamem.layers.remat import POLICIES, Policy, checkpoint
+from llamem.layers.stack import Mode, apply_stack, stack_layers, unstack_layers
+from llamem.layers.tiled_attention import tiled_causal_attention
+from llamem.layers.tiling import tiled_map, tiled_sum
+
+__all__ = [
+    "POLICIES",
+    "Implementation",
+    "Mode",
+    "Policy",
+    "apply_stack",
+    "causal_attention",
+    "checkpoint",
+    "mixture",
+    "stack_layers",
+    "tiled_causal_attention",
+    "tiled_map",
+    "tiled_sum",
+    "unstack_layers",
+]

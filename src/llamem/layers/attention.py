@@ -1,0 +1,121 @@
+"""Causal grouped-query attention: one function over XLA's program, a tiled one, Splash (TPU) and cuDNN (GPU)."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from llamem.layers.tiled_attention import tiled_causal_attention
+
+Implementation = Literal["auto", "xla", "tiled", "splash", "cudnn"]
+
+# Splash computes on whole blocks of this many tokens; a multiple of the TPU's 128 lanes.
+SPLASH_BLOCK = 512
+
+
+def causal_attention(
+    q_BTHh: Float[Array, "B T H h"],
+    k_BSKh: Float[Array, "B S K h"],
+    v_BSKh: Float[Array, "B S K h"],
+    *,
+    q_positions: Int[Array, "*B T"] | None = None,
+    segments_BT: Int[Array, "B T"] | None = None,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B T H h"]:
+    """Softmax attention in which a query at position p sees the keys at positions 0..p.
+
+    Each of the K key/value heads serves H / K query heads. Scores and softmax are f32. `q_positions` are the queries'
+    places among the S keys, `[T]` or `[B, T]`; by default 0..T-1, with T = S. `segments_BT` numbers packed documents:
+    a query then sees keys of its own number only. Padding is a document like any other; leave it out of the loss.
+    The result is named "attn" for `llamem.Policy`.
+
+    `implementation`: "xla" keeps the scores `[B, H, T, S]`; "tiled" is `tiled_causal_attention`, linear in T and S;
+    "splash" is JAX's Pallas kernel for TPUs, "cudnn" NVIDIA's flash attention through `jax.nn.dot_product_attention`
+    (bf16 or f16). "auto": Splash on (or compiling for) a TPU where T is a multiple of 512, else "tiled" for more than
+    1,024 queries, else "xla". Raises ValueError where the named one cannot do it.
+    """
+    T, S = q_BTHh.shape[1], k_BSKh.shape[1]
+    whole = q_positions is None
+    if whole and T != S:
+        raise ValueError(f"attention of {T} queries over {S} keys needs q_positions: where do the queries stand?")
+    if segments_BT is not None and not whole:
+        raise ValueError("segments_BT number the tokens of whole sequences: leave q_positions out.")
+    if implementation == "auto":
+        implementation = _choose(T, whole)
+    if implementation in ("splash", "cudnn") and not whole:
+        raise ValueError(
+            f"implementation={implementation!r} computes whole sequences; with q_positions use 'xla' or 'tiled'."
+        )
+    if implementation == "splash":
+        return _splash(q_BTHh, k_BSKh, v_BSKh, segments_BT)
+    if implementation == "cudnn":
+        if segments_BT is not None:
+            raise ValueError("implementation='cudnn' knows no packed documents: with segments_BT use 'tiled' or 'xla'.")
+        out_BTHh = jax.nn.dot_product_attention(q_BTHh, k_BSKh, v_BSKh, is_causal=True, implementation="cudnn")
+        return checkpoint_name(out_BTHh, "attn")
+    positions_BT = None if q_positions is None else jnp.broadcast_to(q_positions, q_BTHh.shape[:2])
+    if implementation == "tiled":
+        return tiled_causal_attention(q_BTHh, k_BSKh, v_BSKh, positions_BT, segments_BT)
+    if implementation == "xla":
+        return checkpoint_name(_xla(q_BTHh, k_BSKh, v_BSKh, positions_BT, segments_BT), "attn")
+    raise ValueError(f"implementation={implementation!r}: expected 'auto', 'xla', 'tiled', 'splash' or 'cudnn'.")
+
+
+def _choose(T: int, whole: bool) -> Implementation:
+    if whole and T % SPLASH_BLOCK == 0 and _compiling_for_tpu():
+        return "splash"
+    return "tiled" if T > 1024 else "xla"
+
+
+def _compiling_for_tpu() -> bool:
+    # A program for an absent chip is traced under that chip's abstract mesh; otherwise the default device is the
+    # target.
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return "TPU" in device.device_kind if device else jax.default_backend() == "tpu"
+
+
+def _xla(q_BTHh: Array, k_BSKh: Array, v_BSKh: Array, positions_BT: Array | None, segments_BT: Array | None) -> Array:
+    B, T, H, h = q_BTHh.shape
+    K = k_BSKh.shape[2]
+    q_BTKGh = q_BTHh.reshape(B, T, K, H // K, h)
+    scores_BKGTS = jnp.einsum("BTKGh,BSKh->BKGTS", q_BTKGh, k_BSKh, preferred_element_type=jnp.float32) * h**-0.5
+    positions_BT = jnp.arange(T)[None] if positions_BT is None else positions_BT
+    visible_BTS = jnp.arange(k_BSKh.shape[1]) <= positions_BT[..., None]
+    if segments_BT is not None:
+        visible_BTS &= segments_BT[..., None] == segments_BT[:, None, :]
+    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -jnp.inf)
+    probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKh.dtype)
+    out_BTKGh = jnp.einsum("BKGTS,BSKh->BTKGh", probs_BKGTS, v_BSKh)
+    return out_BTKGh.reshape(B, T, H, h)
+
+
+def _splash(q_BTHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None) -> Array:
+    T, H, h = q_BTHh.shape[1:]
+    if T % SPLASH_BLOCK:
+        raise ValueError(
+            f"Splash attention needs T to be a multiple of {SPLASH_BLOCK}, got T={T}: pad, or use 'tiled'."
+        )
+    kernels, kernel = _splash_kernel(H, T)
+    segments = None if segments_BT is None else kernels.SegmentIds(segments_BT, segments_BT)
+    q_BHTh, k_BKSh, v_BKSh = (jnp.swapaxes(a, 1, 2) for a in (q_BTHh * h**-0.5, k_BSKh, v_BSKh))
+    out_BHTh = jax.vmap(kernel, (0, 0, 0, None if segments is None else 0))(q_BHTh, k_BKSh, v_BKSh, segments)
+    return jnp.swapaxes(out_BHTh, 1, 2)
+
+
+def _splash_kernel(n_heads: int, T: int) -> tuple[Any, Callable[..., Array]]:
+    # Imported here: Pallas takes a second to import and only TPU programs need it.
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    fields = dataclasses.fields(kernels.BlockSizes)
+    sizes: dict[str, Any] = {field.name: SPLASH_BLOCK for field in fields if field.name.startswith("block_")}
+    return kernels, kernels.make_splash_mha_single_device(  # pyrefly: ignore[bad-return]
+        masks.MultiHeadMask([masks.CausalMask((T, T))] * n_heads),
+        block_sizes=kernels.BlockSizes(**sizes),
+        # Named in the kernel, with its logsumexp: a policy that saves "attn" spares the backward pass the forward one.
+        residual_checkpoint_name="attn",
+    )

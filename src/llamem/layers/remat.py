@@ -1,0 +1,150 @@
+"""Which activations are kept for the backward pass: policies by name, over activations that have names.
+
+JAX accepts a misspelled name without a word and then recomputes everything. Here a name that no layer produces is an
+error.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from llamem.memory.jaxprs import names_in
+
+_JAX = jax.checkpoint_policies
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What one rematerialised layer keeps, as data: names given with `jax.ad_checkpoint.checkpoint_name`.
+
+    `save` stays on the device, `offload` goes to host memory (`pinned_host`), `save_all_but` keeps every *named*
+    activation except these. `also` adds what one of JAX's heuristics saves, "dots_saveable" for example. All that is
+    not chosen is recomputed. Raises ValueError for a name in two lists, and for what JAX cannot combine.
+    """
+
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    save_all_but: tuple[str, ...] = ()
+    also: str | None = None
+
+    def __post_init__(self):
+        for field in ("save", "offload", "save_all_but"):
+            names = getattr(self, field)
+            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+                raise TypeError(f"Policy({field}={names!r}): expected a tuple of names, such as {field}=('attn',).")
+            object.__setattr__(self, field, tuple(names))
+        if both := set(self.save) & set(self.offload):
+            raise ValueError(
+                f"Policy: {sorted(both)} cannot be both saved on the device and offloaded; choose one list."
+            )
+        if self.save_all_but and (self.save or self.offload):
+            raise ValueError("Policy: save_all_but stands alone; list what to keep in save= and offload= instead.")
+        if self.also is not None and (self.also not in _HEURISTICS or self.offload):
+            raise ValueError(
+                f"Policy(also={self.also!r}): expected one of {', '.join(_HEURISTICS)}, and no offload= beside it, "
+                "which JAX cannot combine with another policy."
+            )
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Every name that the policy mentions."""
+        return frozenset(self.save + self.offload + self.save_all_but)
+
+
+# What these save does not depend on names. JAX writes the two about dots in another way as well.
+_HEURISTICS = {
+    name: getattr(_JAX, name)
+    for name in ("nothing_saveable", "everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
+}
+_REMAT3_KNOWS = (None, *_HEURISTICS.values())
+# JAX's factories: a layer given one of them, not what it returns, would save everything or nothing, silently.
+_INSTEAD = {
+    "save_only_these_names": "llamem.Policy(save=('attn',))",
+    "save_any_names_but_these": "llamem.Policy(save_all_but=('gate', 'up'))",
+    "save_anything_except_these_names": "llamem.Policy(save_all_but=(...)): that one of JAX saves what it excepts",
+    "save_and_offload_only_these_names": "llamem.Policy(save=('attn',), offload=('block_in',))",
+    "save_from_both_policies": "llamem.Policy(save=('attn',), also='dots_saveable')",
+    "checkpoint_dots": "'dots_saveable', which is the same",
+    "checkpoint_dots_with_no_batch_dims": "'dots_with_no_batch_dims_saveable', which is the same",
+}
+
+# By name: JAX's own heuristics under JAX's own names, and policies over what `llamem.llama.Block` names.
+POLICIES: dict[str, Policy | Callable[..., Any]] = {
+    "nothing": Policy(),
+    "attn": Policy(save=("attn",)),
+    "qkv_attn": Policy(save=("q", "k", "v", "attn")),
+    "minimal": Policy(save=("q", "k", "v", "attn", "attn_out", "gate", "up", "mlp_out")),
+    "offload_block_in": Policy(offload=("block_in",)),
+    **_HEURISTICS,
+    "offload_dot_with_no_batch_dims": _JAX.offload_dot_with_no_batch_dims("device", "pinned_host"),
+}
+
+
+def checkpoint(fn: Callable, remat: str | Policy | None) -> Callable:
+    """`jax.checkpoint(fn)` under a policy; `fn` itself where `remat` is None.
+
+    Raises ValueError for an unknown policy name and TypeError for a callable: hand-written policies, and factories
+    passed without being called, are silently taken for something else by one JAX version or another.
+    """
+    if remat is None:
+        return fn
+    return jax.checkpoint(fn, policy=_jax_policy(remat))
+
+
+def check_names(remat: str | Policy | None, jaxpr: jex_core.ClosedJaxpr, what: str = "the layer") -> None:
+    """Raises ValueError where the policy mentions a name that the traced function never gives to a value."""
+    policy = check_policy(remat)
+    if not isinstance(policy, Policy) or not policy.names:
+        return
+    produced = sorted(set(names_in(jaxpr.jaxpr)))
+    if unknown := sorted(policy.names.difference(produced)):
+        raise ValueError(
+            f"remat policy {remat!r} mentions {unknown}, but {what} produces {produced or 'no names'}. "
+            "JAX would recompute everything without a word. Correct the name, or give it: "
+            "`y = checkpoint_name(y, 'name')` (the result must be used; naming is an identity operation)."
+        )
+
+
+def check_policy(remat: str | Policy | None) -> Policy | Callable[..., Any] | None:
+    """The policy that is meant. Raises ValueError for a name nobody knows, TypeError for what is no policy."""
+    if remat is None or isinstance(remat, Policy):
+        return remat
+    if not isinstance(remat, str):
+        raise TypeError(
+            f"remat={remat!r}: expected None, a policy's name or llamem.Policy(save=(...), offload=(...)). "
+            "Callables are not taken: newer JAX treats a hand-written policy as 'recompute everything', silently."
+        )
+    if remat in _INSTEAD:
+        raise ValueError(f"remat={remat!r}: write {_INSTEAD[remat]}.")
+    if remat not in POLICIES:
+        raise ValueError(
+            f"no remat policy is called {remat!r}. Known: {', '.join(POLICIES)}; or llamem.Policy(save=(...))."
+        )
+    return POLICIES[remat]
+
+
+def _jax_policy(remat: str | Policy | None) -> Callable[..., Any] | None:
+    policy = check_policy(remat)
+    names_only = isinstance(policy, Policy) and not policy.offload and policy.also is None
+    if getattr(jax.config, "jax_remat3", False) and not (names_only or policy in _REMAT3_KNOWS):
+        raise ValueError(
+            f"remat={remat!r}: with jax_remat3 on, this JAX would recompute everything instead, without a word. Turn "
+            "it off, jax.config.update('jax_remat3', False), or choose a policy that neither offloads nor combines."
+        )
+    if not isinstance(policy, Policy):
+        return policy
+    if policy.offload:
+        return _JAX.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(policy.save),
+            names_which_can_be_offloaded=list(policy.offload),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    if policy.save_all_but:
+        named = _JAX.save_any_names_but_these(*policy.save_all_but)
+    else:
+        named = _JAX.save_only_these_names(*policy.save) if policy.save else _JAX.nothing_saveable
+    return named if policy.also is None else _JAX.save_from_both_policies(named, _HEURISTICS[policy.also])

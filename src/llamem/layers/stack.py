@@ -1,0 +1,142 @@
+"""One layer to L layers in one call: scanned, unrolled or nested, with rematerialisation."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from llamem.layers.remat import Policy, check_names, checkpoint
+
+Mode = Literal["scan", "unroll", "nested"]
+
+
+def apply_stack(
+    layer: Callable[..., Any],
+    stacked: Any,
+    x: Any,
+    per_layer: Any = None,
+    *,
+    mode: Mode = "scan",
+    remat: str | Policy | None = None,
+    has_aux: bool = False,
+    return_hidden: bool = False,
+) -> Any:
+    """Applies L layers to `x`: `layer(params, x)`, or `layer(params, x, inputs)` where `per_layer` is given.
+
+    Shapes: every leaf of `stacked` and of `per_layer` has the layers as its first axis, `[L, ...]`; L may be 0. `x` is
+    any pytree, and a layer returns one of the same shapes and types (`(x, aux)` with `has_aux=True`).
+
+    `mode`: "scan" compiles one layer and loops, "unroll" repeats it L times in the program, "nested" scans over about
+    sqrt(L) groups of layers and rematerialises groups as well as layers, for one more forward pass. Nested holds the
+    weights and gradients of one group a second time, so it pays where inputs outweigh weights: many layers on long
+    sequences. A prime L has no groups and is scanned. `remat`: None, a
+    name from `llamem.POLICIES` or a `llamem.Policy`. Neither changes a value; both change what is stored for the
+    backward pass. Unrolled, the last layer is left as it is: its backward pass begins at once, so recomputing it saves
+    nothing.
+
+    Returns `x`, then (if asked) `aux` stacked to `[L, ...]`, then (if asked) the hidden states `[L + 1, ...]`: what
+    entered each layer, and the result. Raises ValueError for unequal L, unknown modes and unknown names in a policy,
+    TypeError for a layer that changes the shape or type of `x`.
+    Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; the system answered is SkyRL tx.
+    """
+    if mode not in ("scan", "unroll", "nested"):
+        raise ValueError(f"mode={mode!r}: expected 'scan', 'unroll' or 'nested'.")
+    xs = (stacked, per_layer)
+    n_layers = _common_length(xs)
+
+    def body(x: Any, layer_xs: tuple[Any, Any]) -> tuple[Any, Any]:
+        params, inputs = layer_xs
+        result = layer(params, x) if per_layer is None else layer(params, x, inputs)
+        new_x, aux = result if has_aux else (result, None)
+        return new_x, (aux, x if return_hidden else None)
+
+    _check_layer(body, x, xs, remat)
+    if mode == "unroll" and n_layers > 0:
+        x, (aux, hidden) = _unroll(body, x, xs, n_layers, remat)
+    elif mode == "nested" and 1 < group_count(n_layers) < n_layers:
+        x, (aux, hidden) = _nest(body, x, xs, n_layers, remat)
+    else:
+        x, (aux, hidden) = jax.lax.scan(checkpoint(body, remat), x, xs)
+
+    results = [x]
+    if has_aux:
+        results.append(aux)
+    if return_hidden:
+        results.append(jax.tree.map(lambda inputs, last: jnp.concatenate([inputs, last[None]]), hidden, x))
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def stack_layers(layers: list[Any]) -> Any:
+    """Stacks the parameters of L equal layers, once: leaves `[...]` of each become leaves `[L, ...]`.
+
+    Do this when a model is made or loaded, never inside a training step: there it copies every weight in every step.
+    Raises ValueError for an empty list: without a layer there is nothing to take the shapes from.
+    """
+    if not layers:
+        raise ValueError(
+            "stack_layers([]): there is no layer to take shapes from; build leaves of shape [0, ...] instead."
+        )
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
+
+
+def unstack_layers(stacked: Any) -> list[Any]:
+    """The inverse of `stack_layers`: a list of L pytrees, for checkpoints of other projects."""
+    return [_index(stacked, i) for i in range(_common_length(stacked))]
+
+
+def group_count(n_layers: int) -> int:
+    """The number of groups G, among the divisors of L, that stores fewest layer inputs, G + L / G; 1 for L = 0."""
+    divisors = [g for g in range(1, n_layers + 1) if n_layers % g == 0] or [1]
+    return min(divisors, key=lambda g: (g + n_layers // g, abs(g - math.sqrt(n_layers))))
+
+
+def _unroll(body: Callable, x: Any, xs: Any, n_layers: int, remat: str | Policy | None) -> tuple[Any, Any]:
+    rematerialised = checkpoint(body, remat)
+    outs = []
+    for i in range(n_layers):
+        x, out = (rematerialised if i < n_layers - 1 else body)(x, _index(xs, i))
+        outs.append(out)
+    return x, stack_layers(outs)
+
+
+def _nest(body: Callable, x: Any, xs: Any, n_layers: int, remat: str | Policy | None) -> tuple[Any, Any]:
+    groups = group_count(n_layers)
+    grouped = jax.tree.map(lambda a: a.reshape(groups, n_layers // groups, *a.shape[1:]), xs)
+    # The group keeps its input alone. A policy that saved more out here would save it for all L layers at once.
+    group = checkpoint(lambda x, xs: jax.lax.scan(checkpoint(body, remat), x, xs), None if remat is None else "nothing")
+    x, outs = jax.lax.scan(group, x, grouped)
+    return x, jax.tree.map(lambda a: a.reshape(n_layers, *a.shape[2:]), outs)
+
+
+def _index(tree: Any, i: int) -> Any:
+    return jax.tree.map(lambda leaf: leaf[i], tree)
+
+
+def _common_length(tree: Any) -> int:
+    leaves = jax.tree.leaves_with_path(tree)
+    scalars = [jax.tree_util.keystr(path) for path, leaf in leaves if not jnp.ndim(leaf)]
+    lengths = {jax.tree_util.keystr(path): jnp.shape(leaf)[0] for path, leaf in leaves if jnp.ndim(leaf)}
+    if scalars or len(set(lengths.values())) != 1:
+        raise ValueError(
+            "stacked parameters and per-layer inputs need one common first axis, the layers. "
+            f"Seen: {lengths}{f', and scalars at {scalars}' if scalars else ''}. `stack_layers` makes it from a list."
+        )
+    return next(iter(lengths.values()))
+
+
+def _check_layer(body: Callable, x: Any, xs: Any, remat: str | Policy | None) -> None:
+    def shape_of(a: Any, drop_first: bool = False) -> jax.ShapeDtypeStruct:
+        dtype = a.dtype if hasattr(a, "dtype") else jnp.result_type(a)  # result_type does not know PRNG keys
+        return jax.ShapeDtypeStruct(jnp.shape(a)[drop_first:], dtype)
+
+    x_in = jax.tree.map(shape_of, x)
+    jaxpr, (x_out, _) = jax.make_jaxpr(body, return_shape=True)(x_in, jax.tree.map(lambda a: shape_of(a, True), xs))
+    x_out = jax.tree.map(shape_of, x_out)
+    if x_out != x_in:
+        raise TypeError(
+            f"a layer must return x as it came, so that the next layer can take it. In: {x_in}. Out: {x_out}. "
+            "Cast or project the result back inside the layer; other outputs go through has_aux=True."
+        )
+    check_names(remat, jaxpr)

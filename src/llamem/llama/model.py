@@ -1,0 +1,151 @@
+"""Llama 3 in flax nnx: embedding, L blocks whose parameters are stacked once, a norm, a head `[V, D]`, tied or not."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from llamem.layers.attention import causal_attention
+from llamem.layers.stack import apply_stack
+from llamem.llama.block import Block, rms_norm, rope_tables
+from llamem.llama.config import LlamaConfig
+from llamem.llama.plan import Plan
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of what was read so far: `[L, B, S, K, h]` each, the first `length` of the S places filled."""
+
+    k_LBSKh: Any  # an Array; Any, since JAX also builds pytrees of placeholders
+    v_LBSKh: Any
+    length: Any
+
+
+class Llama(nnx.Module):
+    """A Llama-shaped language model.
+
+    `plan` says how it is computed, never what. Rematerialisation applies while training: `model.eval()` turns it off,
+    `model.train()` on again.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        rngs: nnx.Rngs,
+        plan: Plan = Plan(),
+    ):
+        self.config, self.plan = config, plan
+        self.deterministic = False  # the attribute that nnx's train() and eval() set
+        V, D = config.vocab_size, config.d_model
+
+        def table() -> nnx.Param:
+            return nnx.Param(0.02 * jax.random.normal(rngs.params(), (V, D), config.param_dtype))
+
+        self.embedding = table()
+        keys_L = jax.random.split(rngs.params(), config.n_layers)
+        one = nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0)))
+        self.blocks = nnx.merge(
+            nnx.graphdef(one), jax.vmap(lambda key: nnx.state(Block(config, rngs=nnx.Rngs(key))))(keys_L)
+        )
+        self.norm = nnx.Param(jnp.ones((D,), config.param_dtype))
+        if not config.tied_head:
+            self.untied_head = table()
+
+    @property
+    def head(self) -> Float[Array, "V D"]:
+        """The output head; the embedding itself where they are tied."""
+        return (self.embedding if self.config.tied_head else self.untied_head)[...]
+
+    def hidden(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        segments_BT: Int[Array, "B T"] | None = None,
+        *,
+        return_hidden: bool = False,
+    ) -> Any:
+        """The last layer's output after the final norm, `[B, T, D]`: what the loss multiplies with the head.
+
+        `segments_BT` numbers documents packed into one sequence (padding counts as one): they do not see each other.
+        Positions need not start again with each, since RoPE is relative.
+        With `return_hidden=True` also `[L + 1, B, T, D]`, what entered each layer and what left the last, before the
+        norm.
+        Raises ValueError for sequences beyond `config.max_seq_len`. A token id outside the vocabulary gives NaN.
+        """
+        self._check_length(tokens_BT.shape[1])
+        rope = rope_tables(self.config, jnp.arange(tokens_BT.shape[1]))
+        graphdef, stacked = nnx.split(self.blocks)
+
+        def layer(params: nnx.State, x_BTD: Array) -> Array:
+            return nnx.merge(graphdef, params)(x_BTD, rope, segments_BT, self.plan.attention)
+
+        result = apply_stack(
+            layer,
+            stacked,
+            self._embed(tokens_BT),
+            mode=self.plan.mode,
+            remat=None if self.deterministic else self.plan.remat,
+            return_hidden=return_hidden,
+        )
+        x_BTD, hidden = result if return_hidden else (result, None)
+        x_BTD = rms_norm(x_BTD, self.norm[...], self.config.norm_eps)
+        return (x_BTD, hidden) if return_hidden else x_BTD
+
+    def __call__(
+        self, tokens_BT: Int[Array, "B T"], segments_BT: Int[Array, "B T"] | None = None
+    ) -> Float[Array, "B T V"]:
+        """Logits, f32. For training use `hidden` and a tiled loss: this array is the one the course is about."""
+        return self._logits(self.hidden(tokens_BT, segments_BT))
+
+    def empty_cache(self, batch_size: int, max_len: int) -> KVCache:
+        """A cache for `batch_size` sequences of up to `max_len` tokens: 2 L B S K h elements of the compute type."""
+        c = self.config
+        self._check_length(max_len)
+        shape = (c.n_layers, batch_size, max_len, c.n_kv_heads, c.head_dim)
+        # Two calls, two buffers: a donated cache may not hold one buffer twice.
+        return KVCache(jnp.zeros(shape, c.compute_dtype), jnp.zeros(shape, c.compute_dtype), jnp.zeros((), jnp.int32))
+
+    def decode(self, tokens_BT: Int[Array, "B T"], cache: KVCache) -> tuple[Float[Array, "B V"], KVCache]:
+        """Reads T more tokens after those in the cache: the logits that follow the last one, and the longer cache.
+
+        The caller keeps `cache.length + T` within the cache's S places. No training option touches this path.
+        """
+        T = tokens_BT.shape[1]
+        positions_T = cache.length + jnp.arange(T)
+        rope = rope_tables(self.config, positions_T)
+        graphdef, stacked = nnx.split(self.blocks)
+
+        def layer(params: nnx.State, carry: tuple[Array, Array, Array], i: Array) -> tuple[Array, Array, Array]:
+            block = nnx.merge(graphdef, params)
+            x_BTD, k_LBSKh, v_LBSKh = carry
+            q_BTHh, k_BTKh, v_BTKh = block.qkv(x_BTD, rope)
+            # The cache rides in the carry and is written before it is read: XLA then updates it in place.
+            start = (i, 0, cache.length, 0, 0)
+            k_LBSKh = jax.lax.dynamic_update_slice(k_LBSKh, k_BTKh[None], start)
+            v_LBSKh = jax.lax.dynamic_update_slice(v_LBSKh, v_BTKh[None], start)
+            attn_BTHh = causal_attention(q_BTHh, k_LBSKh[i], v_LBSKh[i], q_positions=positions_T)
+            return block.finish(x_BTD, attn_BTHh), k_LBSKh, v_LBSKh
+
+        start = (self._embed(tokens_BT), cache.k_LBSKh, cache.v_LBSKh)
+        x_BTD, k_LBSKh, v_LBSKh = apply_stack(layer, stacked, start, jnp.arange(self.config.n_layers))
+        x_BTD = rms_norm(x_BTD[:, -1:], self.norm[...], self.config.norm_eps)
+        return self._logits(x_BTD)[:, 0], KVCache(k_LBSKh, v_LBSKh, cache.length + T)
+
+    def _embed(self, tokens_BT: Array) -> Array:
+        return self.embedding[...].astype(self.config.compute_dtype)[tokens_BT]
+
+    def _logits(self, x_BTD: Array) -> Array:
+        head_VD = self.head.astype(self.config.compute_dtype)
+        return jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, preferred_element_type=jnp.float32)
+
+    def _check_length(self, T: int) -> None:
+        if self.config.max_seq_len < T:
+            raise ValueError(
+                f"a sequence of {T} tokens is longer than this model's max_seq_len={self.config.max_seq_len}: RoPE "
+                f"was not "
+                "set up for such positions. Shorten the sequence, or config.replace(max_seq_len=..., rope_scaling=...)."
+            )

@@ -1,0 +1,57 @@
+"""How a step is computed: one object, from the notebook's first cell to the compiled program."""
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+from llamem.layers.attention import Implementation
+from llamem.layers.remat import Policy, check_policy
+from llamem.layers.stack import Mode
+
+LossAxis = Literal["auto", "tokens", "vocab"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How a step is computed, never what it computes: every plan gives the same loss and gradients, up to rounding.
+
+    `mode` and `remat`: see `llamem.apply_stack`; what is kept for the backward pass. `attention`: see
+    `llamem.layers.causal_attention`. `loss_tiles`: into how many tiles the loss cuts its logits; "auto" asks
+    `llamem.choose_tiles`, and None is the plain loss with all of them at once, for comparison. `loss_axis`: what the
+    tiles cut, "tokens" or "vocab".
+
+    Raises, when it is made: ValueError for an unknown word or a count below 1, TypeError for a policy that is neither
+    a name nor a `llamem.Policy`.
+    """
+
+    mode: Mode = "scan"
+    remat: str | Policy | None = "nothing"
+    attention: Implementation = "auto"
+    loss_tiles: int | Literal["auto"] | None = "auto"
+    loss_axis: LossAxis = "auto"
+
+    def __post_init__(self):
+        _check_word("mode", self.mode, get_args(Mode))
+        check_policy(self.remat)
+        _check_word("attention", self.attention, get_args(Implementation))
+        _check_word("loss_axis", self.loss_axis, get_args(LossAxis))
+        tiles = self.loss_tiles
+        is_count = isinstance(tiles, int) and not isinstance(tiles, bool) and tiles >= 1
+        if not (is_count or tiles in ("auto", None)):
+            raise ValueError(
+                f"Plan(loss_tiles={tiles!r}): expected a whole number of at least 1, 'auto', or None for the plain "
+                "loss with all logits at once."
+            )
+        if tiles is None and self.loss_axis != "auto":
+            raise ValueError(
+                f"Plan(loss_tiles=None, loss_axis={self.loss_axis!r}): the plain loss has no tiles to cut along an "
+                "axis. Leave loss_axis out, or give loss_tiles."
+            )
+
+    def replace(self, **changes: Any) -> "Plan":
+        """A copy with some fields changed, checked again. Raises TypeError for a field that does not exist."""
+        return dataclasses.replace(self, **changes)
+
+
+def _check_word(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"Plan({name}={value!r}): expected one of {', '.join(map(repr, known))}.")

@@ -1,0 +1,290 @@
+"""Open models in and out: Hugging Face folders of `config.json` and safetensors, read tensor by tensor."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+
+from llamem._extras import import_extra
+from llamem._files import whole_folder
+from llamem.llama.config import LlamaConfig
+from llamem.llama.model import Llama
+from llamem.llama.plan import Plan
+
+# Of one layer: each parameter's name in the files, and how many of its axes are a linear map's inputs. Files store
+# such a map as `[outputs, inputs]`; 0 is for what is no linear map and stored as it is.
+_LAYER = {
+    "attn_norm": ("input_layernorm", 0),
+    "wq": ("self_attn.q_proj", 1),
+    "wk": ("self_attn.k_proj", 1),
+    "wv": ("self_attn.v_proj", 1),
+    "wo": ("self_attn.o_proj", 2),
+    "q_norm": ("self_attn.q_norm", 0),
+    "k_norm": ("self_attn.k_norm", 0),
+    "mlp_norm": ("post_attention_layernorm", 0),
+    "w_router": ("mlp.gate", 1),
+    "w_gate": ("mlp.{expert}gate_proj", 1),
+    "w_up": ("mlp.{expert}up_proj", 1),
+    "w_down": ("mlp.{expert}down_proj", 1),
+}
+_OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "untied_head": "lm_head"}
+_DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16, "F64": np.float64}
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """One tensor of the files, and where in the model's stacked parameters it belongs."""
+
+    name: str
+    path: tuple[str, ...]  # of the parameter
+    index: tuple[int, ...]  # in it: (), (layer,) or (layer, expert)
+    shape: tuple[int, ...]  # in the file
+    linear: bool  # stored as [outputs, inputs]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stored:
+    """Where a tensor's bytes are."""
+
+    file: Path
+    dtype: Any
+    shape: tuple[int, ...]
+    offset: int
+
+
+def load_pretrained(
+    folder_or_hub_name: str | Path,
+    *,
+    dtype: DTypeLike | None = None,
+    compute_dtype: DTypeLike | None = None,
+    sharding: Any = None,
+    plan: Plan = Plan(),
+) -> Llama:
+    """A model with the weights of a Hugging Face folder, or of the hub's `"owner/name"`: Llama, Qwen3, Qwen3-MoE.
+
+    `dtype` is what parameters are stored in (default: what `config.json` says), `compute_dtype` what matrix products
+    read (default: `dtype`). `sharding`: None for the default device, one `jax.sharding.Sharding` for all parameters,
+    or a dict of them in the structure of `nnx.to_pure_dict(nnx.state(model))`. `plan` says how it is computed.
+
+    Every tensor's name, shape and length is checked before anything is allocated; then each is read alone and written
+    into the stacked parameters on the device, so that the host holds the destination (where it is the device) and one
+    tensor. Raises ValueError for what does not fit together, FileNotFoundError for what is not there, PermissionError
+    for a model whose licence was not accepted. Pickles (`pytorch_model.bin`) are never read.
+    """
+    folder = _folder(folder_or_hub_name)
+    hf = json.loads((folder / "config.json").read_text())
+    dtype = jnp.dtype(dtype or hf.get("dtype") or hf.get("torch_dtype") or jnp.float32)
+    config = LlamaConfig.from_hf(hf, param_dtype=dtype, compute_dtype=jnp.dtype(compute_dtype or dtype))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), plan=plan)))
+    abstract = nnx.to_pure_dict(state)
+    tensors = list(_tensors(abstract))
+    stored = _stored(folder)
+    _check(tensors, stored, config, folder)
+
+    if sharding is None or isinstance(sharding, jax.sharding.Sharding):
+        sharding = jax.tree.map(lambda _: sharding, abstract)
+    of_path: dict[tuple[str, ...], list[_Tensor]] = {}
+    for tensor in tensors:
+        of_path.setdefault(tensor.path, []).append(tensor)
+
+    def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        keys = tuple(key.key for key in path)
+        where = sharding
+        for key in keys:
+            where = where[key]
+        return _fill(leaf, [(tensor, stored[tensor.name]) for tensor in of_path.get(keys, [])], where)
+
+    nnx.replace_by_pure_dict(state, jax.tree.map_with_path(load, abstract))
+    return nnx.merge(graphdef, state)
+
+
+def save_pretrained(model: Llama, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> Path:
+    """Writes `config.json` and safetensors that transformers, vLLM and `load_pretrained` read; returns the folder.
+
+    Tensors go to the host file by file, each file of at most `max_shard_bytes` (or one tensor). The folder appears
+    when all of it is written; raises FileExistsError where it exists and is not empty. It holds no tokenizer: copy
+    that of the model you started from.
+    """
+    safetensors = import_extra("safetensors.numpy", "writing models")
+    folder = Path(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} exists and is not empty: nothing was written. Choose another folder.")
+    config = json.dumps(model.config.to_hf(), indent=2)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    shards: list[list[_Tensor]] = [[]]
+    itemsize = np.dtype(model.config.param_dtype).itemsize
+    filled = total = 0
+    for tensor in _tensors(params):
+        size = math.prod(tensor.shape) * itemsize
+        if shards[-1] and filled + size > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled, total = filled + size, total + size
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    names = [_WEIGHTS] if len(shards) == 1 else names
+
+    with whole_folder(folder) as unfinished:
+        (unfinished / "config.json").write_text(config)
+        for name, shard in zip(names, shards, strict=True):
+            arrays = {tensor.name: _take(params, tensor) for tensor in shard}
+            safetensors.save_file(arrays, unfinished / name, {"format": "pt"})
+        if len(shards) > 1:
+            weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (unfinished / _INDEX).write_text(json.dumps(index, indent=2))
+    return folder
+
+
+def _tensors(params: Mapping[str, Any]) -> Iterator[_Tensor]:
+    """What the files hold for these stacked parameters, arrays or shapes."""
+    for name, file_name in _OUTSIDE.items():
+        if name in params:
+            yield _Tensor(f"{file_name}.weight", (name,), (), tuple(params[name].shape), linear=False)
+    for name, leaf in params["blocks"].items():
+        file_name, n_inputs = _LAYER[name]
+        n_experts = leaf.shape[1] if "{expert}" in file_name and leaf.ndim == 4 else 0
+        for layer in range(leaf.shape[0]):
+            for expert in range(n_experts) if n_experts else [None]:
+                index = (layer,) if expert is None else (layer, expert)
+                shape = tuple(leaf.shape[len(index) :])
+                if n_inputs:
+                    shape = (math.prod(shape[n_inputs:]), math.prod(shape[:n_inputs]))
+                of_layer = file_name.format(expert="" if expert is None else f"experts.{expert}.")
+                full_name = f"model.layers.{layer}.{of_layer}.weight"
+                yield _Tensor(full_name, ("blocks", name), index, shape, linear=bool(n_inputs))
+
+
+def _fill(leaf: jax.ShapeDtypeStruct, pieces: list[tuple[_Tensor, _Stored]], sharding: Any) -> jax.Array:
+    array = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
+
+    def put(array: jax.Array, piece: jax.Array, index: tuple[Any, ...]) -> jax.Array:
+        piece = (piece.T if pieces[0][0].linear else piece).astype(array.dtype)
+        piece = piece.reshape((1,) * len(index) + array.shape[len(index) :])
+        return jax.lax.dynamic_update_slice(array, piece, (*index, *(0,) * (array.ndim - len(index))))
+
+    # Donated, so that the parameter is written in place.
+    put = jax.jit(put, donate_argnums=0, out_shardings=sharding)
+    for tensor, stored in pieces:
+        piece = np.fromfile(stored.file, stored.dtype, math.prod(stored.shape), offset=stored.offset)
+        array = jax.block_until_ready(put(array, piece.reshape(stored.shape), tensor.index))
+    return array
+
+
+def _take(params: Mapping[str, Any], tensor: _Tensor) -> np.ndarray:
+    leaf: Any = params
+    for key in tensor.path:
+        leaf = leaf[key]
+    array = np.asarray(leaf[tensor.index])
+    return np.ascontiguousarray(array.reshape(tensor.shape[::-1]).T if tensor.linear else array)
+
+
+def _stored(folder: Path) -> dict[str, _Stored]:
+    """Every tensor of the folder by name, from the files' headers alone."""
+    if (folder / _INDEX).exists():
+        weight_map = json.loads((folder / _INDEX).read_text())["weight_map"]
+        for name in set(weight_map.values()):
+            if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
+                raise ValueError(f"{folder / _INDEX} names the file {name!r}: expected a .safetensors file beside it.")
+        files = {name: _header(folder / name) for name in sorted(set(weight_map.values()))}
+        lost = [tensor for tensor, name in weight_map.items() if tensor not in files[name]]
+        if lost:
+            raise ValueError(f"{folder / _INDEX} promises {_few(lost)}, which are not in the files that it names.")
+        return {tensor: files[name][tensor] for tensor, name in weight_map.items()}
+    if (folder / _WEIGHTS).exists():
+        return _header(folder / _WEIGHTS)
+    raise FileNotFoundError(
+        f"{folder} has neither {_WEIGHTS} nor {_INDEX}. Pickled weights (.bin, .pt) can run any code and are not read: "
+        "let transformers write the model again, with save_pretrained."
+    )
+
+
+def _header(file: Path) -> dict[str, _Stored]:
+    # Read here, not through the library: that maps whole files into memory, and each tensor would be there twice.
+    if not file.exists():
+        raise FileNotFoundError(f"{file} is missing: the index names it. Download it again.")
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        try:
+            if length > size - 8:
+                raise ValueError
+            entries = json.loads(stream.read(length))
+        except ValueError:
+            raise ValueError(f"{file} is no complete safetensors file: its header cannot be read.") from None
+    entries.pop("__metadata__", None)
+    found = {}
+    for name, entry in entries.items():
+        if entry["dtype"] not in _DTYPES:
+            raise ValueError(
+                f"{name} in {file} is stored as {entry['dtype']}: expected one of {', '.join(_DTYPES)}. Quantised "
+                "weights are not read; take the model's unquantised original."
+            )
+        start, end = entry["data_offsets"]
+        stored = _Stored(file, np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"]), 8 + length + start)
+        if end - start != math.prod(stored.shape) * stored.dtype.itemsize or 8 + length + end > size:
+            raise ValueError(
+                f"{name} should end at byte {8 + length + end} of {file}, which has {size}: the file is cut off or "
+                "damaged. Download it again."
+            )
+        found[name] = stored
+    return found
+
+
+def _check(tensors: list[_Tensor], stored: Mapping[str, _Stored], config: LlamaConfig, folder: Path) -> None:
+    expected = {tensor.name: tensor.shape for tensor in tensors}
+    # Some writers repeat a tied head, and old ones store RoPE's frequencies.
+    spare = "lm_head.weight" if config.tied_head else None
+    extra = [name for name in stored if name not in expected and name != spare and "rotary_emb" not in name]
+    wrong = [f"{n} {stored[n].shape}, not {s}" for n, s in expected.items() if n in stored and stored[n].shape != s]
+    problems = {
+        "missing": [name for name in expected if name not in stored],
+        "not known to this architecture": extra,
+        "of another shape": wrong,
+    }
+    if any(problems.values()):
+        told = "; ".join(f"{what}: {_few(names)}" for what, names in problems.items() if names)
+        raise ValueError(f"the tensors in {folder} are not those that its config.json describes. {told}.")
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _folder(folder_or_hub_name: str | Path) -> Path:
+    folder = Path(folder_or_hub_name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise FileNotFoundError(f"{folder} has no config.json: expected a Hugging Face model folder.")
+        return folder
+    name = str(folder_or_hub_name)
+    if name.count("/") != 1 or name[0] in "./~":
+        raise FileNotFoundError(f"{name!r} is no folder, and no hub name of the form 'owner/name'.")
+    hub, errors = (
+        import_extra("huggingface_hub", "models of the hub"),
+        import_extra("huggingface_hub.errors", "the hub"),
+    )
+    try:
+        patterns = ["config.json", "*.safetensors", "*.safetensors.index.json"]
+        return Path(hub.snapshot_download(name, allow_patterns=patterns))
+    except errors.GatedRepoError:
+        raise PermissionError(
+            f"{name} is gated: accept its licence at https://huggingface.co/{name}, then log in once with "
+            "`hf auth login` (a token that may read)."
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise FileNotFoundError(f"{name!r} is no folder here and no model on the hub that you may see.") from None
+    except (errors.LocalEntryNotFoundError, OSError) as error:
+        raise FileNotFoundError(
+            f"{name!r} is no folder here, and the hub cannot be reached ({type(error).__name__}). Download it where "
+            "there is a network, and pass the folder."
+        ) from None

@@ -1,0 +1,141 @@
+"""Which axis to tile, and into how many tiles: a roofline model of the loss.
+
+A tile must be large enough that its matrix products outlast its memory traffic, and small enough for the budget.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from llamem.memory.targets import TARGETS, Target
+
+__all__ = ["TileChoice", "choose_tiles"]
+
+# Of a CPU with a few cores, and of an accelerator that is not in `llamem.targets`: orders of magnitude.
+_CPU = Target("cpu", "cpu", "cpu", 16 * 10**9, 200e9, 20e9)
+_UNKNOWN = TARGETS["h100"]
+_BUDGET_SHARE = 1 / 16  # of device memory, for what the loss needs beyond its operands and gradients
+_LEAST_ROWS, _ALIGN = 512, 256  # a v6e multiplies blocks of 256 by 256
+# Of a CPU's tile of 512 tokens: 4 MB of logits. Not a power of two (see `passes.COLUMN_ALIGN`).
+_CPU_COLUMNS = 2008
+
+
+@dataclasses.dataclass(frozen=True)
+class TileChoice:
+    """A way to tile the loss, what it costs, and why it was taken."""
+
+    axis: Literal["tokens", "vocab"]
+    num_tiles: int
+    products: int  # matrix products of 2NDV FLOPs, for the loss and its gradients
+    workspace_bytes: int  # beyond operands and gradients, by the model
+    relative_time: float  # 1 is one product at the chip's peak
+    reason: str
+
+
+def _chip(name: str | None) -> Target:
+    if name is None:
+        # A program compiled for an absent chip carries that chip in its mesh.
+        absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+        kind = absent.device_kind if absent is not None else jax.devices()[0].device_kind
+        known = (chip for chip in (_CPU, *TARGETS.values()) if chip.device_kind.lower() == kind.lower())
+        return next(known, _UNKNOWN)
+    chips = {"cpu": _CPU, **TARGETS}
+    if name not in chips:
+        raise ValueError(f"target {name!r} is no chip this knows: give one of {', '.join(chips)}, or None.")
+    return chips[name]
+
+
+def cache_columns() -> int | None:
+    """How many columns of a tile of tokens a CPU's cache holds; None on other chips, which work on whole rows."""
+    return _CPU_COLUMNS if _chip(None) is _CPU else None
+
+
+def _size(balance: float, work: float, fixed: float, traffic: float) -> float:
+    """Rows from which a tile of `work` FLOPs and `fixed / rows + traffic` bytes per row reaches the chip's balance.
+
+    A model too narrow to ever reach it gets the rows that come within a tenth of what it can.
+    """
+    wanted = min(balance, 0.9 * work / traffic)
+    return fixed * wanted / (work - traffic * wanted)
+
+
+def choose_tiles(
+    tokens: int,
+    d_model: int,
+    vocab: int,
+    *,
+    dtype: Any = jnp.bfloat16,
+    head: Literal["trained", "frozen"] = "trained",
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    axis: Literal["auto", "tokens", "vocab"] = "auto",
+    target: str | None = None,
+    memory_budget: int | None = None,
+) -> TileChoice:
+    """The cheapest way to tile the loss that fits the budget, by a roofline model.
+
+    Tiles of tokens: 3 products (4 for `reduction="none"`), every tile reads the head twice and updates its float32
+    gradient, which takes `4VD` bytes where the head is narrower. Tiles of the vocabulary: 4 products, every tile
+    reads `hidden` and updates its float32 gradient, `4ND` bytes. A frozen head: 2 products either way.
+
+    Args:
+        tokens: N, tokens on one device.
+        d_model: D.
+        vocab: V, rows of the head on one device.
+        dtype: of hidden and head.
+        head: "frozen" when no gradient for it is wanted.
+        reduction: of the loss; "none" has to compute the logits twice.
+        axis: restrict the choice to one axis.
+        target: "cpu" or a chip of `llamem.targets` such as "v6e-1"; None for the one that compiles.
+        memory_budget: bytes for what the loss needs beyond operands and gradients; None for 1/16 of the chip's.
+
+    The model is checked against no measurement of time but published ones: see notebook 04.
+    """
+    chip = _chip(target)
+    assert chip.peak_flops and chip.bandwidth and chip.capacity_bytes  # every chip of the table has them
+    balance, size = chip.peak_flops / chip.bandwidth, jnp.dtype(dtype).itemsize
+    budget = int(chip.capacity_bytes * _BUDGET_SHARE) if memory_budget is None else max(1, memory_budget)
+    trained, small = head == "trained", size < 4
+
+    def candidate(axis: Literal["tokens", "vocab"], budget: int) -> TileChoice:
+        # Per tile: FLOPs, bytes that do not depend on its rows, bytes per row; each per column of the product.
+        if axis == "tokens":
+            products = 2 if not trained else 4 if reduction == "none" else 3
+            extent, other = tokens, vocab
+            fixed, traffic = (2.0 * size + (8 if trained else 0)) * d_model, 14.0
+            base = 4 * vocab * d_model if trained and small else 0
+        else:
+            products = 4 if trained else 2
+            extent, other = vocab, tokens
+            fixed, traffic = (3.0 * size + 8) * d_model, 22.0
+            base = 4 * tokens * d_model
+        work = 2.0 * products * d_model
+        # Logits in float32, and their gradient in the type of the products; where a tile is worked on in columns, the
+        # gradient is as narrow as they are.
+        per_row = (4 if chip is _CPU and axis == "tokens" else 4 + min(size, 4)) * other
+        wanted = max(_size(balance, work, fixed, traffic), _LEAST_ROWS)
+        affordable = max(budget - base, 0) // per_row
+        aligned = min(-(-int(wanted) // _ALIGN), affordable // _ALIGN) * _ALIGN
+        rows = min(extent, max(_ALIGN, aligned))
+        intensity = work * rows / (fixed + traffic * rows)
+        time = products * max(1.0, balance / intensity)
+        return TileChoice(axis, -(-extent // rows), products, int(base + per_row * rows), time, "")
+
+    axes: tuple = ("tokens", "vocab") if axis == "auto" else (axis,)
+    granted = budget
+    while not (fitting := [o for o in (candidate(a, granted) for a in axes) if o.workspace_bytes <= granted]):
+        granted *= 2
+    best = min(fitting, key=lambda o: o.relative_time)
+    note = "" if granted == budget else f" (nothing fits it: taken as {granted / 2**20:.0f} MiB)"
+    lines = [
+        f"{chip.name}: {balance:.0f} FLOPs per byte; N={tokens}, D={d_model}, V={vocab}; "
+        f"budget {budget / 2**20:.0f} MiB{note}."
+    ]
+    for option in (candidate(a, granted) for a in axes):
+        verdict = "taken" if option == best else "too large" if option not in fitting else "slower, or no faster"
+        lines.append(
+            f"  {option.axis}: {option.num_tiles} tiles, {option.products} products, "
+            f"{option.workspace_bytes / 2**20:.0f} MiB, time {option.relative_time:.2f} -> {verdict}"
+        )
+    return dataclasses.replace(best, reason="\n".join(lines))

@@ -1,0 +1,33 @@
+"""One run: text, steps, snapshots."""
+
+from llamem.train.data import Batches, Corpus, load_corpus, unigram_entropy
+from llamem.train.loop import Run, train
+from llamem.train.step import (
+    TrainSettings,
+    TrainState,
+    abstract_state,
+    abstract_step,
+    init_state,
+    loss_fn,
+    make_model,
+    make_train_step,
+)
+from llamem.train.tokenizer import Tokenizer
+
+__all__ = [
+    "Batches",
+    "Corpus",
+    "Run",
+    "Tokenizer",
+    "TrainSettings",
+    "TrainState",
+    "abstract_state",
+    "abstract_step",
+    "init_state",
+    "load_corpus",
+    "loss_fn",
+    "make_model",
+    "make_train_step",
+    "train",
+    "unigram_entropy",
+]

@@ -1,0 +1,263 @@
+"""Text to batches: a corpus tokenised once, and batches that are a function of the step number."""
+
+import hashlib
+import json
+import os
+import sysconfig
+import tokenize
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Int32, Integer
+
+from llamem._extras import import_extra
+from llamem._files import cache_folder, whole_folder
+from llamem.train.tokenizer import Tokenizer
+
+STANDARD_LIBRARY = "python-standard-library"
+HUGGING_FACE = "hf:"
+TEXT_SUFFIXES = frozenset(
+    {".txt", ".md", ".rst", ".py", ".tex", ".html", ".c", ".h", ".cc", ".cpp", ".java", ".js", ".rs"}
+)
+
+# Tables of numbers, other people's packages and tests teach a language model little.
+_NOT_LIBRARY = frozenset(
+    {"dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests", "turtledemo"}
+)
+_CACHE_FORMAT = 1  # raise it when the tokens written for the same text change
+
+
+def read_documents(source: str | os.PathLike = STANDARD_LIBRARY) -> list[str]:
+    """Documents of a corpus, in an order that depends on nothing but the corpus.
+
+    `source` is one of
+    - "python-standard-library": the source and docstrings of the running Python's standard library, without tests
+      (about 9 MB, licensed under the Python Software Foundation License 2); needs no download;
+    - a text file (one document) or a folder (one document for each text file in it, at any depth), in UTF-8;
+    - "hf:owner/name" or "hf:owner/name:config": column `text` of the split `train` of a Hugging Face dataset.
+
+    Errors: FileNotFoundError for a missing path, ValueError for bytes that are not UTF-8 or for a corpus without text.
+    """
+    name = os.fspath(source)
+    if name == STANDARD_LIBRARY:
+        root = Path(sysconfig.get_paths()["stdlib"])
+        # `_sysconfigdata*` and `config-*/` hold the paths of the machine that built Python.
+        built = ("_sysconfigdata", "config-")
+        files = [f for f in _files(root, {".py"}, _NOT_LIBRARY) if not f.relative_to(root).as_posix().startswith(built)]
+        documents = [_read_python(file) for file in files]
+    elif name.startswith(HUGGING_FACE):
+        documents = list(_hugging_face_documents(name.removeprefix(HUGGING_FACE)))
+    else:
+        path = Path(name).expanduser()
+        if not path.exists():
+            raise FileNotFoundError(
+                f"There is no corpus {name!r}. Give a text file, a folder of text files, "
+                f"{HUGGING_FACE + 'owner/name'!r} for a Hugging Face dataset, or {STANDARD_LIBRARY!r}, which is on "
+                "every machine that runs Python. A relative path starts at this process's working directory."
+            )
+        documents = [_read_utf8(file) for file in ([path] if path.is_file() else _files(path, TEXT_SUFFIXES))]
+    documents = [document for document in documents if document.strip()]
+    if not documents:
+        raise ValueError(
+            f"The corpus {name!r} is empty: no document in it holds any text. Folders are searched for files ending in "
+            f"{', '.join(sorted(TEXT_SUFFIXES))}; name a file by its own path to have it read whatever its ending."
+        )
+    return documents
+
+
+def _files(root: Path, suffixes: Iterable[str], skipped: Iterable[str] = ()) -> Iterator[Path]:
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(s for s in subfolders if s not in skipped and not s.startswith((".", "__pycache__")))
+        yield from (Path(folder, name) for name in sorted(names) if Path(name).suffix in suffixes)
+
+
+def _read_python(file: Path) -> str:
+    with tokenize.open(file) as handle:  # honours the file's own encoding line
+        return handle.read()
+
+
+def _read_utf8(file: Path) -> str:
+    try:
+        return file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{str(file)!r} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {error.start} cannot be "
+            "decoded. Convert it (`iconv -f latin1 -t utf-8`), or take it out of the corpus if it is not text."
+        ) from None
+
+
+def _hugging_face_documents(name: str) -> Iterable[str]:
+    datasets = import_extra("datasets", "a Hugging Face dataset")
+    repository, _, config = name.partition(":")
+    try:
+        dataset = datasets.load_dataset(repository, config or None, split="train")
+    except Exception as error:
+        raise FileNotFoundError(
+            f"The Hugging Face dataset {repository!r} could not be loaded: {type(error).__name__}: {error}. Check "
+            "the name (`hf:owner/name` or `hf:owner/name:config`, with a split called train) and the network; offline, "
+            f"give a text file or folder, or {STANDARD_LIBRARY!r}."
+        ) from error
+    if "text" not in dataset.column_names:
+        raise ValueError(
+            f"The Hugging Face dataset {repository!r} has the columns {dataset.column_names}, but no `text`. "
+            "Write the column you want into a text file and give its path."
+        )
+    return dataset["text"]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A tokenised corpus: two memory-mapped streams of uint32 ids, each document `<bos> text <eos>`."""
+
+    train: np.ndarray
+    heldout: np.ndarray
+    num_documents: int
+    vocab_size: int
+
+
+def load_corpus(
+    source: str | os.PathLike = STANDARD_LIBRARY,
+    tokenizer: Tokenizer | None = None,
+    *,
+    heldout_fraction: float = 0.05,
+    cache_dir: str | os.PathLike | None = None,
+) -> Corpus:
+    """Tokenise a corpus (see `read_documents`) once; every later call maps the same files into memory.
+
+    Whole documents are held out, about `heldout_fraction` of the characters, chosen by a hash of their text; of a
+    single document it is the end. The cache folder's name is a hash of the text, the tokenizer and the split, and it
+    appears in one step when complete: a half-written one is never read, and two processes may race. The text itself is
+    held in memory while it is tokenised.
+
+    Default `cache_dir`: `corpora` under `$LLAMEM_CACHE`, or under `llamem` in `$XDG_CACHE_HOME` or `~/.cache`.
+    """
+    if not 0 < heldout_fraction < 1:
+        raise ValueError(f"heldout_fraction is {heldout_fraction}; it must lie between 0 and 1, for instance 0.05.")
+    tokenizer = tokenizer or Tokenizer()
+    documents = read_documents(source)
+    digest = hashlib.blake2b(f"{_CACHE_FORMAT} {tokenizer.fingerprint} {heldout_fraction}".encode(), digest_size=12)
+    for document in documents:
+        digest.update(hashlib.blake2b(document.encode("utf-8", "surrogatepass")).digest())
+    folder = Path(cache_dir or cache_folder("corpora")).expanduser() / digest.hexdigest()
+    if not folder.is_dir():
+        _write_cache(folder, documents, tokenizer, heldout_fraction)
+    facts = json.loads((folder / "corpus.json").read_text())
+    train, heldout = (np.memmap(folder / f"{part}.bin", np.dtype("<u4"), "r") for part in ("train", "heldout"))
+    return Corpus(train, heldout, facts["num_documents"], tokenizer.vocab_size)
+
+
+def _write_cache(folder: Path, documents: list[str], tokenizer: Tokenizer, heldout_fraction: float) -> None:
+    try:
+        with whole_folder(folder) as unfinished:
+            train, heldout = _split(documents, heldout_fraction)
+            for part, texts in (("train", train), ("heldout", heldout)):
+                with open(unfinished / f"{part}.bin", "wb") as out, ThreadPoolExecutor() as pool:
+                    for ids in pool.map(lambda text: tokenizer.encode_to_numpy(text, bos=True, eos=True), texts):
+                        out.write(ids.astype("<u4").tobytes())
+                    out.flush()
+                    os.fsync(out.fileno())
+            (unfinished / "corpus.json").write_text(json.dumps({"num_documents": len(documents)}))
+    except OSError:
+        if not folder.is_dir():  # else another process finished the same corpus first
+            raise
+
+
+def _split(documents: list[str], heldout_fraction: float) -> tuple[list[str], list[str]]:
+    if len(documents) == 1:
+        (text,) = documents
+        middle = text.rfind("\n", 1, int(len(text) * (1 - heldout_fraction))) + 1
+        middle = middle or max(1, int(len(text) * (1 - heldout_fraction)))
+        return [text[:middle]], [text[middle:]]
+    room = heldout_fraction * sum(map(len, documents))
+    by_hash = sorted(
+        range(len(documents)), key=lambda i: hashlib.blake2b(documents[i].encode("utf-8", "replace")).digest()
+    )
+    chosen = set()
+    for i in by_hash:
+        if len(documents[i]) <= room:
+            chosen.add(i)
+            room -= len(documents[i])
+    chosen = chosen or {min(by_hash, key=lambda i: len(documents[i]))}
+    return [d for i, d in enumerate(documents) if i not in chosen], [documents[i] for i in sorted(chosen)]
+
+
+class Batch(NamedTuple):
+    """Inputs and the token that follows each of them, both `[batch_size, seq_len]`."""
+
+    inputs_BT: Int32[np.ndarray, "B T"]
+    targets_BT: Int32[np.ndarray, "B T"]
+
+
+class Batches:
+    """Fixed-length sequences from a stream of tokens, in an order fixed by the seed.
+
+    `batch_at(step)` depends on the step number alone, so that is all a training run must remember to resume.
+    Every sequence appears once per epoch, and each epoch has an order of its own. Documents follow each other without
+    padding: a sequence may begin in one document and end in another, with `<eos> <bos>` between.
+
+    tokens: ids, `[num_tokens]`, for instance `Corpus.train`.
+    vocab_size: where given, every id is checked against it now rather than silently clamped inside the model.
+    Errors: ValueError for fewer than `seq_len + 1` tokens, for sizes below one, for an id outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        tokens: Integer[np.ndarray, " num_tokens"],
+        batch_size: int,
+        seq_len: int,
+        seed: int = 0,
+        *,
+        vocab_size: int | None = None,
+    ):
+        if batch_size < 1 or seq_len < 1:
+            raise ValueError(f"batch_size is {batch_size} and seq_len {seq_len}; both must be at least 1.")
+        if len(tokens) < seq_len + 1:
+            raise ValueError(
+                f"The corpus has {len(tokens):,} tokens, but one sequence of seq_len {seq_len:,} needs {seq_len + 1:,} "
+                "(a target for its last input). Take a shorter seq_len or a larger corpus."
+            )
+        if vocab_size is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
+            raise ValueError(
+                f"The tokens reach from {tokens.min()} to {tokens.max()}, but the vocabulary has {vocab_size:,} "
+                f"entries (ids 0 to {vocab_size - 1:,}). Model and tokenizer do not belong together: the Llama 3 "
+                "tokenizer needs vocab_size 128,256."
+            )
+        self.tokens, self.batch_size, self.seq_len, self.seed = tokens, batch_size, seq_len, seed
+        self.num_sequences = (len(tokens) - 1) // seq_len
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+
+    def batch_at(self, step: int) -> Batch:
+        """The batch of a step, counted from 0."""
+        if step < 0:
+            raise ValueError(f"step is {step}; steps are counted from 0.")
+        numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
+        starts = [self._sequence(number) * self.seq_len for number in numbers]
+        windows = np.stack([self.tokens[s : s + self.seq_len + 1] for s in starts]).astype(np.int32)
+        return Batch(windows[:, :-1], windows[:, 1:])
+
+    def _sequence(self, number: int) -> int:
+        epoch, position = divmod(number, self.num_sequences)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_sequences)
+        return int(self._order[position])
+
+
+def unigram_entropy(
+    train: Integer[np.ndarray, " train_tokens"], heldout: Integer[np.ndarray, " heldout_tokens"], vocab_size: int
+) -> float:
+    """Cross-entropy in nats per token of held-out tokens under the training tokens' frequencies (each count plus one).
+
+    What a model that looks at no context can reach: a validation loss above it has learned nothing about order.
+    Errors: ValueError for an id outside the vocabulary.
+    """
+    largest = max(int(train.max()), int(heldout.max()))
+    if largest >= vocab_size:
+        raise ValueError(
+            f"Token id {largest} is outside the vocabulary: vocab_size is {vocab_size:,}; use the tokenizer's."
+        )
+    counts_V = np.bincount(train, minlength=vocab_size) + 1.0
+    return float(-np.mean(np.log(counts_V[heldout] / counts_V.sum())))

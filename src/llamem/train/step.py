@@ -1,0 +1,160 @@
+"""One update of a Llama's parameters, with both features, as a function: to jit, or to compile for an absent chip."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jaxtyping import Array, Int
+
+from llamem.llama.config import LlamaConfig
+from llamem.llama.model import Llama
+from llamem.llama.plan import Plan
+from llamem.losses.cross_entropy import tiled_cross_entropy
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainSettings:
+    """Everything about a run but the model and the text.
+
+    A step reads `batch_size` sequences of `seq_len` tokens, in `accumulate` equal parts one after the other. AdamW's
+    rate rises linearly for `warmup_steps`, then falls along a cosine to a tenth. Counts of steps are updates; 0
+    turns the regular evaluation or snapshot off. How a step is computed is not said here: see `llamem.Plan`.
+    """
+
+    steps: int = 100
+    batch_size: int = 8
+    seq_len: int = 512
+    accumulate: int = 1
+    learning_rate: float = 3e-4
+    warmup_steps: int = 20
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    seed: int = 0
+    eval_every: int = 50
+    eval_batches: int = 8
+    snapshot_every: int = 50
+
+    def __post_init__(self):
+        for name in ("steps", "batch_size", "seq_len", "accumulate"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a whole number of at least 1.")
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"batch_size={self.batch_size} does not divide into accumulate={self.accumulate} equal parts: "
+                "choose a divisor, so that no sequence is dropped."
+            )
+        if not self.learning_rate > 0 or not self.clip_norm > 0:
+            raise ValueError(f"learning_rate={self.learning_rate} and clip_norm={self.clip_norm} must be above 0.")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """What a step changes: the number of updates done, the parameters, the optimizer's moments."""
+
+    step: Any  # an int32 scalar; Any, since JAX also builds pytrees of placeholders
+    params: Any
+    opt_state: Any
+
+
+def make_model(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()) -> Llama:
+    """A freshly initialised model, computed as the plan says. Same seed, same parameters."""
+    return Llama(config, rngs=nnx.Rngs(settings.seed), plan=plan)
+
+
+def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
+    """Global-norm clipping, then AdamW (betas 0.9 and 0.95; no decay on norms) under warm-up and cosine decay."""
+    warmup = min(settings.warmup_steps, settings.steps - 1)
+    peak = settings.learning_rate
+    schedule = optax.warmup_cosine_decay_schedule(peak / max(warmup, 1), peak, warmup, settings.steps, peak / 10)
+
+    def is_matrix(path: tuple, _: Any) -> bool:
+        return "norm" not in jax.tree_util.keystr(path)
+
+    def decayed(params: Any) -> Any:
+        return jax.tree.map_with_path(is_matrix, params)
+
+    adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=settings.weight_decay, mask=decayed)
+    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), adamw)
+
+
+def init_state(model: Llama, settings: TrainSettings) -> TrainState:
+    """The state before the first step. Under `jax.eval_shape`, with an abstract model, it is shapes only."""
+    params = nnx.state(model, nnx.Param)
+    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(settings).init(params))
+
+
+def abstract_step(
+    config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()
+) -> tuple[Callable[..., Any], TrainState, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+    """The train step of a model that is never built, with the shapes of its arguments: what a compiler needs.
+
+    Returns `(step, state, batch)` for `llamem.compile_report(step, state, batch, donate=(0,), target=...)`.
+    """
+    model = nnx.eval_shape(lambda: make_model(config, settings, plan))
+    tokens_BT = jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), jnp.int32)
+    return make_train_step(nnx.graphdef(model), settings), abstract_state(config, settings), (tokens_BT, tokens_BT)
+
+
+def abstract_state(config: LlamaConfig, settings: TrainSettings) -> TrainState:
+    """The shapes and types of a training state, without a byte of it."""
+    return jax.eval_shape(lambda: init_state(make_model(config, settings), settings))
+
+
+def loss_fn(
+    graphdef: nnx.GraphDef,
+    params: Any,
+    inputs_BT: Int[Array, "B T"],
+    targets_BT: Int[Array, "B T"],
+    reduction: Literal["mean", "sum"] = "mean",
+) -> Array:
+    """Cross-entropy in nats of the targets under the model, tiled as the model's plan says."""
+    model = nnx.merge(graphdef, params)
+    hidden_BTD = model.hidden(inputs_BT)
+    head_VD = model.head.astype(hidden_BTD.dtype)
+    if (num_tiles := model.plan.loss_tiles) is not None:
+        return tiled_cross_entropy(
+            hidden_BTD, head_VD, targets_BT, num_tiles=num_tiles, axis=model.plan.loss_axis, reduction=reduction
+        )
+    logits_BTV = jnp.einsum("BTD,VD->BTV", hidden_BTD, head_VD, preferred_element_type=jnp.float32)
+    losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
+    return losses_BT.mean() if reduction == "mean" else losses_BT.sum()
+
+
+def make_train_step(
+    graphdef: nnx.GraphDef, settings: TrainSettings
+) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
+    """`step(state, (inputs_BT, targets_BT)) -> state, metrics`: one update, to be jitted with the state donated.
+
+    With `accumulate > 1` gradients are made and added inside a scan, in f32: autodiff through a loop over
+    micro-batches, or a Python loop, would keep the residuals of all of them. Metrics: `loss` (mean over tokens, nats),
+    `grad_norm`.
+    """
+    optimizer = make_optimizer(settings)
+
+    def loss_and_grads(params: Any, batch: tuple[Array, Array]) -> tuple[Array, Any]:
+        grad = jax.value_and_grad(lambda params, part: loss_fn(graphdef, params, *part))
+        if settings.accumulate == 1:
+            return grad(params, batch)
+        parts = jax.tree.map(lambda a: a.reshape(settings.accumulate, -1, a.shape[-1]), batch)
+
+        def add(total: Any, part: tuple[Array, Array]) -> tuple[Any, None]:
+            return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grad(params, part)), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
+        total, _ = jax.lax.scan(add, (jnp.zeros(()), zeros), parts)
+        loss, grads = jax.tree.map(lambda t: t / settings.accumulate, total)
+        return loss, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
+    def step(state: TrainState, batch: tuple[Array, Array]) -> tuple[TrainState, dict[str, Array]]:
+        loss, grads = loss_and_grads(state.params, batch)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    return step

@@ -1,0 +1,81 @@
+"""Proof that rematerialisation is on, right and worth it, for any loss: what was asked for, compiled and computed."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llamem.memory.show import html_table
+from llamem.verify.case import BothWays, CannotGo, Proof
+from llamem.verify.proofs import PROOFS
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """All proofs of one `verify_remat`; printed as a list, and as a table in notebooks."""
+
+    proofs: tuple[Proof, ...]
+
+    @property
+    def holds(self) -> bool:
+        """Whether no proof failed."""
+        return not self.failed
+
+    @property
+    def failed(self) -> tuple[Proof, ...]:
+        """The proofs that failed."""
+        return tuple(proof for proof in self.proofs if proof.holds is False)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.proofs))
+
+    def _repr_html_(self) -> str:
+        mark = {True: "ok", False: "FAILED", None: "not told"}
+        return html_table(
+            ("", "proof", "seen", "usual cause"), [(mark[p.holds], p.name, p.seen, p.cause) for p in self.proofs]
+        )
+
+
+def verify_remat(
+    loss_fn: Callable[[Any, Any, Any], Any],
+    params: Any,
+    batch: Any,
+    *,
+    with_: Any = "nothing",
+    without: Any = None,
+    target: str = "local",
+    evaluate: Callable[[Any, Any, Any], Any] | None = None,
+    proofs: Sequence[Callable[[BothWays], Proof | None]] = PROOFS,
+) -> Verification:
+    """Compares `loss_fn(params, batch, with_)` with `loss_fn(params, batch, without)`: is the first rematerialised?
+
+    `loss_fn` returns a scalar, or a scalar and other results (hidden states, updated batch statistics, experts chosen),
+    which must then be the same too. Its third argument is how it shall be computed, anything: a policy's name, a flag,
+    a model. `params` is a pytree of arrays, `batch` whatever changes from step to step, keys for dropout included. Both
+    ways are run once here, forward and backward, and compiled for `target` (see `llamem.target`): for an absent chip
+    with the same shapes, so make them large enough to matter there. `evaluate(params, batch, how)`, if given, is the
+    model at evaluation, which no checkpoint may touch; it returns any arrays, a KV cache for instance.
+
+    Proved: a checkpoint reaches the program; its policy and place are sound; loss, other results and gradients are
+    those without, and no gradient is lost; the layer runs again in the backward pass, and draws and chooses the same
+    again; the compiler leaves it; residuals and memory fall; what is offloaded arrives on the host; random numbers are
+    fresh in every step and layer; stacked layers differ and tied weights are one. A failure says what was seen and what
+    usually causes it. `proofs` takes some of them alone, as in `proofs=[llamem.verify.layer_runs_again]`; those that a
+    program gives no occasion for are left out of the answer. Raises what `loss_fn(params, batch, without)` raises.
+    Source: the test battery of Hugging Face transformers (PR 41818), extended to compiled programs.
+    """
+    both = BothWays(loss_fn, params, batch, with_, without, target, evaluate)
+    found: list[Proof] = []
+    try:
+        for prove in proofs:
+            if (proof := prove(both)) is not None:
+                found.append(proof)
+    except CannotGo as stop:
+        found.append(stop.proof)
+    return Verification(tuple(found))
+
+
+def assert_remat(loss_fn: Callable[[Any, Any, Any], Any], params: Any, batch: Any, **options: Any) -> None:
+    """`verify_remat` for a test: raises AssertionError with what failed."""
+    verification = verify_remat(loss_fn, params, batch, **options)
+    if not verification.holds:
+        raise AssertionError("rematerialisation is not proved.\n" + "\n".join(map(str, verification.failed)))

@@ -1,0 +1,90 @@
+"""Every folded solution of a notebook passes its own check; what was not tried, or is wrong, does not."""
+
+import ast
+import importlib
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import llamem
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent.parent / "notebooks").glob("*.ipynb"))
+SOLUTION = re.compile(r"<details>\s*<summary>Solution</summary>\n\n```python\n(.*?)```\n+</details>", re.DOTALL)
+
+
+def exercises_of(path: Path) -> list[SimpleNamespace]:
+    """The stub, its name, the line that checks it and the folded solution of each exercise of a notebook."""
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    texts = ["".join(cell["source"]) for cell in cells]
+    (topic,) = set(re.findall(r"from llamem\.exercises import (\w+) as exercises", "\n".join(texts))) or {None}
+    found = []
+    for i, cell in enumerate(cells):
+        if "exercise" not in cell["metadata"].get("tags", []):
+            continue
+        stub, _, check = texts[i].rstrip().rpartition("\n")
+        call = re.fullmatch(r"exercises\.(check_\w+)\((\w+)\)", check)
+        assert call, f"{path.name}: the last line of an exercise is {check!r}, not exercises.check_NAME(FUNCTION)"
+        assert "raise NotImplementedError" in stub, f"{path.name}: {call[2]} is no stub"
+        solution = SOLUTION.search(texts[i + 1])
+        assert solution, f"{path.name}: the cell after {call[2]} holds no folded solution"
+        found.append(SimpleNamespace(topic=topic, stub=stub, name=call[2], check=check, solution=solution[1]))
+    return found
+
+
+ALL = [
+    pytest.param(exercise, id=f"{path.stem}-{exercise.name}") for path in NOTEBOOKS for exercise in exercises_of(path)
+]
+
+
+def run(exercise: SimpleNamespace, code: str) -> None:
+    namespace: dict[str, Any] = {"jax": jax, "jnp": jnp, "np": np, "llamem": llamem}
+    namespace["exercises"] = importlib.import_module(f"llamem.course.exercises.{exercise.topic}")
+    exec(f"{code}\n{exercise.check}", namespace)
+
+
+@pytest.mark.parametrize("exercise", ALL)
+def test_the_solution_is_accepted(exercise, capsys):
+    run(exercise, exercise.solution)
+    assert "correct" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("exercise", ALL)
+def test_what_was_not_tried_is_told_apart(exercise, capsys):
+    run(exercise, exercise.stub)
+    output = capsys.readouterr().out
+    assert "not tried yet" in output and "correct" not in output
+
+
+@pytest.mark.parametrize("exercise", ALL)
+def test_a_wrong_answer_gets_a_hint(exercise):
+    # The signature is the stub's, so that the answer is what is wrong.
+    (function,) = [node for node in ast.parse(exercise.stub).body if isinstance(node, ast.FunctionDef)]
+    function.body = ast.parse("return None").body
+    with pytest.raises(AssertionError) as error:
+        run(exercise, ast.unparse(function))
+    assert len(str(error.value).split()) > 3, "the hint says nothing"
+
+
+def test_a_cell_that_breaks_the_form_is_refused(tmp_path):
+    def notebook(stub: str, after: str) -> Path:
+        cell = {"cell_type": "code", "metadata": {"tags": ["exercise"]}, "source": stub}
+        (tmp_path / "x.ipynb").write_text(json.dumps({"cells": [cell, {"metadata": {}, "source": after}]}))
+        return tmp_path / "x.ipynb"
+
+    stub = "def f(x):\n    raise NotImplementedError\nexercises.check_f(f)"
+    fold = "<details><summary>Solution</summary>\n\n```python\ndef f(x):\n    return x\n```\n\n</details>"
+    assert [e.name for e in exercises_of(notebook(stub, fold))] == ["f"]
+    for bad_stub, bad_fold, complaint in [
+        (stub + "\nprint(1)", fold, "the last line"),
+        (stub.replace("raise NotImplementedError", "return x"), fold, "is no stub"),
+        (stub, fold.replace("Solution", "Look"), "no folded solution"),
+    ]:
+        with pytest.raises(AssertionError, match=complaint):
+            exercises_of(notebook(bad_stub, bad_fold))

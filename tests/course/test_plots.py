@@ -1,0 +1,53 @@
+"""Figures: alternative text goes with them, and they show the numbers they were given."""
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import pytest
+from matplotlib.patches import Rectangle
+
+import llamem
+from llamem.course import plots
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    calls = []
+    monkeypatch.setattr(plots, "display", lambda figure, metadata: calls.append((figure, metadata)))
+    return calls
+
+
+def test_show_displays_once_with_its_text_and_closes(shown):
+    fig, _ = plt.subplots()
+    plots.show(fig, alt="A line that rises.")
+    assert shown == [(fig, {"image/png": {"alt": "A line that rises."}})]
+    assert not plt.fignum_exists(fig.number)
+
+
+def test_a_figure_without_words_is_refused(shown):
+    fig, _ = plt.subplots()
+    with pytest.raises(ValueError, match="say in a sentence"):
+        plots.show(fig, alt=" ")
+    assert not shown
+    plt.close(fig)
+
+
+def test_bars_add_up_to_the_peak():
+    shape = jax.ShapeDtypeStruct((2048, 1024), "float32")
+    report = llamem.compile_report(lambda a: a @ a.T, shape)
+    fig = plots.report_bars({"product": report})
+    width = sum(bar.get_bbox().width for bar in fig.axes[0].patches if isinstance(bar, Rectangle))
+    assert width == pytest.approx(report.peak_bytes / 2**30)
+    assert "GiB" in fig.axes[0].get_xlabel()
+    plt.close(fig)
+
+
+def test_residual_bars_name_each_array_and_its_line():
+    kept = llamem.saved_residuals(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2), jnp.ones((64, 32)), jnp.ones((16, 64)))
+    fig = plots.residual_bars(kept, most=2)
+    ax = fig.axes[0]
+    widths = sorted(bar.get_bbox().width for bar in ax.patches if isinstance(bar, Rectangle))
+    assert widths == pytest.approx(sorted(row.bytes / 2**20 for row in kept.rows[:2]))
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert labels[0] == "float32[64,32]  [0]" and "smaller ones hold" in ax.get_xlabel()
+    plt.close(fig)

@@ -1,0 +1,180 @@
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+
+import llamem
+from llamem.layers.attention import SPLASH_BLOCK, causal_attention
+from llamem.layers.remat import checkpoint
+from llamem.layers.tiled_attention import KEY_TILE, QUERY_TILE
+
+
+def arrays(T, S=None, H=6, K=2, size=8, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(T), 4)
+    S = S or T
+    shapes = [(2, T, H, size), (2, S, K, size), (2, S, K, size), (2, T, H, size)]
+    return [3 * jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize("T", [1, 5, QUERY_TILE, 2 * KEY_TILE + 45])
+@pytest.mark.parametrize("K", [1, 2, 6])
+@pytest.mark.parametrize("implementation", ["xla", "tiled", "auto"])
+def test_values_and_gradients_equal_float64(T, K, implementation):
+    *qkv, weights = arrays(T, K=K)
+
+    def value(attend, *qkv):
+        return jnp.sum(attend(*qkv) * weights)
+
+    mine = lambda q, k, v: causal_attention(q, k, v, implementation=implementation)  # noqa: E731
+    got = jax.jit(jax.value_and_grad(lambda *qkv: value(mine, *qkv), argnums=(0, 1, 2)))(*qkv)
+    with reference.float64():
+        exact = [jnp.asarray(np.asarray(a, np.float64)) for a in qkv]
+        theirs = lambda q, k, v: reference.attention(q, k, v, np.arange(T))  # noqa: E731
+        expected = jax.value_and_grad(lambda *qkv: value(theirs, *qkv), argnums=(0, 1, 2))(*exact)
+        out = theirs(*exact)
+    np.testing.assert_allclose(mine(*qkv), out, rtol=1e-5, atol=5e-5)
+    for a, b in zip(got[1], expected[1], strict=True):
+        assert np.linalg.norm(np.asarray(a, np.float64) - b) < 1e-5 * np.linalg.norm(b) + 1e-5
+
+
+@pytest.mark.parametrize("implementation", ["xla", "tiled"])
+def test_queries_at_given_positions(implementation):
+    q, k, v, _ = arrays(7, S=20)
+    positions = jnp.array([3, 4, 9, 0, 19, 5, 6])
+    got = causal_attention(q, k, v, q_positions=positions, implementation=implementation)
+    expected = reference.attention(q, k, v, positions)
+    np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "tiled"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_packed_documents_and_padding_equal_each_document_alone(implementation, dtype):
+    ends = (3, 300, 1000, 1111)  # the last one is padding; a tile of keys is hidden from whole tiles of queries
+    q, k, v, weights = arrays(ends[-1], dtype=dtype)
+    segments = jnp.broadcast_to(jnp.array(np.repeat([7, 2, 5, 0], np.diff([0, *ends]))), (2, ends[-1]))
+
+    def value(q, k, v):
+        out = causal_attention(q, k, v, segments_BT=segments, implementation=implementation)
+        return jnp.sum((out * weights)[:, : ends[2]].astype(jnp.float32)), out
+
+    (_, out), got = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+
+    def assert_close(mine, exact, where):
+        assert np.linalg.norm(np.asarray(mine, np.float64) - exact) < tolerance * np.linalg.norm(exact), where
+
+    def alone(q, k, v, weights):
+        out = reference.attention(q, k, v, np.arange(q.shape[1]))
+        return jnp.sum(out * weights), out
+
+    with reference.float64():
+        for start, end in zip((0, *ends), ends[:3], strict=False):
+            exact = [jnp.asarray(np.asarray(a[:, start:end], np.float64)) for a in (q, k, v, weights)]
+            (_, wanted), grads = jax.value_and_grad(alone, argnums=(0, 1, 2), has_aux=True)(*exact)
+            assert_close(out[:, start:end], wanted, start)
+            for mine, theirs in zip(got, grads, strict=True):
+                assert_close(mine[:, start:end], theirs, start)
+    assert all(np.isfinite(np.float32(a)).all() and not np.any(np.float32(a[:, ends[2] :])) for a in got)
+
+
+def temporaries(implementation, T, target="cpu", heads=4, kv_heads=4, size=16, dtype=jnp.float32):
+    q = jax.ShapeDtypeStruct((1, T, heads, size), dtype)
+    k = jax.ShapeDtypeStruct((1, T, kv_heads, size), dtype)
+    loss = lambda q, k, v: jnp.sum(causal_attention(q, k, v, implementation=implementation).astype(jnp.float32) ** 2)  # noqa: E731
+    return llamem.compile_report(jax.grad(loss, argnums=(0, 1, 2)), q, k, k, target=target).parts["temporaries"]
+
+
+def test_tiled_attention_stores_no_square():
+    assert temporaries("xla", 4096) > 3.5 * temporaries("xla", 2048)
+    assert temporaries("tiled", 8192) < 2.2 * temporaries("tiled", 4096)
+    assert temporaries("tiled", 4096) < temporaries("xla", 4096) / 8
+
+
+@pytest.mark.parametrize(
+    "chip",
+    [pytest.param("v5e-1", marks=pytest.mark.tpu_compile), pytest.param("a100-40", marks=pytest.mark.gpu_compile)],
+)
+def test_tiled_attention_of_llama_3_on_real_chips(chip):
+    """At 8,192 tokens at most an eighth of XLA's temporaries, with the heads of Llama 3 8B."""
+    if not llamem.available(chip):
+        pytest.skip(f"no compiler for {chip} here")
+    shape = {"target": chip, "heads": 32, "kv_heads": 8, "size": 128, "dtype": jnp.bfloat16}
+    assert temporaries("tiled", 8192, **shape) < temporaries("xla", 8192, **shape) / 8
+
+
+def test_only_tiles_below_the_diagonal_are_computed():
+    T = 8 * KEY_TILE
+    q = jax.ShapeDtypeStruct((1, T, 2, 8), jnp.float32)
+
+    def flops(**options):
+        fn = lambda q, k, v: causal_attention(q, k, v, implementation="tiled", **options)  # noqa: E731
+        return llamem.compile_report(fn, q, q, q).matmul_flops
+
+    square = 2 * 2 * T * T * 2 * 8
+    assert flops(q_positions=jnp.arange(T)) == square
+    assert flops() == square * (8 * 9 / 2) / 64
+
+
+def test_saving_attn_spares_the_forward_pass():
+    q, k, v, _ = arrays(700)
+
+    def products(remat):
+        fn = lambda q, k, v: jnp.sum(causal_attention(q, k, v, implementation="tiled") ** 2)  # noqa: E731
+        return str(jax.make_jaxpr(jax.grad(checkpoint(fn, remat)))(q, k, v)).count("dot_general")
+
+    assert products("nothing") - products("attn") == 2 and products("attn") == products(None)
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_what_an_implementation_cannot_do_is_said():
+    q, k, v, _ = arrays(7)
+    with pytest.raises(ValueError, match="multiple of 512, got T=7"):
+        causal_attention(q, k, v, implementation="splash")
+    with pytest.raises(ValueError, match="whole sequences"):
+        causal_attention(q, k, v, q_positions=jnp.arange(7), implementation="cudnn")
+    with pytest.raises(ValueError, match="whole sequences"):
+        causal_attention(q, k, v, segments_BT=jnp.zeros((2, 7), jnp.int32), q_positions=jnp.arange(7))
+    with pytest.raises(ValueError, match="packed documents"):
+        causal_attention(q, k, v, segments_BT=jnp.zeros((2, 7), jnp.int32), implementation="cudnn")
+    with pytest.raises(ValueError, match="implementation='flash'"):
+        causal_attention(q, k, v, implementation="flash")  # pyrefly: ignore[bad-argument-type]
+
+
+def test_masks_are_not_computed_ahead_and_stored():
+    """In a rematerialised loop over layers JAX moves what depends on no weight out: masks of all pairs of tiles."""
+    T = 2 * KEY_TILE
+    q, k, v, _ = arrays(T)
+
+    def loss(scales):
+        layer = lambda scale, x: causal_attention(scale * x, k, v, implementation="tiled")  # noqa: E731
+        return jnp.sum(llamem.apply_stack(layer, scales, q, remat="nothing") ** 2)
+
+    program = str(jax.make_jaxpr(jax.grad(loss))(jnp.ones(3)))
+    masks = {math.prod(map(int, shape.split(","))) for shape in re.findall(r"bool\[([\d,]+)\]", program)}
+    assert 0 < max(masks) <= q.shape[0] * 6 * QUERY_TILE * KEY_TILE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+def test_splash_equals_the_reference_where_a_cpu_interprets_it(monkeypatch, packed):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+
+    make = functools.partial(kernels.make_splash_mha_single_device, interpret=True)
+    monkeypatch.setattr(kernels, "make_splash_mha_single_device", make)
+    q, k, v, weights = arrays(SPLASH_BLOCK, H=4, K=2, size=128)
+    segments = jnp.broadcast_to(jnp.arange(SPLASH_BLOCK) // 200, (2, SPLASH_BLOCK)) if packed else None
+
+    def value(q, k, v, implementation):
+        out = causal_attention(q, k, v, segments_BT=segments, implementation=implementation)
+        return jnp.sum(out * weights), out
+
+    grads = jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True)
+    (_, out), got = grads(q, k, v, "splash")
+    (_, expected), wanted = grads(q, k, v, "xla")
+    for a, b in zip((out, *got), (expected, *wanted), strict=True):
+        assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b)

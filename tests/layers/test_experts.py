@@ -1,0 +1,168 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from flax import nnx
+from models import MOE, in_float64, model_of, tokens_of
+
+import llamem
+from llamem import LlamaConfig, Policy
+from llamem.layers.experts import MAX_GROUP, grouped_matmul, mixture, route
+from llamem.memory.jaxprs import names_in
+from llamem.train.step import loss_fn
+
+
+def arrays(N, E, D=7, F=9, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(N + E), 5)
+    shapes = [(1, N, D), (D, E), (E, D, F), (E, D, F), (E, F, D)]
+    return [jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("N", "E", "k", "dtype"),
+    [
+        (1, 4, 2, jnp.float32),
+        (13, 5, 1, jnp.float32),
+        (64, 8, 2, jnp.float32),
+        (50, 3, 3, jnp.bfloat16),
+        (2 * MAX_GROUP + 9, 2, 1, jnp.float32),
+    ],
+)
+def test_values_and_gradients_equal_float64(N, E, k, dtype):
+    args = arrays(N, E, dtype=dtype)
+    weights = np.asarray(jax.random.normal(jax.random.key(0), args[0].shape))
+
+    def value(mixture, *args):
+        out = mixture(*args, k)
+        return jnp.sum(out * weights), out
+
+    def run(mixture, args):
+        fn = jax.value_and_grad(functools.partial(value, mixture), argnums=range(5), has_aux=True)
+        (_, out), grads = jax.jit(fn)(*args)
+        return out, grads
+
+    got, grads = run(mixture, args)
+    with reference.float64():
+        expected, wanted = run(reference.mixture, [jnp.asarray(np.asarray(a, np.float64)) for a in args])
+    tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+    assert got.dtype == dtype
+    assert np.linalg.norm(got - expected) < tolerance * np.linalg.norm(expected)
+    for a, b in zip(grads, wanted, strict=True):
+        # With one expert per token its share is 1 whatever the router says.
+        assert a.dtype == dtype and np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b) + 2e-5 * N**0.5
+
+
+def test_every_token_to_one_expert_drops_none():
+    x, router, gate, up, down = arrays(40, 4)
+    router = router.at[:].set(0).at[0, 2].set(100.0)
+    x = x.at[..., 0].set(1.0)
+    alone = (jax.nn.silu(x @ gate[2]) * (x @ up[2])) @ down[2]
+    np.testing.assert_allclose(mixture(x, router, gate, up, down, 1), alone, rtol=1e-5, atol=1e-5)
+
+
+def test_shares_sum_to_one_and_come_from_all_experts():
+    logits = np.random.default_rng(0).standard_normal((6, 5)).astype(np.float32)
+    shares, experts = route(jnp.asarray(logits, jnp.bfloat16), 3)
+    assert shares.dtype == jnp.float32
+    np.testing.assert_allclose(shares.sum(-1), 1, rtol=1e-6)
+    np.testing.assert_array_equal(np.sort(experts), np.sort(np.argsort(-logits)[:, :3]))
+    chosen = np.take_along_axis(logits, np.asarray(experts), axis=1)
+    np.testing.assert_allclose(shares[:, 0] / shares[:, 1], np.exp(chosen[:, 0] - chosen[:, 1]), rtol=0.05)
+
+
+def test_grouped_matmul_accumulates_in_float32():
+    """256 groups of one expert: in bf16 the gradient would stop growing at 256 times the first."""
+    x, w = jnp.ones((1024, 1, 2), jnp.bfloat16), jnp.ones((2, 2, 3), jnp.bfloat16)
+    expert = jnp.zeros(1024, jnp.int32)
+    dw = jax.grad(lambda w: jnp.sum(grouped_matmul(x, w, expert).astype(jnp.float32)))(w)
+    np.testing.assert_array_equal(dw[0], 1024)
+    np.testing.assert_array_equal(dw[1], 0)
+
+
+def test_model_with_experts_equals_the_reference():
+    model, tokens = model_of(MOE), np.asarray(tokens_of(MOE))
+    expected = in_float64(reference.logits, MOE, model, tokens)
+    np.testing.assert_allclose(model(jnp.asarray(tokens)), expected, rtol=5e-4, atol=5e-4)
+    logits, cache = model.decode(jnp.asarray(tokens[:, :-1]), model.empty_cache(2, 40))
+    np.testing.assert_allclose(logits, expected[:, -2], rtol=5e-4, atol=5e-4)
+    logits, _ = model.decode(jnp.asarray(tokens[:, -1:]), cache)
+    np.testing.assert_allclose(logits, expected[:, -1], rtol=5e-4, atol=5e-4)
+
+
+@pytest.mark.parametrize("remat", [None, "nothing", "minimal", Policy(save=("router",))])
+def test_every_gradient_of_the_mean_loss(remat):
+    model, tokens = model_of(MOE, remat=remat, loss_tiles=3), np.asarray(tokens_of(MOE, T=38))
+    inputs, targets = jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])
+    graphdef, params = nnx.split(model)
+    grads = jax.jit(jax.grad(lambda p: loss_fn(graphdef, p, inputs, targets)))(params)
+    expected = in_float64(
+        lambda c, p: jax.jit(jax.grad(lambda p: reference.loss(c, p, inputs, targets)))(p), MOE, model
+    )
+    grads = nnx.to_pure_dict(grads)
+    assert "w_router" in grads["blocks"]
+    for (path, got), want in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
+        assert np.abs(want).max() > 0, path
+        assert np.linalg.norm(np.asarray(got, np.float64) - want) < 1e-4 * np.linalg.norm(want), path
+
+
+def test_the_routers_logits_can_be_saved():
+    """Saved, they are not computed again: one product less in the backward pass, and the same experts for certain."""
+
+    def products(remat):
+        graphdef, params = nnx.split(model_of(MOE, remat=remat, loss_tiles=1))
+        loss = lambda p: loss_fn(graphdef, p, tokens_of(MOE), tokens_of(MOE))  # noqa: E731
+        jaxpr = jax.make_jaxpr(jax.grad(loss))(params)
+        assert "router" in set(names_in(jaxpr.jaxpr))
+        return str(jaxpr).count("f32[2,37,24] f32[24,5]"), str(jaxpr).count("top_k")
+
+    (_, sorted_without), (_, sorted_with) = products("nothing"), products(Policy(save=("router",)))
+    assert sorted_without == sorted_with == 2  # choosing is repeated, from the same logits
+
+
+def test_experts_cost_what_the_chosen_compute():
+    """Eight times the experts: more groups to pad, at most as many as there are full, and no copy of the weights."""
+
+    def report(E):
+        S = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+        args = S(1, 2048, 64), S(64, E), S(E, 64, 128), S(E, 64, 128), S(E, 128, 64)
+        value = lambda x, router, gate, up, down: jnp.sum(mixture(x, router, gate, up, down, 2) ** 2)  # noqa: E731
+        return llamem.compile_report(jax.grad(value, argnums=(0, 1, 2, 3, 4)), *args)
+
+    few, many = report(4), report(32)
+    one_product = 2 * 2048 * 2 * 64 * 128
+    assert few.matmul_flops < 9 * one_product * 1.55 and many.matmul_flops < 9 * one_product * 2.1
+    weights = 3 * 32 * 64 * 128 * 4
+    padded = (4096 + 32 * 128) / (4096 + 4 * 512)
+    assert many.temp_bytes < padded * few.temp_bytes + weights
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_experts": 4}, "experts_per_token=0"),
+        ({"n_experts": 4, "experts_per_token": 5, "moe_d_ff": 8}, "n_experts=4, experts_per_token=5"),
+        ({"experts_per_token": 2}, "n_experts=0, experts_per_token=2"),
+        ({"moe_d_ff": 8}, "n_experts=0.*moe_d_ff=8"),
+    ],
+)
+@pytest.mark.usefixtures("as_a_user")
+def test_bad_mixtures_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        LlamaConfig().replace(**changes)
+
+
+def test_hugging_face_config_of_transformers_5():
+    hf = MOE.to_hf()
+    assert hf["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert LlamaConfig.from_hf(hf) == MOE
+    assert LlamaConfig.from_hf({"num_local_experts" if k == "num_experts" else k: v for k, v in hf.items()}) == MOE
+    for name, value in {"norm_topk_prob": False, "mlp_only_layers": [1], "decoder_sparse_step": 2}.items():
+        with pytest.raises(ValueError, match=name):
+            LlamaConfig.from_hf({**hf, name: value})
+    with pytest.raises(ValueError, match="norm_topk_prob=False"):
+        LlamaConfig.from_hf({k: v for k, v in hf.items() if k != "norm_topk_prob"})
+    with pytest.raises(ValueError, match="qk_norm"):
+        MOE.replace(qk_norm=False).to_hf()

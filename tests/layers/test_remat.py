@@ -1,0 +1,119 @@
+"""Policies: what each keeps, under both of JAX's rematerialisations; what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import llamem
+from llamem import POLICIES, Policy
+from llamem.layers import remat
+from llamem.memory.residuals import saved_residuals
+
+X = jax.random.normal(jax.random.key(0), (2, 6, 5))
+W = {name: jax.random.normal(jax.random.key(i), shape) for i, (name, shape) in enumerate(
+    {"wq": (5, 7), "up": (5, 9), "down": (9, 5)}.items(), start=1)}  # fmt: skip
+
+
+def layer(w, x):
+    q = checkpoint_name(jnp.tanh(x @ w["wq"]), "q")
+    attn = checkpoint_name(jax.nn.softmax(jnp.einsum("btd,bsd->bts", q, q)) @ x, "attn")
+    up = checkpoint_name(jnp.sin(attn @ w["up"]), "up")
+    return jnp.cos(up @ w["down"])
+
+
+C = jax.random.normal(jax.random.key(9), (2, 6, 5))
+
+
+def loss(policy):
+    return lambda w, x, c: jnp.sum(remat.checkpoint(layer, policy)(w, x) * jax.lax.stop_gradient(c))
+
+
+# Sorted shapes of what is kept and is no argument. Names: q [2,6,7], attn [2,6,5], up [2,6,9].
+Q, ATTN, UP = (2, 6, 7), (2, 6, 5), (2, 6, 9)
+NAMED = {
+    "nothing": [],
+    Policy(): [],
+    Policy(save=("q",)): [Q],
+    Policy(save=("attn", "up")): [ATTN, UP],
+    Policy(save_all_but=("up",)): [ATTN, Q],
+    "nothing_saveable": [],
+}
+
+
+@pytest.mark.parametrize("policy", NAMED, ids=str)
+def test_a_policy_of_names_keeps_these_arrays_and_no_other(remat3, policy):
+    rows = [row for row in saved_residuals(loss(policy), W, X, C).rows if not row.argument]
+    named = [row.shape for row in rows if row.operation.startswith("named '")]
+    assert sorted(named) == sorted(NAMED[policy])
+    assert len(rows) == len(named) + 1  # and the cotangent's weights, which do not belong to the layer
+
+
+@pytest.mark.parametrize("also", ["dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable"])
+def test_a_heuristic_beside_names_keeps_both(also):
+    def operations(policy):
+        return {row.operation for row in saved_residuals(loss(policy), W, X, C).rows if not row.argument}
+
+    assert operations(Policy(save=("attn",), also=also)) == operations(also) | {"named 'attn'"}
+
+
+def cannot(policy) -> bool:
+    """What remat3 does not understand and would silently treat as "recompute everything"."""
+    beyond = isinstance(policy, Policy) and (policy.offload or policy.also)
+    return bool(beyond or policy == "offload_dot_with_no_batch_dims") and getattr(jax.config, "jax_remat3", False)
+
+
+EVERY = [*(name for name in POLICIES if name in ("nothing", "attn") or name.endswith("saveable")), *NAMED]
+EVERY += [Policy(save=("q",), also="dots_saveable"), Policy(save=("q",), offload=("up",))]
+EVERY += ["offload_dot_with_no_batch_dims"]
+
+
+@pytest.mark.parametrize("policy", dict.fromkeys(EVERY), ids=str)
+def test_no_policy_changes_a_gradient(remat3, policy):
+    if cannot(policy):
+        with pytest.raises(ValueError, match="jax_remat3 on, this JAX would recompute everything"):
+            jax.grad(loss(policy))(W, X, C)
+        return
+    expected = jax.grad(loss(None), argnums=(0, 1))(W, X, C)
+    actual = jax.jit(jax.grad(loss(policy), argnums=(0, 1)))(W, X, C)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert np.any(b)
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+
+
+def test_every_policy_of_jax_is_reachable_or_says_what_to_write(as_a_user):
+    public = {name for name in dir(jax.checkpoint_policies) if not name.startswith("_")}
+    for name in public - set(POLICIES):
+        with pytest.raises(ValueError, match=r"write (llamem\.Policy\(|'dots)"):
+            remat.checkpoint(layer, name)
+    assert public & set(POLICIES) >= {"everything_saveable", "dots_saveable", "offload_dot_with_no_batch_dims"}
+
+
+def test_names_are_found_inside_checkpoints_and_unknown_ones_refused(remat3, as_a_user):
+    stacked = {name: jnp.stack([w, w]) for name, w in W.items()}
+    inner = remat.checkpoint(layer, "nothing")
+    llamem.apply_stack(inner, stacked, X, remat=Policy(save=("attn",)))
+    with pytest.raises(ValueError, match=r"mentions \['atn'\], but the layer produces \['attn', 'q', 'up'\]"):
+        llamem.apply_stack(inner, stacked, X, remat=Policy(save=("atn",)))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Policy(also="dots"), r"also='dots'\): expected one of nothing_saveable, everything_saveable"),
+        (lambda: Policy(offload=("q",), also="dots_saveable"), "cannot combine"),
+        (lambda: Policy(save=("q",), offload=("q",)), r"\['q'\] cannot be both"),
+        (lambda: Policy(save=("q",), save_all_but=("up",)), "save_all_but stands alone"),
+        (lambda: remat.checkpoint(layer, "dotz"), "no remat policy is called 'dotz'"),
+    ],
+)
+def test_bad_policies_are_refused(as_a_user, make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_offload_that_stays_is_said_aloud():
+    report = llamem.compile_report(jax.grad(loss(Policy(offload=("up",)))), W, X, C)
+    assert any("offloads to the host's memory" in warning for warning in report.warnings)
+    assert not llamem.compile_report(jax.grad(loss(Policy(save=("up",)))), W, X, C).warnings

@@ -1,0 +1,339 @@
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from llamem import Policy, apply_stack, stack_layers, unstack_layers
+from llamem.layers.stack import group_count
+from llamem.memory.jaxprs import inner_jaxprs
+
+MODES = ("scan", "unroll", "nested")
+REMATS = (None, "nothing", Policy(save=("pre",)), Policy(save_all_but=("pre",)), "dots_saveable", "everything_saveable")
+
+
+def layer(params, x):
+    pre = checkpoint_name(x @ params["w"], "pre")
+    return x + checkpoint_name(jnp.tanh(pre + params["b"]), "post")
+
+
+def stacked_params(n_layers, size=5, dtype=jnp.float32):
+    w, b = jax.random.split(jax.random.key(n_layers))
+    return {
+        "w": jax.random.normal(w, (n_layers, size, size), dtype) * 0.5,
+        "b": jax.random.normal(b, (n_layers, size), dtype),
+    }
+
+
+def inputs(size=5, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(7), (3, size), dtype)
+
+
+def in_float64(params, x):
+    """The stack, its hidden states and the gradients of its mean square, in numpy, written out by hand."""
+    w, b, x = np.asarray(params["w"], np.float64), np.asarray(params["b"], np.float64), np.asarray(x, np.float64)
+    hidden, acts = [x], []
+    for wl, bl in zip(w, b, strict=True):
+        acts.append(np.tanh(hidden[-1] @ wl + bl))
+        hidden.append(hidden[-1] + acts[-1])
+    dx, dw, db = 2 * hidden[-1] / hidden[-1].size, np.zeros_like(w), np.zeros_like(b)
+    for i in reversed(range(len(w))):
+        d = dx * (1 - acts[i] ** 2)
+        dw[i], db[i] = hidden[i].T @ d, d.sum(0)
+        dx = dx + d @ w[i].T
+    return hidden, {"w": dw, "b": db}, dx
+
+
+@pytest.mark.parametrize("n_layers", [0, 1, 6, 7])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("remat", REMATS, ids=str)
+def test_values_hidden_states_and_gradients(n_layers, mode, remat):
+    params, x = stacked_params(n_layers), inputs()
+    hidden, grads, dx = in_float64(params, x)
+
+    def loss(params, x):
+        out, states = apply_stack(layer, params, x, mode=mode, remat=remat, return_hidden=True)
+        return jnp.mean(out**2), (out, states)
+
+    (_, (out, states)), got = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(params, x)
+    np.testing.assert_allclose(out, hidden[-1], rtol=1e-5, atol=1e-6)
+    assert states.shape == (n_layers + 1, *x.shape)
+    np.testing.assert_allclose(states, hidden, rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(jax.tree.leaves(got), jax.tree.leaves((grads, dx)), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_bfloat16_gradients_equal_those_without_remat(mode):
+    params, x = stacked_params(6, dtype=jnp.bfloat16), inputs(dtype=jnp.bfloat16)
+
+    def loss(params, remat):
+        return jnp.mean(apply_stack(layer, params, x, mode=mode, remat=remat).astype(jnp.float32) ** 2)
+
+    plain, again = (jax.grad(loss)(params, remat) for remat in (None, "nothing"))
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+        assert a.dtype == jnp.bfloat16
+        assert np.linalg.norm(np.float32(a) - np.float32(b)) <= 1e-2 * np.linalg.norm(np.float32(a))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_per_layer_inputs_aux_and_pytree_carry(mode):
+    params, x = stacked_params(6), inputs()
+    keys = jax.random.split(jax.random.key(3), 6)
+
+    def noisy(p, carry, key):
+        x, count = carry
+        noise = jax.random.normal(key, x.shape)
+        return (layer(p, x) + noise, count + 1), {"noise": noise, "index": count}
+
+    def run(p, remat):
+        return apply_stack(noisy, p, (x, jnp.int32(0)), keys, mode=mode, remat=remat, has_aux=True, return_hidden=True)
+
+    (out, count), aux, hidden = jax.jit(run, static_argnums=1)(params, "nothing")
+    expected = x
+    for i in range(6):
+        noise = jax.random.normal(keys[i], x.shape)
+        np.testing.assert_allclose(hidden[0][i], expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(aux["noise"][i], noise)
+        expected = layer(jax.tree.map(lambda leaf, i=i: leaf[i], params), expected) + noise
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+    assert count == 6
+    np.testing.assert_array_equal(aux["index"], range(6))
+    # Every layer drew noise of its own, and the recomputation drew the same again.
+    assert len({float(noise[0, 0]) for noise in aux["noise"]}) == 6
+    grads = [jax.grad(lambda p, r=r: jnp.mean(run(p, r)[0][0] ** 2))(params) for r in (None, "nothing")]
+    for a, b in zip(*map(jax.tree.leaves, grads), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def count_executions(mode, remat, differentiate=True):
+    """How often the layer's body really runs, counted on the host."""
+    calls = []
+
+    def counted(p, x):
+        # The argument differs from layer to layer: a callback without one is hoisted out of the loop.
+        jax.debug.callback(lambda _: calls.append(1), x[0, 0])
+        return layer(p, x)
+
+    def loss(p):
+        return jnp.mean(apply_stack(counted, p, inputs(), mode=mode, remat=remat) ** 2)
+
+    jax.block_until_ready((jax.grad(loss) if differentiate else loss)(stacked_params(6)))
+    jax.effects_barrier()
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("mode", "remat", "times"),
+    [
+        ("scan", None, 6),
+        ("scan", "nothing", 12),
+        ("unroll", None, 6),
+        ("unroll", "nothing", 11),  # the last layer is left alone
+        ("nested", None, 6),
+        ("nested", "nothing", 18),  # the group runs again, then each of its layers again
+    ],
+)
+def test_the_layer_runs_again_in_the_backward_pass(mode, remat, times):
+    assert count_executions(mode, remat) == times
+    assert count_executions(mode, remat, differentiate=False) == 6
+
+
+def operations(mode, remat):
+    """How often each operation stands in the gradient's program, loop bodies once."""
+    counts = Counter()
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            counts[eqn.primitive.name] += 1
+            for inner in inner_jaxprs(eqn):
+                walk(inner)
+
+    loss = lambda p: jnp.mean(apply_stack(layer, p, inputs(), mode=mode, remat=remat) ** 2)  # noqa: E731
+    walk(jax.make_jaxpr(jax.grad(loss))(stacked_params(6)).jaxpr)
+    return counts
+
+
+def test_a_scanned_body_is_computed_once_more_and_no_other_operation_is():
+    plain, again, kept = (operations("scan", remat) for remat in (None, "nothing", Policy(save=("pre", "post"))))
+    assert (plain["dot_general"], again["dot_general"], kept["dot_general"]) == (3, 4, 3)
+    assert (plain["tanh"], again["tanh"]) == (1, 2)
+    # Unrolled, all layers but the last: 5 more. (The first layer's gradient stops at its weights: one product less.)
+    assert operations("unroll", None)["dot_general"] == 3 * 6 - 1
+    assert operations("unroll", "nothing")["dot_general"] == 3 * 6 - 1 + 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_dropout_is_the_same_in_both_passes_where_its_key_is_an_input(mode):
+    params, keys = stacked_params(6), jax.random.split(jax.random.key(9), 6)
+
+    def dropped(p, x, key):
+        return layer(p, x) * jax.random.bernoulli(key, 0.6, x.shape) / 0.6
+
+    def grads(remat, layer=dropped):
+        loss = lambda p: jnp.mean(apply_stack(layer, p, inputs(), keys, mode=mode, remat=remat) ** 2)  # noqa: E731
+        return jax.grad(loss)(params)
+
+    for a, b in zip(*map(jax.tree.leaves, (grads(None), grads("nothing"))), strict=True):
+        assert np.abs(a - b).max() <= 1e-6 * np.abs(b).max()
+    # A layer that draws from a counter outside instead: tracing keeps the first draw and repeats it in every layer.
+    draws = iter(range(100))
+    stateful = lambda p, x, key: dropped(p, x, jax.random.key(next(draws)))  # noqa: E731
+    wrong = jax.tree.leaves(grads("nothing", stateful))
+    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(jax.tree.leaves(grads("nothing")), wrong, strict=True))
+
+
+def test_layers_made_under_vmap_are_those_made_one_by_one():
+    class Linear(nnx.Module):
+        def __init__(self, key):
+            self.w = nnx.Param(jax.random.normal(key, (5, 5)))
+
+    keys = jax.random.split(jax.random.key(4), 3)
+    together = jax.vmap(lambda key: nnx.state(Linear(key)))(keys)
+    one_by_one = stack_layers([nnx.state(Linear(key)) for key in keys])
+    jax.tree.map(np.testing.assert_array_equal, together, one_by_one)
+    graphdef = nnx.graphdef(Linear(keys[0]))
+
+    def module(state, x):
+        return x @ nnx.merge(graphdef, state).w[...]
+
+    expected = inputs()
+    for key in keys:
+        expected = expected @ jax.random.normal(key, (5, 5))
+    np.testing.assert_allclose(apply_stack(module, together, inputs(), remat="nothing"), expected, rtol=1e-5)
+
+
+def test_adapters_ride_along_as_inputs_and_only_they_get_gradients():
+    params, x = stacked_params(6), inputs()
+    a, b = jax.random.normal(jax.random.key(5), (2, 6, 5, 2))
+    adapters = {"a": a, "b": b.swapaxes(1, 2)}
+
+    def adapted(p, x, lora):
+        return layer({**p, "w": p["w"] + lora["a"] @ lora["b"]}, x)
+
+    def loss(adapters, mode, remat):
+        return jnp.mean(apply_stack(adapted, params, x, adapters, mode=mode, remat=remat) ** 2)
+
+    _, dense, _ = in_float64({**params, "w": params["w"] + a @ adapters["b"]}, x)
+    expected = {"a": dense["w"] @ np.asarray(adapters["b"], np.float64).swapaxes(1, 2)}
+    expected["b"] = np.asarray(a, np.float64).swapaxes(1, 2) @ dense["w"]
+    for mode in MODES:
+        got = jax.grad(loss)(adapters, mode, "nothing")
+        for name in expected:
+            error = np.abs(got[name] - expected[name]).max()
+            assert error < 1e-4 * np.abs(expected[name]).max(), (mode, name)
+
+
+def stored_bytes(mode, remat, n_layers):
+    def loss(params, x):
+        return jnp.mean(apply_stack(layer, params, x, mode=mode, remat=remat) ** 2)
+
+    _, pull = jax.vjp(lambda params: loss(params, inputs(64)), stacked_params(n_layers, 64))
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(pull))
+
+
+def test_what_is_stored_grows_as_each_mode_promises():
+    x_bytes = inputs(64).nbytes
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(stacked_params(1, 64)))
+
+    def slope(mode, remat):
+        return (stored_bytes(mode, remat, 16) - stored_bytes(mode, remat, 4)) / 12
+
+    assert slope("scan", "nothing") == pytest.approx(x_bytes + weights, rel=0.02)
+    assert slope("unroll", "nothing") == pytest.approx(x_bytes + weights, rel=0.02)
+    assert slope("scan", Policy(save=("pre",))) == pytest.approx(2 * x_bytes + weights, rel=0.02)
+    # 16 layers in 4 groups store 4 inputs, 4 layers in 2 groups store 2.
+    assert slope("nested", "nothing") == pytest.approx(x_bytes * 2 / 12 + weights, rel=0.02)
+    assert slope("scan", None) > 2.5 * x_bytes
+
+
+def program_size(mode, n_layers):
+    return len(str(jax.make_jaxpr(lambda p: apply_stack(layer, p, inputs(), mode=mode))(stacked_params(n_layers))))
+
+
+def test_program_of_a_scan_does_not_grow_with_depth():
+    assert program_size("scan", 32) < 1.05 * program_size("scan", 4)
+    assert program_size("nested", 64) < 1.05 * program_size("nested", 4)
+    assert program_size("unroll", 32) > 4 * program_size("unroll", 4)
+
+
+def test_scan_returns_no_copy_of_the_weights():
+    params = stacked_params(6, 64)
+    out = jax.eval_shape(lambda p: jax.vjp(lambda p: apply_stack(layer, p, inputs(64)), p)[0], params)
+    assert out.shape == (3, 64)
+    analysis = jax.jit(lambda p: apply_stack(layer, p, inputs(64))).lower(params).compile().memory_analysis()
+    assert analysis is not None and analysis.temp_size_in_bytes < params["w"].nbytes / 2
+
+
+@pytest.mark.parametrize(("n_layers", "groups"), [(1, 1), (6, 2), (7, 1), (16, 4), (32, 4), (80, 8)])
+def test_group_count_stores_fewest_inputs(n_layers, groups):
+    best = min(g + n_layers // g for g in range(1, n_layers + 1) if n_layers % g == 0)
+    got = group_count(n_layers)
+    assert n_layers % got == 0
+    assert got + n_layers // got == best == groups + n_layers // groups
+
+
+def test_stack_and_unstack_are_inverse():
+    params = stacked_params(5)
+    layers = unstack_layers(params)
+    assert len(layers) == 5
+    np.testing.assert_array_equal(layers[3]["w"], params["w"][3])
+    jax.tree.map(np.testing.assert_array_equal, stack_layers(layers), params)
+    with pytest.raises(ValueError, match="no layer"):
+        stack_layers([])
+
+
+def test_works_under_vmap_and_second_derivatives():
+    params, x = stacked_params(4), jnp.stack([inputs(), 2 * inputs()])
+
+    def loss(params, x, remat):
+        return jnp.mean(apply_stack(layer, params, x, remat=remat) ** 2)
+
+    plain, again = (jax.vmap(jax.grad(loss), (None, 0, None))(params, x, r) for r in (None, "nothing"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), plain, again)
+    plain, again = (jax.hessian(loss, argnums=1)(params, x[0], r) for r in (None, "nothing"))
+    np.testing.assert_allclose(plain, again, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"mode": "loop"}, ValueError, "mode='loop'"),
+        ({"remat": "nothin"}, ValueError, "'nothin'.*Known: nothing"),
+        ({"remat": Policy(save=("pst",))}, ValueError, r"\['pst'\].*\['post', 'pre'\]"),
+        ({"remat": jax.checkpoint_policies.save_only_these_names}, TypeError, "Callables are not taken"),
+        ({"remat": lambda *_, **__: True}, TypeError, "Callables are not taken"),
+    ],
+)
+@pytest.mark.usefixtures("as_a_user")
+def test_bad_options_are_refused(changes, error, words):
+    with pytest.raises(error, match=words):
+        apply_stack(layer, stacked_params(3), inputs(), **changes)
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_bad_layers_and_parameters_are_refused():
+    params = stacked_params(3)
+    with pytest.raises(TypeError, match="must return x as it came"):
+        apply_stack(lambda p, x: (x @ p["w"]).astype(jnp.bfloat16), params, inputs())
+    with pytest.raises(ValueError, match="common first axis"):
+        apply_stack(layer, {"w": params["w"], "b": params["b"][:2]}, inputs())
+    with pytest.raises(ValueError, match="scalars"):
+        apply_stack(layer, {**params, "scale": jnp.float32(1)}, inputs())
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "words"),
+    [
+        ({"save": ("a",), "offload": ("a",)}, ValueError, "both saved"),
+        ({"save": "attn"}, TypeError, "tuple of names"),
+        ({"save": ("a",), "save_all_but": ("b",)}, ValueError, "stands alone"),
+    ],
+)
+@pytest.mark.usefixtures("as_a_user")
+def test_contradictory_policies_are_refused(fields, error, words):
+    with pytest.raises(error, match=words):
+        Policy(**fields)

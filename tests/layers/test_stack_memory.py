@@ -1,0 +1,120 @@
+"""What layer stacks cost, by the chips' compilers: one residual stream per layer, and no second copy of weights."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import llamem
+
+WIDTH, TOKENS = 1024, 16_384
+
+
+def layer(w, x_ND):
+    return x_ND + jnp.sin(jnp.tanh(x_ND @ w["up"])) @ w["down"]
+
+
+def stacked(depth, dtype=jnp.bfloat16):
+    matrix = jax.ShapeDtypeStruct((depth, WIDTH, WIDTH), dtype)
+    return {"up": matrix, "down": matrix}
+
+
+def listed(depth):
+    matrix = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.bfloat16)
+    return [{"up": matrix, "down": matrix}] * depth
+
+
+def loss(w, x, **how):
+    return jnp.sum(llamem.apply_stack(layer, w, x, **how).astype(jnp.float32) ** 2)
+
+
+X = jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.bfloat16)
+ON = [
+    pytest.param("cpu"),
+    *(pytest.param(chip, marks=pytest.mark.tpu_compile) for chip in ("v5e-1", "v6e-1", "v5p-1")),
+    *(pytest.param(chip, marks=pytest.mark.gpu_compile) for chip in ("t4", "l4", "a100-40", "a100-80", "h100")),
+]
+
+
+@pytest.fixture
+def chip(request):
+    if not llamem.available(request.param):
+        pytest.skip(f"no compiler for {request.param} here")
+    return request.param
+
+
+@pytest.mark.parametrize("chip", ON, indirect=True)
+def test_one_more_scanned_layer_costs_one_more_x(chip):
+    # CPUs have no bfloat16 products: they would keep the stream in float32.
+    dtype = jnp.float32 if chip == "cpu" else jnp.bfloat16
+    x = jax.ShapeDtypeStruct(X.shape, dtype)
+
+    def temporaries(depth) -> int:
+        report = llamem.compile_report(jax.grad(partial(loss, remat="nothing")), stacked(depth, dtype), x, target=chip)
+        return report.parts["temporaries"]
+
+    assert (temporaries(16) - temporaries(8)) / 8 == pytest.approx(x.size * x.dtype.itemsize, rel=0.02)
+
+
+@pytest.mark.parametrize("chip", ON[1::3], indirect=True)
+def test_stacking_inside_the_step_costs_the_copy(chip):
+    depth = 12
+    copy = depth * 2 * WIDTH * WIDTH * 2
+
+    def stacks(layers, x):
+        return loss(llamem.stack_layers(layers), x, remat="nothing")
+
+    once = llamem.compile_report(jax.grad(partial(loss, remat="nothing")), stacked(depth), X, target=chip)
+    each = llamem.compile_report(jax.grad(stacks), listed(depth), X, target=chip)
+    assert each.peak_bytes - once.peak_bytes >= copy
+
+
+@pytest.mark.parametrize("chip", ON[3::3], indirect=True)
+def test_a_llamas_layers_cost_one_x_each_and_save_what_they_should(chip):
+    def report(depth, remat):
+        config = llamem.LlamaConfig.from_name(
+            "llama3.2-1b", n_layers=depth, vocab_size=512, param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16
+        )
+        graphdef, params = nnx.split(
+            nnx.eval_shape(lambda: llamem.Llama(config, rngs=nnx.Rngs(0), plan=llamem.Plan(remat=remat)))
+        )
+        number = lambda p, t: jnp.sum(nnx.merge(graphdef, p).hidden(t).astype(jnp.float32) ** 2)  # noqa: E731
+        tokens_BT = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
+        return llamem.compile_report(jax.grad(number), params, tokens_BT, target=chip)
+
+    low, high = report(8, "nothing"), report(16, "nothing")
+    slope = (high.parts["temporaries"] - low.parts["temporaries"]) / 8
+    assert slope == pytest.approx(2048 * 2048 * 2, rel=0.02)
+    assert report(8, None).parts["temporaries"] > 4 * low.parts["temporaries"]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2e-2)])
+def test_gradients_are_the_same_in_every_mode(dtype, tolerance):
+    keys = jax.random.split(jax.random.key(0), 3)
+    make = lambda key, *shape: (jax.random.normal(key, shape) / 4).astype(dtype)  # noqa: E731
+    w = {"up": make(keys[0], 6, 16, 16), "down": make(keys[1], 6, 16, 16)}
+    x = make(keys[2], 7, 16)
+
+    def gradient(**how):
+        return jax.tree.map(np.float64, jax.jit(jax.grad(partial(loss, **how), argnums=(0, 1)))(w, x))
+
+    expected = gradient(mode="unroll", remat=None)
+    for mode in ("scan", "unroll", "nested"):
+        for remat in (None, "nothing", "dots_saveable"):
+            for a, b in zip(*map(jax.tree.leaves, (gradient(mode=mode, remat=remat), expected)), strict=True):
+                assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), (mode, remat)
+
+
+@pytest.mark.parametrize("n_layers", [1, 2, 3, 7, 12, 13])
+def test_nesting_takes_any_depth(n_layers):
+    w = jax.random.normal(jax.random.key(1), (n_layers, 5, 5)) / 3
+    x = jax.random.normal(jax.random.key(2), (4, 5))
+    flat = lambda w, x: jnp.sin(x @ w)  # noqa: E731
+
+    def gradient(mode):
+        return jax.grad(lambda w: jnp.sum(llamem.apply_stack(flat, w, x, mode=mode, remat="nothing") ** 2))(w)
+
+    np.testing.assert_allclose(gradient("nested"), gradient("unroll"), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,157 @@
+"""Tiled primitives equal the plain function: values and every gradient, however the tiles fall."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from llamem.layers.tiling import fold_tiles, tile_size, tiled_map, tiled_sum
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+X = jax.random.normal(KEYS[0], (13, 5))
+PARAMS = {"w": jax.random.normal(KEYS[1], (5, 7)), "b": jax.random.normal(KEYS[2], (7,)), "step": jnp.int32(3)}
+LABELS = jax.random.randint(KEYS[3], (13,), 0, 7)
+
+
+def scalar_of(params, tile):
+    """Not linear, not symmetric, and different for every row."""
+    x, labels = tile
+    out = jnp.tanh(x @ params["w"] + params["b"]) * params["step"]
+    return jnp.sum(jnp.sin(out) * (labels[:, None] + 1.0))
+
+
+def tiled(num_tiles):
+    return lambda params, x: tiled_sum(scalar_of, params, (x, LABELS), num_tiles)
+
+
+def plain(params, x):
+    return scalar_of(params, (x, LABELS))
+
+
+def assert_trees_close(actual, expected, rtol=1e-4, atol=2e-5):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == e.dtype and a.shape == e.shape
+        if a.dtype != jax.dtypes.float0:
+            np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(e, np.float64), rtol, atol)
+
+
+def matrix_products(fn, *args) -> int:
+    return str(jax.make_jaxpr(fn)(*args)).count("dot_general")
+
+
+@pytest.mark.parametrize("num_tiles", [1, 2, 4, 13, 50])
+@pytest.mark.parametrize("outer", [lambda s: s, lambda s: -7.5 * s, lambda s: jnp.sin(s)], ids=["1", "-7.5", "sin"])
+def test_sum_and_every_gradient_equal_the_plain_ones(num_tiles, outer):
+    grad = lambda f: jax.value_and_grad(lambda p, x: outer(f(p, x)), argnums=(0, 1), allow_int=True)(PARAMS, X)  # noqa: E731
+    assert_trees_close(grad(tiled(num_tiles)), grad(plain))
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
+def test_sum_under_transformations(wrap):
+    grad = lambda f: jax.grad(f, argnums=(0, 1), allow_int=True)(PARAMS, X)  # noqa: E731
+    assert_trees_close(grad(wrap(tiled(4))), grad(plain))
+
+
+def test_sum_under_vmap_and_scan():
+    many = jnp.stack([X, 2 * X, X - 1])
+    grad = lambda f: jax.grad(lambda x: f(PARAMS, x))  # noqa: E731
+    expected = jax.vmap(grad(plain))(many)
+    assert_trees_close(jax.vmap(grad(tiled(4)))(many), expected)
+    assert_trees_close(jax.lax.scan(lambda c, x: (c, grad(tiled(4))(x)), 0, many)[1], expected)
+
+    def twice(f):
+        return jax.grad(lambda w: jax.lax.scan(lambda c, x: (c + f(PARAMS | {"w": w}, x), None), 0.0, many)[0])
+
+    assert_trees_close(twice(tiled(4))(PARAMS["w"]), twice(plain)(PARAMS["w"]))
+
+
+def test_second_derivatives_by_forward_over_reverse():
+    hessian = lambda f: jax.hessian(lambda w: f(PARAMS | {"w": w}, X))(PARAMS["w"])  # noqa: E731
+    assert_trees_close(hessian(tiled(4)), hessian(plain), 1e-4, 1e-4)
+
+
+def test_what_is_frozen_costs_nothing():
+    one = tiled(1)
+    floats = {k: PARAMS[k] for k in ("w", "b")}
+    full = lambda p, x: one(p | {"step": PARAMS["step"]}, x)  # noqa: E731
+    assert matrix_products(full, floats, X) == 1
+    assert matrix_products(jax.grad(full, argnums=(0, 1)), floats, X) == 3
+    assert matrix_products(jax.grad(full), floats, X) == 2
+    assert matrix_products(jax.grad(lambda x: full(floats, x)), X) == 2
+    assert matrix_products(jax.grad(lambda p, x: full(jax.lax.stop_gradient(p), x), argnums=(0, 1)), floats, X) == 2
+
+
+def test_parameter_gradients_grow_in_float32():
+    # 4096 tiles add 1 each: a bfloat16 sum stops at 256.
+    xs = jnp.ones((4096, 1), jnp.bfloat16)
+    fn = lambda p, x: jnp.sum(p * x)  # noqa: E731
+    grad = jax.grad(lambda p: tiled_sum(fn, p, xs, 4096))(jnp.bfloat16(1))
+    assert grad.dtype == jnp.bfloat16 and grad == 4096
+    lossy = jax.grad(lambda p: tiled_sum(fn, p, xs, 4096, accumulate_dtype=jnp.bfloat16))(jnp.bfloat16(1))
+    assert lossy == 256
+
+
+@pytest.mark.parametrize("num_tiles", [1, 3, 13, 50])
+def test_map_equals_the_plain_function(num_tiles):
+    def block(params, x):
+        return {"out": jnp.tanh(x @ params["w"]) + params["b"], "norm": jnp.sum(x**2, -1)}
+
+    def loss(f, p, x):
+        out = f(p, x)
+        return jnp.sum(jnp.sin(out["out"])) + jnp.sum(out["norm"] * LABELS)
+
+    p = {k: PARAMS[k] for k in ("w", "b")}
+    tiles = lambda p, x: tiled_map(lambda t: block(p, t), x, num_tiles)  # noqa: E731
+    assert_trees_close(tiles(p, X), block(p, X))
+    grad = lambda f: jax.value_and_grad(lambda p, x: loss(f, p, x), argnums=(0, 1))(p, X)  # noqa: E731
+    assert_trees_close(grad(tiles), grad(block))
+    tangent = jax.tree.map(jnp.ones_like, p)
+    assert_trees_close(
+        jax.jvp(lambda p: tiles(p, X), (p,), (tangent,)), jax.jvp(lambda p: block(p, X), (p,), (tangent,))
+    )
+
+
+def test_map_keeps_one_tile_of_activations():
+    x, w = jax.ShapeDtypeStruct((4096, 64), jnp.float32), jax.ShapeDtypeStruct((64, 2048), jnp.float32)
+    wide_mlp = lambda w, x: jnp.tanh(x @ w) @ w.T  # noqa: E731
+
+    def temporaries(f):
+        loss = lambda w, x: jnp.sum(f(w, x) ** 2)  # noqa: E731
+        analysis: Any = jax.jit(jax.grad(loss)).lower(w, x).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    untiled, tiles = temporaries(wide_mlp), temporaries(lambda w, x: tiled_map(lambda t: wide_mlp(w, t), x, 16))
+    no_remat = temporaries(lambda w, x: jax.lax.map(lambda t: wide_mlp(w, t), x.reshape(16, 256, 64)).reshape(x.shape))
+    activations = 4096 * 2048 * 4
+    assert untiled > activations and no_remat > activations
+    assert tiles < activations / 3
+
+
+def test_fold_joins_rows_and_carries():
+    def step(total, tile):
+        return total + jnp.sum(tile["x"]), tile["x"] * 2
+
+    total, rows = jax.jit(lambda x: fold_tiles(step, jnp.float32(0), {"x": x}, 3, align=4))(X)
+    np.testing.assert_allclose(total, X.sum(), rtol=1e-5)
+    np.testing.assert_array_equal(rows, X * 2)
+
+
+def test_no_rows_is_a_sum_of_nothing():
+    empty = (jnp.zeros((0, 5)), jnp.zeros(0, int))
+    assert tiled_sum(scalar_of, PARAMS, empty, 4) == 0
+    assert tiled_map(lambda x: x @ PARAMS["w"], empty[0], 4).shape == (0, 7)
+
+
+def test_tile_sizes():
+    assert [tile_size(13, n) for n in (1, 2, 4, 13, 50)] == [13, 7, 4, 1, 1]
+    assert tile_size(1000, 7, align=128) == 256 and tile_size(100, 1, align=128) == 100
+
+
+def test_bad_input_is_named(as_a_user):
+    with pytest.raises(ValueError, match="num_tiles must be a whole number of at least 1, got 0"):
+        tiled_map(jnp.sin, X, 0)
+    with pytest.raises(ValueError, match=r"same leading axis.*\(13, 5\).*\(12,\)"):
+        tiled_sum(scalar_of, PARAMS, (X, LABELS[:12]), 2)

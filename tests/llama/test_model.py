@@ -1,0 +1,156 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from flax import nnx
+from models import SMALL, VARIANTS, in_float64, model_of, tokens_of
+
+from llamem import generate
+from llamem.layers.attention import causal_attention
+from llamem.llama import ACTIVATIONS
+from llamem.llama.sample import pick_token
+from llamem.train.step import loss_fn
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_equal_the_reference(name):
+    config = VARIANTS[name]
+    model, tokens = model_of(config), np.asarray(tokens_of(config))
+    expected = in_float64(reference.logits, config, model, tokens)
+    np.testing.assert_allclose(model(jnp.asarray(tokens)), expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("remat", [None, "nothing"])
+@pytest.mark.parametrize("num_tiles", [None, 3])
+def test_every_gradient_of_the_mean_loss(tied, remat, num_tiles):
+    """The test that a feature shipped without for eleven months: mean loss, real layers, every leaf."""
+    config = SMALL.replace(tied_head=tied)
+    model, tokens = model_of(config, remat=remat, loss_tiles=num_tiles), np.asarray(tokens_of(config, T=38))
+    inputs, targets = jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])
+    graphdef, params = nnx.split(model)
+
+    def mine(params):
+        return 3.0 * loss_fn(graphdef, params, inputs, targets)
+
+    def theirs(config, params):
+        return jax.value_and_grad(lambda p: 3.0 * reference.loss(config, p, inputs, targets))(params)
+
+    value, grads = jax.jit(jax.value_and_grad(mine))(params)
+    expected_value, expected = in_float64(theirs, config, model)
+    np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+    grads = nnx.to_pure_dict(grads)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected)
+    for (path, got), want in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
+        assert np.abs(want).max() > 0, path
+        error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+        assert error < 1e-4, (path, error)
+
+
+@pytest.mark.parametrize("mode", ["scan", "unroll", "nested"])
+@pytest.mark.parametrize("remat", ["nothing", "attn", "minimal"])
+def test_modes_and_policies_change_no_gradient(mode, remat):
+    tokens = tokens_of(SMALL)
+
+    def grads(**options):
+        graphdef, params = nnx.split(model_of(SMALL, **options))
+        return jax.jit(jax.grad(lambda p: loss_fn(graphdef, p, tokens, tokens)))(params)
+
+    plain, other = grads(mode="unroll", remat=None), grads(mode=mode, remat=remat)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(other), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(a)
+
+
+def test_activation_names_are_those_of_the_block():
+    from llamem.memory.jaxprs import names_in
+
+    graphdef, params = nnx.split(model_of(SMALL))
+    jaxpr = jax.make_jaxpr(lambda p: nnx.merge(graphdef, p)(tokens_of(SMALL)))(params)
+    assert set(names_in(jaxpr.jaxpr)) == set(ACTIVATIONS)
+
+
+def test_hidden_states():
+    model, tokens = model_of(SMALL), tokens_of(SMALL)
+    x_BTD, hidden = model.hidden(tokens, return_hidden=True)
+    assert hidden.shape == (SMALL.n_layers + 1, *x_BTD.shape)
+    np.testing.assert_array_equal(hidden[0], model.embedding[...][tokens])
+    one_layer = model_of(SMALL.replace(n_layers=1))
+    nnx.update(one_layer, nnx.state(model, lambda path, _: "blocks" not in path))
+    nnx.update(one_layer.blocks, jax.tree.map(lambda leaf: leaf[:1], nnx.state(model.blocks)))
+    np.testing.assert_allclose(one_layer.hidden(tokens, return_hidden=True)[1][1], hidden[1], rtol=1e-5, atol=1e-5)
+
+
+def test_eval_turns_rematerialisation_off_and_train_on():
+    graphdef, params = nnx.split(model_of(SMALL))
+
+    def program(train):
+        def loss(p):
+            model = nnx.merge(graphdef, p)
+            (model.train if train else model.eval)()
+            return jnp.mean(model(tokens_of(SMALL)))
+
+        return str(jax.make_jaxpr(jax.grad(loss))(params))
+
+    assert "checkpoint" in program(train=True) or "remat" in program(train=True)
+    assert "checkpoint" not in program(train=False) and "remat" not in program(train=False)
+
+
+@pytest.mark.parametrize("name", ["untied", "qwen3", "rope scaling"])
+@pytest.mark.parametrize("remat", [None, "nothing"])
+def test_decoding_with_the_cache_equals_reading_at_once(name, remat):
+    config = VARIANTS[name]
+    model, tokens = model_of(config, remat=remat), tokens_of(config, T=13)
+    cache = model.empty_cache(2, 16)
+    logits, cache = model.decode(tokens[:, :6], cache)
+    decode = nnx.jit(lambda model, t, cache: model.decode(t, cache))
+    for i in range(6, 13):
+        np.testing.assert_allclose(logits, model(tokens[:, :i])[:, -1], rtol=1e-4, atol=1e-4)
+        logits, cache = decode(model, tokens[:, i : i + 1], cache)
+    assert cache.length == 13 and cache.k_LBSKh.shape == (3, 2, 16, config.n_kv_heads, 8)
+    np.testing.assert_array_equal(cache.k_LBSKh[:, :, 13:], 0)
+
+
+def test_greedy_generation_equals_reading_everything_again():
+    model, prompt = model_of(SMALL), tokens_of(SMALL, T=5)
+    seen = prompt
+    for _ in range(7):
+        seen = jnp.concatenate([seen, jnp.argmax(model(seen)[:, -1], axis=-1)[:, None]], axis=1)
+    np.testing.assert_array_equal(generate(model, prompt, 7, temperature=0), seen[:, 5:])
+
+
+def test_top_p_draws_from_the_likeliest_only_and_in_proportion():
+    probs = np.array([0.5, 0.05, 0.3, 0.15])
+    keys = jax.random.split(jax.random.key(0), 4000)
+
+    def frequencies(top_p, temperature=1.0):
+        logits = jnp.log(jnp.asarray(probs))[None] * temperature
+        drawn = jax.vmap(lambda key: pick_token(logits, key, temperature, top_p)[0])(keys)
+        return np.bincount(drawn, minlength=4) / len(keys)
+
+    np.testing.assert_allclose(frequencies(1.0), probs, atol=0.03)
+    np.testing.assert_allclose(frequencies(0.7, 2.0), np.array([0.5, 0, 0.3, 0]) / 0.8, atol=0.03)
+    np.testing.assert_allclose(frequencies(0.4), [1, 0, 0, 0])
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_bad_input_is_refused():
+    model = model_of(SMALL)
+    with pytest.raises(ValueError, match=r"513 tokens.*max_seq_len=512"):
+        model(tokens_of(SMALL, T=513))
+    with pytest.raises(ValueError, match="513 tokens"):
+        generate(model, tokens_of(SMALL, T=500), 13, temperature=0)
+    with pytest.raises(ValueError, match="needs a key"):
+        generate(model, tokens_of(SMALL), 3)
+    with pytest.raises(ValueError, match="top_p=0"):
+        generate(model, tokens_of(SMALL), 3, top_p=0.0)
+    with pytest.raises(ValueError, match="needs q_positions"):
+        causal_attention(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 5, 2, 4)), jnp.ones((1, 5, 2, 4)))
+
+
+def test_bfloat16_compute_keeps_float32_parameters_and_logits():
+    model = model_of(SMALL.replace(compute_dtype=jnp.bfloat16), scale=1.0)
+    logits = model(tokens_of(SMALL))
+    assert logits.dtype == jnp.float32 and model.hidden(tokens_of(SMALL)).dtype == jnp.bfloat16
+    same = model_of(SMALL, scale=1.0)(tokens_of(SMALL))
+    assert 0 < np.linalg.norm(logits - same) < 0.03 * np.linalg.norm(same)

@@ -1,0 +1,51 @@
+import pytest
+
+from llamem import Llama, LlamaConfig, Plan, Policy
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"remat": "nothin"}, "no remat policy is called 'nothin'"),
+        ({"remat": lambda *_: True}, "hand-written policy"),
+        ({"mode": "scam"}, "mode='scam'"),
+        ({"attention": "flash"}, "attention='flash'"),
+        ({"loss_tiles": -1}, "loss_tiles=-1"),
+        ({"loss_tiles": 0}, "loss_tiles=0"),
+        ({"loss_tiles": True}, "loss_tiles=True"),
+        ({"loss_tiles": 2.0}, "loss_tiles=2.0"),
+        ({"loss_axis": "rows"}, "loss_axis='rows'"),
+        ({"loss_tiles": None, "loss_axis": "vocab"}, "no tiles to cut"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_when_the_plan_is_made(wrong, says, as_a_user):
+    with pytest.raises((ValueError, TypeError), match=says):
+        Plan(**wrong)
+    with pytest.raises((ValueError, TypeError), match=says):
+        Plan().replace(**wrong)
+
+
+def test_a_plan_is_frozen_and_compares_and_hashes_by_value():
+    one, other = Plan(remat=Policy(save=("attn",)), loss_tiles=3), Plan(loss_tiles=3)
+    assert one != other and one == other.replace(remat=Policy(save=("attn",))) and len({one, other}) == 2
+    with pytest.raises(AttributeError):
+        one.mode = "unroll"  # pyrefly: ignore[read-only]
+    with pytest.raises(TypeError):
+        one.replace(num_tiles=3)
+
+
+def test_a_model_is_computed_as_its_plan_says():
+    import jax
+    from flax import nnx
+
+    config = LlamaConfig(
+        vocab_size=50, d_model=8, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=12, max_seq_len=16
+    )
+
+    def program(plan):
+        graphdef, params = nnx.split(Llama(config, rngs=nnx.Rngs(0), plan=plan))
+        tokens_BT = jax.numpy.zeros((1, 5), int)
+        return str(jax.make_jaxpr(lambda p: nnx.merge(graphdef, p).hidden(tokens_BT))(params))
+
+    assert "scan" in program(Plan()) and "scan" not in program(Plan(mode="unroll"))
+    assert "remat" in program(Plan()) and "remat" not in program(Plan(remat=None))

@@ -1,0 +1,249 @@
+import json
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from make_golden import GOLDEN, MODELS
+from models import MOE, VARIANTS, model_of, tokens_of
+
+import llamem
+from llamem.llama.pretrained import _tensors
+from llamem.train.step import loss_fn
+
+safetensors = pytest.importorskip("safetensors.numpy")
+
+
+def by_file_name(params):
+    """Our stacked arrays cut up as the files hold them."""
+    found = {}
+    for tensor in _tensors(params):
+        leaf = params
+        for key in tensor.path:
+            leaf = leaf[key]
+        piece = np.asarray(leaf[tensor.index])
+        found[tensor.name] = piece.reshape(tensor.shape[::-1]).T if tensor.linear else piece
+    return found
+
+
+def assert_same_numbers(folder, numbers, **plan):
+    """Logits, loss, every gradient and greedy decoding of the folder's model equal another project's."""
+    model = llamem.load_pretrained(folder, plan=llamem.Plan(loss_tiles=3).replace(**plan))
+    tokens = jnp.asarray(numbers["tokens"])
+    logits = np.asarray(model(tokens), np.float64)
+    np.testing.assert_allclose(logits, numbers["logits"], rtol=1e-4, atol=1e-4 * np.abs(numbers["logits"]).max())
+    graphdef, params = nnx.split(model)
+    mean_loss = jax.jit(jax.value_and_grad(lambda p: loss_fn(graphdef, p, tokens[:, :-1], tokens[:, 1:])))
+    loss, gradients = mean_loss(params)
+    assert abs(loss - numbers["loss"]) < 1e-5 * abs(numbers["loss"])
+    mine = by_file_name(nnx.to_pure_dict(gradients))
+    theirs = {name.removeprefix("grad "): g for name, g in numbers.items() if name.startswith("grad ")}
+    assert set(mine) == set(theirs)
+    for name, expected in theirs.items():
+        assert np.abs(expected).max() > 0 or "experts" in name, name
+        assert np.linalg.norm(mine[name] - expected) <= 1e-4 * np.linalg.norm(expected) + 1e-7, name
+    generated = llamem.generate(model, tokens[:, :8], 12, temperature=0)
+    np.testing.assert_array_equal(generated, numbers["generated"])
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_numbers_of_transformers(name):
+    with np.load(GOLDEN / name / "numbers.npz") as numbers:
+        assert_same_numbers(GOLDEN / name, dict(numbers))
+
+
+@pytest.mark.parametrize("config", [*VARIANTS.values(), MOE], ids=[*VARIANTS, "moe"])
+@pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 20_000])
+def test_round_trip(tmp_path, config, max_shard_bytes):
+    model = model_of(config)
+    folder = llamem.save_pretrained(model, tmp_path / "saved", max_shard_bytes=max_shard_bytes)
+    assert (folder / "model.safetensors.index.json").exists() == (max_shard_bytes < 10**6 and config.n_layers > 0)
+    assert not list(tmp_path.glob("*.unfinished"))
+    again = llamem.load_pretrained(folder)
+    assert again.config == config
+    jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (model, again)))
+    in_bf16 = llamem.load_pretrained(
+        folder, dtype=jnp.bfloat16, compute_dtype=jnp.float32, plan=llamem.Plan(remat=None)
+    )
+    assert in_bf16.plan.remat is None and in_bf16.config.compute_dtype == jnp.float32
+    expected = jax.tree.map(lambda a: a.astype(jnp.bfloat16), nnx.to_pure_dict(nnx.state(model)))
+    jax.tree.map(np.testing.assert_array_equal, expected, nnx.to_pure_dict(nnx.state(in_bf16)))
+    bf16_folder = llamem.save_pretrained(in_bf16, tmp_path / "bf16")
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        expected,
+        nnx.to_pure_dict(nnx.state(llamem.load_pretrained(bf16_folder))),
+    )
+
+
+def test_file_names_and_layouts(tmp_path):
+    config = VARIANTS["untied"]
+    model = model_of(config)
+    files = safetensors.load_file(llamem.save_pretrained(model, tmp_path / "m") / "model.safetensors")
+    assert len(files) == 3 + 9 * config.n_layers
+    w_q = files["model.layers.1.self_attn.q_proj.weight"]
+    x = np.random.default_rng(0).standard_normal(config.d_model).astype(np.float32)
+    np.testing.assert_allclose((w_q @ x).reshape(6, 8), jnp.einsum("D,DHh->Hh", x, model.blocks.wq[1]), rtol=1e-5)
+    y = np.random.default_rng(1).standard_normal((6, 8)).astype(np.float32)
+    w_o = files["model.layers.2.self_attn.o_proj.weight"]
+    np.testing.assert_allclose(w_o @ y.ravel(), jnp.einsum("Hh,HhD->D", y, model.blocks.wo[2]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return llamem.save_pretrained(model_of(VARIANTS["tied"]), tmp_path / "m", max_shard_bytes=20_000)
+
+
+def rewrite(folder, change):
+    """Applies `change` to all tensors and writes them into one file."""
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors |= safetensors.load_file(file)
+        file.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    change(tensors)
+    safetensors.save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), "missing: model.layers.1.mlp.up_proj.weight"),
+        (lambda t: t.update(bias=np.ones(3)), "not known to this architecture: bias"),
+        (
+            lambda t: t.update({"model.norm.weight": np.ones(25, np.float32)}),
+            r"of another shape: model.norm.weight \(25,\), not \(24,\)",
+        ),
+        (lambda t: t.update({"model.norm.weight": np.ones(24, np.int8)}), "stored as I8"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named_before_anything_is_allocated(folder, monkeypatch, change, words):
+    rewrite(folder, change)
+    monkeypatch.setattr("llamem.llama.pretrained._fill", lambda *_: pytest.fail("allocated"))
+    with pytest.raises(ValueError, match=words):
+        llamem.load_pretrained(folder)
+
+
+def test_a_repeated_tied_head_and_stored_frequencies_are_no_matter(folder):
+    before = nnx.to_pure_dict(nnx.state(llamem.load_pretrained(folder)))
+    spare = {"lm_head.weight": np.ones((101, 24)), "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
+    rewrite(folder, lambda t: t.update(spare))
+    after = nnx.to_pure_dict(nnx.state(llamem.load_pretrained(folder)))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+def edit_json(path, change):
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def test_damaged_folders(folder, tmp_path):
+    index = folder / "model.safetensors.index.json"
+    good = index.read_text()
+    for evil in ("../m/model-00001-of-00002.safetensors", "/etc/passwd", "..\\x.safetensors", "model.bin"):
+        edit_json(index, lambda content, evil=evil: content["weight_map"].update({"model.norm.weight": evil}))
+        with pytest.raises(ValueError, match=re.escape(repr(evil))):
+            llamem.load_pretrained(folder)
+    index.write_text(good)
+    edit_json(index, lambda content: content["weight_map"].update({"model.x": "model-00001-of-00002.safetensors"}))
+    name = next(iter(sorted(file.name for file in folder.glob("*.safetensors"))))
+    edit_json(index, lambda content: content["weight_map"].update({"model.x": name}))
+    with pytest.raises(ValueError, match=r"promises model\.x"):
+        llamem.load_pretrained(folder)
+    index.write_text(good)
+    file = folder / name
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-5])
+    with pytest.raises(ValueError, match="cut off or damaged"):
+        llamem.load_pretrained(folder)
+    for broken in (b"", b"abc", struct.pack("<Q", 10**15) + b"{}", struct.pack("<Q", 2) + b"{!"):
+        file.write_bytes(broken)
+        with pytest.raises(ValueError, match="no complete safetensors file"):
+            llamem.load_pretrained(folder)
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="Download it again"):
+        llamem.load_pretrained(folder)
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(FileNotFoundError, match="can run any code"):
+        llamem.load_pretrained(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        llamem.load_pretrained(folder)
+    with pytest.raises(FileNotFoundError, match="no folder, and no hub name"):
+        llamem.load_pretrained(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError, match="nothing was written"):
+        llamem.save_pretrained(model_of(VARIANTS["tied"]), folder)
+
+
+@pytest.mark.parametrize(
+    ("error", "becomes", "words"),
+    [
+        ("GatedRepoError", PermissionError, r"accept its licence at https://huggingface\.co/meta-llama/Llama-3\.2-1B"),
+        ("RepositoryNotFoundError", FileNotFoundError, "no model on the hub"),
+        ("LocalEntryNotFoundError", FileNotFoundError, "hub cannot be reached"),
+    ],
+)
+def test_the_hub(monkeypatch, folder, error, becomes, words):
+    hub = pytest.importorskip("huggingface_hub")
+    errors = pytest.importorskip("huggingface_hub.errors")
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append((name, allow_patterns))
+        return str(folder)
+
+    def refuse(*_, **__):
+        kind = getattr(errors, error)
+        raise kind.__new__(kind)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert llamem.load_pretrained("meta-llama/Llama-3.2-1B").config == VARIANTS["tied"]
+    assert asked[0][0] == "meta-llama/Llama-3.2-1B" and not any("bin" in pattern for pattern in asked[0][1])
+    monkeypatch.setattr(hub, "snapshot_download", refuse)
+    with pytest.raises(becomes, match=words):
+        llamem.load_pretrained("meta-llama/Llama-3.2-1B")
+
+
+PEAK = """
+import resource, sys
+import jax, llamem
+from flax import nnx
+llamem.load_pretrained(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = llamem.load_pretrained(sys.argv[2])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="measures resident memory")
+def test_the_host_holds_the_destination_and_one_tensor(tmp_path):
+    small = llamem.LlamaConfig.from_name("tiny", n_layers=2, vocab_size=1000)
+    large = small.replace(vocab_size=300_000, d_model=256, tied_head=False)
+    folders = [
+        llamem.save_pretrained(llamem.Llama(config, rngs=nnx.Rngs(0)), tmp_path / str(i), max_shard_bytes=10**9)
+        for i, config in enumerate((small, large))
+    ]
+    run = subprocess.run([sys.executable, "-c", PEAK, *map(str, folders)], capture_output=True, text=True, check=True)
+    largest = 300_000 * 256 * 4
+    assert int(run.stdout) < large.n_params * 4 + 1.2 * largest, int(run.stdout) / largest
+
+
+def test_sharded(tmp_path):
+    """Eight devices: each holds its share from the start, and the numbers are the same."""
+    config = VARIANTS["untied"].replace(d_model=32, vocab_size=96)
+    model = model_of(config)
+    folder = llamem.save_pretrained(model, tmp_path / "m")
+    expected = np.asarray(model(tokens_of(config)))
+    np.save(tmp_path / "expected.npy", expected)
+    script = Path(__file__).parent / "sharded_load.py"
+    subprocess.run([sys.executable, str(script), str(folder), str(tmp_path / "expected.npy")], check=True)

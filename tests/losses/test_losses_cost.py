@@ -1,0 +1,252 @@
+"""What the tiled losses cost (products, memory), what may be done to them, what they refuse."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from llamem import available, compile_report
+from llamem.losses.choice import choose_tiles
+from llamem.losses.cross_entropy import tiled_cross_entropy, tiled_logprobs
+
+N, D, V = 53, 16, 300
+KEYS = jax.random.split(jax.random.key(0), 5)
+HIDDEN, HEAD = jax.random.normal(KEYS[0], (N, D)), jax.random.normal(KEYS[1], (V, D))
+TARGETS = jax.random.randint(KEYS[2], (N,), 0, V).at[5].set(-100)
+LLAMA_8B = [
+    jax.ShapeDtypeStruct(*s) for s in (((8192, 4096), "bfloat16"), ((128_256, 4096), "bfloat16"), ((8192,), "int32"))
+]
+BOTH_AXES = pytest.mark.parametrize("axis", ["tokens", "vocab"])
+
+
+def product_flops(fn, *args) -> int:
+    """FLOPs of all matrix products of a traced function, a loop's body counted as often as it runs."""
+
+    def count(jaxpr) -> int:
+        total = 0
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                ((contract, _), _), shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+                total += 2 * eqn.outvars[0].aval.size * int(np.prod([shape[i] for i in contract]))
+            trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+            total += trips * sum(count(getattr(p, "jaxpr", p)) for p in eqn.params.values() if hasattr(p, "eqns"))
+        return total
+
+    return count(jax.make_jaxpr(fn)(*args))
+
+
+def loss_of(reduction: Any = "mean", **kwargs: Any):
+    def fn(hidden, head):
+        kwargs.setdefault("num_tiles", 3)
+        return jnp.sum(jnp.tanh(tiled_cross_entropy(hidden, head, TARGETS, reduction=reduction, **kwargs) / 10))
+
+    return fn
+
+
+@BOTH_AXES
+@pytest.mark.usefixtures("columns")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_matrix_products(axis, reduction):
+    fn, unit = loss_of(reduction, axis=axis), 2 * N * D * V
+    assert product_flops(fn, HIDDEN, HEAD) == unit
+    assert product_flops(jax.grad(fn), HIDDEN, HEAD) == 2 * unit
+    both = product_flops(jax.grad(fn, argnums=(0, 1)), HIDDEN, HEAD)
+    assert both == (3 if (axis, reduction) == ("tokens", "mean") else 4) * unit
+    assert (
+        product_flops(jax.grad(lambda x, w: fn(x, jax.lax.stop_gradient(w)), argnums=(0, 1)), HIDDEN, HEAD) == 2 * unit
+    )
+
+
+def compiled(fn, tokens=512, d_model=32, vocab=32_000) -> Any:
+    hidden, head = jax.ShapeDtypeStruct((tokens, d_model), "float32"), jax.ShapeDtypeStruct((vocab, d_model), "float32")
+    targets = jax.ShapeDtypeStruct((tokens,), "int32")
+    return jax.jit(jax.value_and_grad(fn, argnums=(0, 1))).lower(hidden, head, targets).compile()
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("target", ["v6e-1", "v5p-1", "a100-40"])
+def test_the_compilers_leave_these_products_and_no_other(target):
+    """Llama 3 8B's head in 32 tiles, the vocabulary's with a remainder: 2, 4, 6 and 8 NDV to the last FLOP."""
+    if not available(target):
+        pytest.skip(f"no compiler for {target} here")
+
+    def flops(axis, argnums) -> int | None:
+        fn = lambda x, w, y: tiled_cross_entropy(x, w, y, axis=axis, num_tiles=32)  # noqa: E731
+        if argnums is not None:
+            fn = jax.value_and_grad(fn, argnums=argnums)
+        return compile_report(fn, *LLAMA_8B, target=target).compiled_matmul_flops
+
+    unit = 8192 * 4096 * 128_256
+    for axis in ("tokens", "vocab"):
+        assert flops(axis, None) == 2 * unit
+        assert flops(axis, 0) == 4 * unit
+    assert flops("tokens", (0, 1)) == 6 * unit
+    assert flops("vocab", (0, 1)) == 8 * unit
+
+
+@pytest.mark.usefixtures("columns")
+def test_memory_is_that_of_a_tile():
+    def plain(x, w, y):
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x @ w.T, y))
+
+    def forgot_remat(x, w, y):
+        tile = lambda t: optax.softmax_cross_entropy_with_integer_labels(t[0] @ w.T, t[1])  # noqa: E731
+        return jnp.mean(jax.lax.map(tile, (x.reshape(16, 32, -1), y.reshape(16, 32))))
+
+    logits = 512 * 32_000 * 4
+    temporaries = lambda fn: compiled(fn).memory_analysis().temp_size_in_bytes  # noqa: E731
+    assert temporaries(plain) >= logits and temporaries(forgot_remat) >= logits
+    axes: tuple[Any, ...] = ("tokens", "vocab")
+    for axis in axes:
+        tiled = lambda x, w, y, axis=axis: tiled_cross_entropy(x, w, y, num_tiles=16, axis=axis)  # noqa: E731
+        assert temporaries(tiled) < logits / 4
+        assert f"[512,{32_000}]" not in compiled(tiled).as_text()
+
+
+@pytest.mark.usefixtures("columns")
+@pytest.mark.parametrize(("axis", "reduction"), [("tokens", "mean"), ("vocab", "none")])
+def test_transformations(axis, reduction):
+    plain_loss = lambda x, w: optax.softmax_cross_entropy_with_integer_labels(x @ w.T, jnp.maximum(TARGETS, 0))  # noqa: E731
+    counts = TARGETS >= 0
+
+    def plain(x, w):
+        rows = plain_loss(x, w) * counts
+        return jnp.sum(jnp.tanh((rows if reduction == "none" else rows.sum() / counts.sum()) / 10))
+
+    fn = loss_of(reduction, axis=axis)
+    many = jnp.stack([HIDDEN, HIDDEN / 2])
+    expected = jax.vmap(jax.grad(plain, argnums=(0, 1)), (0, None))(many, HEAD)
+    close = lambda a, b: jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=2e-4, atol=2e-5), a, b)  # noqa: E731
+    close(jax.vmap(jax.grad(fn, argnums=(0, 1)), (0, None))(many, HEAD), expected)
+    close(jax.vmap(jax.grad(jax.checkpoint(fn), argnums=(0, 1)), (0, None))(many, HEAD), expected)
+    scanned = jax.lax.scan(lambda c, x: (c, jax.grad(fn, argnums=(0, 1))(x, HEAD)), None, many)[1]
+    close(scanned, expected)
+    # Forward over reverse, as jax.hessian and Hessian-vector products do it.
+    way = jnp.cos(HEAD)
+    product = lambda f: jax.jvp(jax.grad(f, argnums=(0, 1)), (HIDDEN, HEAD), (HIDDEN, way))[1]  # noqa: E731
+    close(product(fn), product(plain))
+    # Forward mode alone has no rule; JAX says so, the docstring says what to do.
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(fn, (HIDDEN, HEAD), (HIDDEN, way))
+
+
+def lora(frozen, down, up, x):
+    return x @ frozen.T + (x @ down.T) @ up.T
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_callable_head_with_its_own_parameters(reduction):
+    down, up = jax.random.normal(KEYS[3], (2, D)), jax.random.normal(KEYS[4], (V, 2))
+    kwargs: dict[str, Any] = {"num_tiles": 3, "reduction": reduction, "z_loss": 0.1, "return_stats": True}
+
+    def with_head(hidden, make):
+        loss, stats = tiled_cross_entropy(hidden, make, TARGETS, **kwargs)
+        return jnp.sum(jnp.tanh(loss / 100)), stats
+
+    def adapted(hidden, down, up):
+        return with_head(hidden, jax.tree_util.Partial(lora, jax.lax.stop_gradient(HEAD), down, up))
+
+    def merged(hidden, down, up):
+        return with_head(hidden, HEAD + up @ down)
+
+    grad = lambda f: jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True)(HIDDEN, down, up)  # noqa: E731
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-4, atol=1e-4), grad(adapted), grad(merged))
+    assert product_flops(jax.grad(lambda h: adapted(h, down, up)[0]), HIDDEN) < 3 * 2 * N * V * (D + 4)
+
+
+def test_torch_agrees_where_it_has_the_option():
+    torch = pytest.importorskip("torch")
+    cross_entropy = torch.nn.functional.cross_entropy
+    options: list[dict[str, Any]] = [{}, {"label_smoothing": 0.1}, {"reduction": "sum"}]
+    for kwargs in options:
+        leaves = [torch.tensor(np.asarray(a), requires_grad=True) for a in (HIDDEN, HEAD)]
+        loss = cross_entropy(leaves[0] @ leaves[1].T, torch.tensor(np.asarray(TARGETS)).long(), **kwargs)
+        loss.backward()
+        fn = lambda x, w, kw=kwargs: tiled_cross_entropy(x, w, TARGETS, num_tiles=3, **kw)  # noqa: E731
+        value, grads = jax.value_and_grad(fn, argnums=(0, 1))(HIDDEN, HEAD)
+        np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
+        for a, b in zip(grads, leaves, strict=True):
+            np.testing.assert_allclose(a, b.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head": HEAD.T}, r"head must be \[V, D\] with D = 16, got \(16, 300\)\. Pass its transpose"),
+        ({"head": HEAD[0]}, r"head must be \[V, D\]"),
+        ({"targets": TARGETS[:5]}, r"targets must have hidden's batch shape \(53,\), got \(5,\)"),
+        ({"targets": TARGETS * 1.0}, "targets must be integer ids, got float32"),
+        ({"weights": jnp.ones(3)}, r"weights must have hidden's batch shape"),
+        ({"bias": jnp.ones(3)}, r"bias must be \[V\] = \[300\]"),
+        ({"axis": "rows"}, "axis must be"),
+        ({"reduction": "avg"}, "reduction must be"),
+        ({"reduction": "sum", "normalizer": 3.0}, "normalizer belongs to"),
+        ({"label_smoothing": 1.5}, "label_smoothing must be between 0 and 1, got 1.5"),
+        ({"logit_softcap": 0.0}, "logit_softcap must be positive"),
+        ({"num_tiles": 0}, "num_tiles must be a whole number of at least 1, got 0"),
+        ({"num_tiles": 2.5}, "num_tiles must be a whole number"),
+        ({"head": jax.tree_util.Partial(lambda x: x), "axis": "vocab"}, "A callable head has no rows to tile"),
+    ],
+)
+def test_bad_input_is_named(as_a_user, changes, message):
+    arguments: dict[str, Any] = {"hidden": HIDDEN, "head": HEAD, "targets": TARGETS} | changes
+    with pytest.raises(ValueError, match=message):
+        tiled_cross_entropy(**arguments)
+    with pytest.raises(ValueError, match="temperature must be positive"):
+        tiled_logprobs(HIDDEN, HEAD, TARGETS, temperature=0.0)
+
+
+def test_the_choice_follows_the_roofline():
+    shape = (8192, 4096, 128_256)
+    roomy, tight = choose_tiles(*shape, target="v6e-1", memory_budget=4 << 30), choose_tiles(*shape, target="v6e-1")
+    assert (roomy.axis, roomy.products) == ("tokens", 3) and (tight.axis, tight.products) == ("vocab", 4)
+    # The float32 accumulator of the head's gradient alone passes the tight budget.
+    assert roomy.workspace_bytes > 4 * 128_256 * 4096 > tight.workspace_bytes > 4 * 8192 * 4096
+    assert choose_tiles(*shape, target="v6e-1", head="frozen").products == 2
+    assert choose_tiles(*shape, target="v6e-1", reduction="none").products == 4
+    # A chip with more FLOPs per byte needs larger tiles of the vocabulary, so fewer.
+    counts = [choose_tiles(*shape, target=t, axis="vocab").num_tiles for t in ("v6e-1", "h100", "v5e-1", "a100-80")]
+    assert counts == sorted(counts)
+    assert "too large" in tight.reason and "taken" in tight.reason
+    assert choose_tiles(8, 16, 32).num_tiles == 1
+    starved = choose_tiles(131_072, 4096, 128_256, target="v5e-1", memory_budget=1)
+    assert "nothing fits it" in starved.reason and starved.num_tiles > 1
+
+
+def test_the_choice_knows_its_memory_on_a_cpu():
+    """Of the logits of a tile of tokens the compiler keeps one copy, in float32, as the model says."""
+    shape = {"tokens": 2048, "d_model": 64, "vocab": 32_000}
+    choice = choose_tiles(**shape, dtype=jnp.float32, target="cpu")
+    measured = compiled(tiled_cross_entropy, **shape).memory_analysis().temp_size_in_bytes
+    assert (choice.axis, choice.num_tiles) == ("tokens", 4)
+    assert choice.workspace_bytes == 4 * 512 * 32_000 < measured < 1.15 * choice.workspace_bytes
+
+
+def test_auto_explains_itself_and_an_unknown_target_is_named(as_a_user):
+    said: list[str] = []
+    loss = tiled_cross_entropy(HIDDEN, HEAD, TARGETS, explain=said.append)
+    np.testing.assert_allclose(loss, tiled_cross_entropy(HIDDEN, HEAD, TARGETS, num_tiles=1), rtol=1e-6)
+    assert len(said) == 1 and said[0].startswith("cpu: 10 FLOPs per byte")
+    with pytest.raises(ValueError, match="'abacus' is no chip this knows"):
+        choose_tiles(8, 8, 8, target="abacus")
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@pytest.mark.skipif(not available("v6e-1"), reason="no compiler for a v6e here")
+def test_peaks_compiled_for_a_v6e():
+    """Llama 3 8B's head, 8,192 tokens, bfloat16: operands and gradients alone are 2.082 GiB, plain logits 7.95."""
+    fn = lambda x, w, y: tiled_cross_entropy(x, w, y, axis="vocab", num_tiles=64)  # noqa: E731
+    auto = lambda x, w, y: tiled_cross_entropy(x, w, y)  # noqa: E731
+    gib = 2**30
+    for chosen in (fn, auto):
+        assert (
+            compile_report(jax.value_and_grad(chosen, argnums=(0, 1)), *LLAMA_8B, target="v6e-1").peak_bytes
+            <= 2.25 * gib
+        )
+        assert compile_report(chosen, *LLAMA_8B, target="v6e-1").temp_bytes <= 0.15 * gib

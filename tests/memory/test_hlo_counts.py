@@ -1,0 +1,109 @@
+"""What optimised programs compute and send: counted in texts of real compilers, and in programs compiled here."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import llamem
+from llamem.memory.hlo_counts import collectives, compiled_matmul_flops
+
+# Lines that three compilers wrote, cut to what matters. A batch of 2 x 8 products [1024, 128] @ [128, 1024].
+TPU_BATCH = """
+ENTRY %main (q: bf16[2,1024,8,128]) -> bf16[2,8,1024,1024] {
+  %fusion.7 = bf16[2,1024,8,128]{3,1,2,0} fusion(%q), kind=kLoop
+  %fusion.5 = bf16[2,1024,8,128]{3,1,2,0} fusion(%q), kind=kLoop
+  ROOT %convolution-base-dilated.1 = bf16[2,8,1024,1024]{2,3,1,0:T(8,128)} convolution(%fusion.7, %fusion.5), \
+window={size=2x8 stride=1x7 lhs_dilate=2x8}, dim_labels=0b1f_0o1i->01bf, metadata={op_name="dot_general"}
+}
+"""
+CUBLAS_BATCH = """
+ENTRY %main (a: bf16[16,1024,128], b: bf16[16,128,1024]) -> bf16[16,1024,1024] {
+  %a = bf16[16,1024,128]{2,1,0} parameter(0)
+  %b = bf16[16,128,1024]{2,1,0} parameter(1)
+  ROOT %custom-call.2 = (bf16[16,1024,1024]{2,1,0}, s8[4194304]{0}) custom-call(%a, %b), \
+custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"alpha_real":1,\
+"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],\
+"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]}}}
+}
+"""
+LOOP = """
+%body.1 (t: (s32[], f32[8,16])) -> (s32[], f32[8,16]) {
+  %t = (s32[], f32[8,16]{1,0}) parameter(0)
+  %x = f32[8,16]{1,0} get-tuple-element(%t), index=1
+  %all-gather.3 = f32[16,16]{1,0} all-gather(%x), dimensions={0}
+  %dot.1 = f32[8,16]{1,0} dot(%x, %all-gather.3), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%condition.1 (t: (s32[], f32[8,16])) -> pred[] {
+  %bound = s32[]{:T(128)} constant(5)
+  %t.1 = (s32[], f32[8,16]{1,0}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%t.1), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %bound), direction=LT
+}
+
+ENTRY %main (x: f32[8,16]) -> f32[8,16] {
+  %x.1 = f32[8,16]{1,0} parameter(0)
+  %start = (f32[8,16]{1,0}, f32[8,16]{1,0}, u32[], u32[]) collective-permute-start(%x.1), source_target_pairs={{0,1}}
+  %done = f32[8,16]{1,0} collective-permute-done(%start)
+  %while.1 = (s32[], f32[8,16]{1,0}) while(%tuple.1), condition=%condition.1, body=%body.1
+}
+"""
+
+
+@pytest.mark.parametrize("text", [TPU_BATCH, CUBLAS_BATCH])
+def test_batched_products_as_compilers_write_them(text):
+    assert compiled_matmul_flops(text) == 16 * 2 * 1024 * 1024 * 128
+
+
+def test_what_a_loop_holds_counts_as_often_as_it_runs():
+    assert compiled_matmul_flops(LOOP) == 5 * 2 * 8 * 16 * 16
+    assert collectives(LOOP) == [
+        {"operation": "all-gather", "times": 5, "bytes": 5 * 16 * 16 * 4},
+        {"operation": "collective-permute", "times": 1, "bytes": 8 * 16 * 4},
+    ]
+    nobody_knows = LOOP.replace("constant(5)", "parameter(0)")
+    assert compiled_matmul_flops(nobody_knows) is None and compiled_matmul_flops("") is None
+    assert compiled_matmul_flops(nobody_knows.replace("body=", 'known_trip_count":{"n":"7"}, body=')) == 7 * 2 * 8 * 256
+
+
+def chain(x, w):
+    """Batched and plain products, in a loop within a loop, forward and backward."""
+
+    def inner(c, _):
+        return jnp.tanh(jnp.einsum("bij,bjk->bik", c, w)), None
+
+    def outer(c, _):
+        return jax.lax.scan(jax.checkpoint(inner), c, None, length=3)[0], None
+
+    return jnp.sum(jax.lax.scan(outer, x, None, length=2)[0] ** 2)
+
+
+@pytest.mark.parametrize("name", ["cpu", "v5e-1", "a100-40"])
+def test_the_compiled_count_is_the_traced_one_where_nothing_is_undone(name):
+    if not llamem.available(name):
+        pytest.skip(f"no compiler for {name} here")
+    shapes = [jax.ShapeDtypeStruct((4, *s), "float32") for s in ((640, 256), (256, 256))]
+    report = llamem.compile_report(jax.grad(chain, argnums=(0, 1)), *shapes, target=name)
+    one = 2 * 4 * 640 * 256 * 256
+    assert report.matmul_flops == report.compiled_matmul_flops == 6 * one * (1 + 1 + 2)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ >= (0, 11), reason="newer compilers for the CPU were seen to undo nothing here"
+)
+def test_what_a_compiler_undoes_shows_in_the_difference():
+    """The CPU compiler computes twice what is asked for once more, once: it finds the common subexpression."""
+
+    def layer(x, w):
+        return jnp.sin(x @ w)
+
+    def loss(w, x):
+        for _ in range(3):
+            x = jax.checkpoint(layer)(x, w)
+        return jnp.sum(x**2)
+
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 64), (128, 64))]
+    report = llamem.compile_report(jax.grad(loss), *shapes, target="cpu")
+    product = 2 * 128 * 64 * 64
+    assert report.matmul_flops == (3 + 3 + 2 + 3) * product
+    assert report.compiled_matmul_flops == (3 + 2 + 3) * product

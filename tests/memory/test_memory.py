@@ -1,0 +1,415 @@
+"""Reports: what they say, against hand counts, against the process's real memory, and for chips that are not there."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import real_peaks
+from flax import nnx
+
+import llamem
+from llamem.layers.attention import causal_attention
+from llamem.memory import compiling as memory
+from llamem.memory import cross_compile as absent
+from llamem.memory import hlo
+from llamem.train.step import init_state, make_model, make_train_step
+
+HERE = Path(__file__).resolve().parent
+F32 = jnp.float32
+needs_tpu_compiler = pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
+needs_gpu_compiler = pytest.mark.skipif(not llamem.available("a100-40"), reason="needs the CUDA plugin and ptxas")
+
+
+def shape(*sizes: int, dtype=F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMEM_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def two_outputs(w, x):
+    return {"y": x @ w, "z": w + 1}
+
+
+def test_arguments_and_outputs_are_the_shapes():
+    report = llamem.compile_report(two_outputs, shape(300, 500), shape(7, 300))
+    assert report.argument_bytes == 4 * (300 * 500 + 7 * 300)
+    assert 0 <= report.output_bytes - 4 * (7 * 500 + 300 * 500) < 64  # and a table of pointers
+    assert report.alias_bytes == 0 and report.fits and report.capacity_bytes is None
+    assert report.peak_bytes == report.argument_bytes + report.output_bytes + report.temp_bytes
+
+
+def test_arrays_and_shapes_and_closed_over_settings_give_the_same_report():
+    arrays = (np.ones((300, 500), np.float32), jnp.ones((7, 300)))
+    given = llamem.compile_report(two_outputs, *arrays)
+    abstract = llamem.compile_report(two_outputs, shape(300, 500), shape(7, 300))
+    for name in ("argument_bytes", "output_bytes", "temp_bytes", "peak_bytes", "matmul_flops"):
+        assert getattr(given, name) == getattr(abstract, name)
+
+
+def test_a_donated_argument_is_counted_once():
+    def update(state, x):
+        return jax.tree.map(lambda a: a + x.sum(), state)
+
+    state = {"a": shape(256, 256), "b": shape(100)}
+    kept = llamem.compile_report(update, state, shape(3))
+    donated = llamem.compile_report(update, state, shape(3), donate=(0,))
+    assert donated.alias_bytes == 4 * (256 * 256 + 100)
+    assert kept.peak_bytes - donated.peak_bytes == donated.alias_bytes
+
+
+@pytest.mark.parametrize("donate", [(2,), (-1,), (0, 5)])
+def test_donating_an_argument_that_is_not_there(donate):
+    with pytest.raises(ValueError, match=r"names argument .* but there are 2: 0 to 1"):
+        llamem.compile_report(two_outputs, shape(3, 3), shape(3, 3), donate=donate)
+
+
+def flops(fn, *args) -> int:
+    return memory.matmul_flops(jax.make_jaxpr(fn)(*args).jaxpr)
+
+
+def test_loops_are_multiplied_out():
+    x, w = shape(11, 16), shape(5, 16, 16)
+    unit = 2 * 11 * 16 * 16
+
+    def scanned(x, w, remat=False):
+        body = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+        return jax.lax.scan(jax.checkpoint(body) if remat else body, x, w)[0].sum()
+
+    assert flops(scanned, x, w) == 5 * unit
+    assert flops(jax.grad(scanned, argnums=(0, 1)), x, w) == 15 * unit
+    # tanh keeps its result, so that the backward pass needs the product once more.
+    assert flops(jax.grad(lambda x, w: scanned(x, w, True), argnums=(0, 1)), x, w) == 20 * unit
+
+    def nested(x, w):
+        return jax.lax.scan(lambda c, _: (scanned(x, w) + c, None), 0.0, None, length=3)[0]
+
+    assert flops(nested, x, w) == 15 * unit
+    assert flops(lambda x, w: jax.lax.map(lambda row: row @ w[0], x), x, w) == unit
+
+
+def test_batched_products_and_branches_are_counted():
+    assert flops(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), shape(3, 4, 5), shape(3, 5, 6)) == 2 * 3 * 4 * 5 * 6
+    branches = lambda p, a: jax.lax.cond(p, lambda a: a @ a, lambda a: a @ a @ a, a)  # noqa: E731
+    assert flops(branches, shape(dtype=bool), shape(4, 4)) == 2 * 2 * 4**3
+
+
+def test_the_compiler_counts_the_same_products():
+    def unrolled(x, w):
+        for i in range(3):
+            x = jnp.tanh(x @ w[i])
+        return x.sum()
+
+    args = shape(128, 256), shape(3, 256, 256)
+    analysis = jax.jit(jax.grad(unrolled, argnums=1)).lower(*args).compile().cost_analysis() or {}
+    assert flops(jax.grad(unrolled, argnums=1), *args) == pytest.approx(analysis["flops"], rel=0.05)
+
+
+def test_the_largest_buffer_and_the_line_that_asked_for_it():
+    def program(x, w):
+        wide = jnp.sort(x @ w)  # a product that no fusion swallows
+        return wide[:, :3].sum()
+
+    report = llamem.compile_report(program, shape(64, 32), shape(32, 4096))
+    top = report.buffers[0]
+    assert top["shape"] == "f32[64,4096]" and top["bytes"] == 4 * 64 * 4096
+    line = program.__code__.co_firstlineno + 1
+    assert f"test_memory.py:{line}" in {row["source"] for row in report.buffers}
+    assert "f32[64,4096]" in str(report) and "<td>f32[64,4096]</td>" in report._repr_html_()
+
+
+def test_closed_over_arrays_are_pointed_out():
+    big = jax.random.normal(jax.random.key(0), (600, 600))
+    noted = llamem.compile_report(lambda x: x @ big, shape(3, 600))
+    assert any("closed over" in warning for warning in noted.warnings)
+    assert not llamem.compile_report(lambda x, big: x @ big, shape(3, 600), shape(600, 600)).warnings
+
+
+OPTIMISED = """\
+HloModule jit_f
+
+FileNames
+1 "/elsewhere/model.py"
+
+FunctionNames
+1 "f"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=42 end_line=42 column=2 end_column=3}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+%fused (p.0: f32[9,9]) -> f32[9,9] {
+  %p.0 = f32[9,9]{1,0} parameter(0)
+  ROOT %inside = f32[999,999]{1,0} negate(%p.0)
+}
+
+ENTRY %main (a: f32[10,20]) -> bf16[5] {
+  %a = f32[10,20]{1,0} parameter(0)
+  %b = f32[10,20]{1,0:T(8,128)S(1)} copy(%a)
+  %c = s4[6,7]{1,0} convert(%a), metadata={op_name="jit(f)/while/body/round" stack_frame_id=1}
+  %d = f8e4m3fn[100]{0} fusion(%c), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/x/cast"}
+  %f = (bf16[50,60]{1,0:T(8,128)(2,1)}, f32[70]{0:T(1024)S(1)}) fusion(%d), kind=kOutput, calls=%fused
+  %h = (f32[99,99]{1,0:T(8,128)S(5)}, f32[98,98]{1,0}, u32[]) copy-start(%d)
+  %g = bf16[50,60]{1,0} get-tuple-element(%f), index=0
+  ROOT %e = bf16[5]{0} slice(%d)
+}
+"""
+
+
+def test_reading_optimised_programs():
+    rows = {row["shape"]: row for row in hlo.largest_buffers(OPTIMISED, 9)}
+    # No parameter, no fusion's inside, nothing in VMEM or on the host; but each array of a fusion that writes several.
+    assert set(rows) == {"s4[6,7]", "f8e4m3fn[100]", "bf16[50,60]", "bf16[5]"}
+    assert [row["bytes"] for row in hlo.largest_buffers(OPTIMISED, 9)] == [6000, 100, 21, 10]
+    assert rows["s4[6,7]"]["source"] == "model.py:42" and rows["s4[6,7]"]["operation"].endswith("body/round")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux" or jax.default_backend() != "cpu", reason="measures resident memory")
+def test_reports_agree_with_the_process():
+    # Freed memory goes back at once, so that the next program has to ask for its own.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, str(HERE / "real_peaks.py")]
+    out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert len(rows) == len({row["name"] for row in rows}) == 16
+    differences = {row["name"]: row["rose_MB"] - row["said_MB"] for row in rows}
+    assert min(differences.values()) > -5, differences  # a plan is what is needed at least
+    close = {name for name in differences if name not in real_peaks.LIBRARY_WORKSPACE}
+    assert len(close) == 13 and max(differences[name] for name in close) < 40, differences
+
+
+def plain_loss(hidden, head):
+    return jax.nn.logsumexp(hidden @ head.T, axis=-1).sum()
+
+
+LOSS_SHAPES = shape(8192, 512, dtype=jnp.bfloat16), shape(128_256, 512, dtype=jnp.bfloat16)
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
+def test_a_tpu_that_is_not_there(empty_cache, monkeypatch):
+    report = llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, target="v5e-1")
+    assert report.fits and report.argument_bytes == 2 * 512 * (8192 + 128_256) and report.host_bytes == 0
+    assert report.peak_bytes > report.argument_bytes + 2 * 8192 * 128_256
+    assert {"8192", "128256"} == set(re.findall(r"\d+", report.buffers[0]["shape"].split("[")[1])), report.buffers[0]
+    line = plain_loss.__code__.co_firstlineno + 1
+    assert f"test_memory.py:{line}" == report.buffers[0]["source"], report.buffers
+    assert report.matmul_flops == 2 * 2 * 8192 * 512 * 128_256
+
+    # The second time from the cache, without a compiler.
+    monkeypatch.setattr(memory, "compile_absent", lambda *_: pytest.fail("compiled again"))
+    again = llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, target="v5e-1")
+    assert again.peak_bytes == report.peak_bytes
+    monkeypatch.undo()
+    assert len(list((empty_cache / "reports").glob("*.json"))) == 1
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
+def test_too_big_is_a_report(empty_cache):
+    shapes = shape(65_536, 512, dtype=jnp.bfloat16), LOSS_SHAPES[1]
+    report = llamem.compile_report(jax.grad(plain_loss), *shapes, target="v5e-1")
+    assert not report.fits and report.refused
+    assert report.capacity_bytes and report.peak_bytes > report.capacity_bytes > 15 * 2**30
+    assert "DOES NOT FIT" in str(report)
+    # The message says "HLO temporaries" of what is the whole peak: a roomy chip needs the same for this program.
+    roomy = llamem.compile_report(jax.grad(plain_loss), *shapes, target="v5p-1")
+    assert roomy.fits and report.peak_bytes == pytest.approx(roomy.peak_bytes, rel=0.1)
+    assert report.argument_bytes == roomy.argument_bytes and report.temp_bytes < report.peak_bytes
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
+def test_donation_reaches_the_compiler_and_toys_are_pointed_out(empty_cache):
+    report = llamem.compile_report(lambda a, b: a + b.sum(), shape(512, 512), shape(3), target="v5e-1", donate=(0,))
+    assert report.alias_bytes == 4 * 512 * 512
+    assert any("VMEM" in warning for warning in report.warnings)
+
+
+def test_reports_side_by_side():
+    shapes = shape(512, 256), shape(256, 512)
+    whole = llamem.compile_report(lambda a, b: a @ b, *shapes)
+    tall = llamem.compile_report(lambda a, b: jnp.sort((a @ b).ravel())[:1], *shapes)
+    for report in (whole, tall):
+        assert sum(report.parts.values()) == report.peak_bytes and min(report.parts.values()) >= 0
+    assert whole.parts["outputs"] == 512 * 512 * 4 > tall.parts["outputs"]
+    assert tall.parts["temporaries"] >= 512 * 512 * 4 > whole.parts["temporaries"]
+    table = llamem.compare({"whole": whole, "tall": tall})
+    lines = str(table).splitlines()
+    assert [line.split()[0] for line in lines] == ["program", "whole", "tall"] and len({*map(len, lines[1:])}) == 1
+    assert table._repr_html_().count("<tr>") == 3
+    with pytest.raises(ValueError, match="at least one report"):
+        llamem.compare({})
+
+
+@pytest.fixture
+def compiled(empty_cache, monkeypatch):
+    """Stands for the compiler: the chip's name and the donated leaves of each program that reached it."""
+    calls = []
+    names = ("argument", "output", "alias", "temp", "xla_peak", "host")
+    empty: dict = {"buffers": [], "collectives": [], "compiled_matmul_flops": None, "compile_seconds": 0.0}
+    answer = {f"{name}_bytes": 0 for name in names} | empty
+    monkeypatch.setattr(
+        memory, "compile_absent", lambda chip, _, donated, axes: calls.append((chip.name, donated)) or answer
+    )
+    return calls
+
+
+def cell(n_lines_above: int):
+    """The same function, further down in its notebook."""
+    namespace = {}
+    exec(compile("\n" * n_lines_above + "def cell(a, b):\n    return a @ b", "cell.py", "exec"), namespace)
+    return namespace["cell"]
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
+def test_the_cache_knows_a_program_by_what_it_computes_and_for_which_chip(compiled):
+    def asked(fn=None, sizes=(8, 8), target="v5e-1", **options) -> int:
+        llamem.compile_report(fn or cell(0), shape(*sizes), shape(8, 8), target=target, **options)
+        return len(compiled)
+
+    assert asked() == 1
+    assert asked() == asked(cell(9)) == 1  # the source line is not the program
+    assert asked(sizes=(7, 8)) == 2
+    assert asked(donate=(0,)) == 3 and asked(donate=(1,)) == 4
+    assert asked(target="v5p-1") == 5
+    assert asked(lambda a, b: b @ a) == 6
+    assert asked(cache=False) == 7
+    assert asked() == asked(sizes=(7, 8)) == asked(donate=(1,)) == asked(target="v5p-1") == 7
+    assert compiled[2:5] == [("v5e-1", (0,)), ("v5e-1", (1,)), ("v5p-1", ())]
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("content", ["", '{"argument_by', "\x00"])
+def test_a_broken_cache_file_is_replaced(compiled, empty_cache, content):
+    def report():
+        return llamem.compile_report(cell(0), shape(8, 8), shape(8, 8), target="v5e-1")
+
+    report()
+    (file,) = empty_cache.glob("reports/*")
+    file.write_text(content)
+    report()
+    report()
+    assert len(compiled) == 2 and [file] == list(empty_cache.glob("reports/*"))
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
+def test_a_tpu_program_takes_splash_where_its_blocks_divide():
+    def exported(T: int) -> str:
+        chip, q = llamem.target("v5e-1"), shape(1, T, 4, 128, dtype=jnp.bfloat16)
+        return absent.export_for(chip, lambda q: causal_attention(q, q, q), [q]).mlir_module()
+
+    assert "tpu_custom_call" in exported(512)
+    assert "tpu_custom_call" not in exported(640)
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+def test_offloaded_layer_inputs_lie_in_the_hosts_memory(empty_cache):
+    config = llamem.LlamaConfig.from_name("tiny", vocab_size=512, n_layers=3)
+    policy = llamem.Policy(offload=("block_in",))
+    settings = llamem.TrainSettings(batch_size=4, seq_len=512)
+    plan = llamem.Plan(remat=policy, loss_tiles=None)
+    model, tokens = make_model(config, settings, plan), shape(4, 512, dtype=jnp.int32)
+    step = make_train_step(nnx.graphdef(model), settings)
+    report = llamem.compile_report(step, init_state(model, settings), (tokens, tokens), target="v5e-1")
+    assert report.host_bytes >= config.n_layers * 4 * 512 * config.d_model * 4
+
+
+def product(x, w):
+    return jnp.sum(jnp.tanh(x @ w).astype(F32) ** 2)
+
+
+@pytest.mark.parametrize("name", ["v5e-8", "v5p-8", "h100-8"])
+@pytest.mark.tpu_compile
+@pytest.mark.gpu_compile
+def test_several_chips_hold_their_shards_and_say_what_they_send(empty_cache, name):
+    if not llamem.available(name):
+        pytest.skip(f"no compiler for {name} here")
+    chip = llamem.target(name)
+    mesh = chip.mesh(data=2, model=chip.devices // 2)
+    P = jax.sharding.PartitionSpec
+
+    def sharded(spec, *sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    x, w = sharded(P("data"), 4096, 2048), sharded(P("data", "model"), 2048, 8192)
+    report = llamem.compile_report(jax.grad(product, argnums=(0, 1)), x, w, target=name)
+    assert report.argument_bytes == 2 * (4096 * 2048 // 2 + 2048 * 8192 // chip.devices)
+    assert report.matmul_flops == 3 * 2 * 4096 * 2048 * 8192
+    assert report.compiled_matmul_flops == report.matmul_flops // chip.devices
+    sent = {row["operation"]: row["bytes"] for row in report.collectives}
+    assert sent["all-gather"] == 2 * 2048 * 8192 // (chip.devices // 2)  # the weights of its columns, whole
+    assert "all-reduce" in sent and "all-gather" in str(report) and "all-gather" in report._repr_html_()
+    whole = llamem.compile_report(product, x, shape(2048, 8192, dtype=jnp.bfloat16), target=name)
+    assert whole.argument_bytes == 2 * (4096 * 2048 // 2 + 2048 * 8192)
+
+
+@needs_tpu_compiler
+def test_shardings_that_do_not_fit_the_chips_are_explained(as_a_user):
+    with pytest.raises(ValueError, match=r"v5e-8 has 8 chips, and the arguments' shardings name 0 meshes"):
+        llamem.compile_report(product, shape(8, 8), shape(8, 8), target="v5e-8")
+    four = llamem.target("v5e-4").mesh(data=4)
+    x = jax.ShapeDtypeStruct((8, 8), F32, sharding=jax.sharding.NamedSharding(four, jax.sharding.PartitionSpec("data")))
+    with pytest.raises(ValueError, match=r"mesh\(\{'data': 4\}\) needs 4 chips; v5e-8 has 8"):
+        llamem.compile_report(product, x, x, target="v5e-8")
+
+
+@needs_gpu_compiler
+@pytest.mark.gpu_compile
+def test_a_gpu_that_is_not_there(empty_cache):
+    report = llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, target="a100-40")
+    assert report.fits and report.argument_bytes == 2 * 512 * (8192 + 128_256)
+    assert report.peak_bytes > report.argument_bytes + 2 * 8192 * 128_256
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
+def test_two_processes_compile_at_once(empty_cache):
+    def report(n: int) -> int:
+        return llamem.compile_report(lambda a: a @ a, shape(n, n), target="v5e-1").argument_bytes
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(report, (256, 384))) == [4 * 256**2, 4 * 384**2]
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
+def test_a_compiler_that_dies_leaves_this_process_alone(empty_cache, monkeypatch, tmp_path):
+    crash = tmp_path / "python"
+    crash.write_text("#!/bin/sh\necho its last words >&2\nkill -SEGV $$\n")
+    crash.chmod(0o755)
+    monkeypatch.setattr(absent.sys, "executable", str(crash))
+    with pytest.raises(RuntimeError, match=r"died with signal 11.*(?s:.*)its last words"):
+        llamem.compile_report(lambda a: a + 1, shape(3), target="v5e-1")
+    assert not list(empty_cache.glob("reports/*"))
+
+
+def test_keys_are_arguments_and_results_like_any_other():
+    def draw(key, scale):
+        key, now = jax.random.split(key)
+        return key, scale * jax.random.normal(now, (128, 128))
+
+    report = llamem.compile_report(draw, jax.random.key(0), shape())
+    assert report.argument_bytes == 8 + 4
+    assert 0 <= report.output_bytes - (8 + 4 * 128 * 128) <= 32  # and the table of a tuple
+    kept = llamem.saved_residuals(lambda x: jnp.sum(draw(jax.random.key(0), x)[1]), jnp.float32(1))
+    assert kept.bytes >= 4 * 128 * 128

@@ -1,0 +1,90 @@
+"""Chips by name: what is known of them, what is refused with a remedy, and silence where there is no accelerator."""
+
+import glob
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+import llamem
+from llamem.memory import cross_compile as absent
+from llamem.memory import targets
+
+ACCELERATOR = any(glob.glob(pattern) for pattern in ("/dev/nvidia*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd"))
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the local device is no CPU")
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "TPU_", "XLA_", "TF_CPP"))}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.skipif(ACCELERATOR or sys.platform != "linux", reason="an accelerator is there, and is looked for")
+def test_importing_is_silent_and_does_not_look_for_chips_that_are_not_there():
+    done = python("import llamem, jax; print(jax.devices()[0].platform)")
+    assert (done.returncode, done.stdout) == (0, "cpu\n")
+    assert done.stderr == ""
+    loud = python("import sys, llamem; print('heard', file=sys.stderr); 1 / 0")
+    assert loud.stderr.startswith("heard\n") and "ZeroDivisionError" in loud.stderr
+
+
+@pytest.mark.skipif(ACCELERATOR, reason="an accelerator is there")
+def test_what_the_user_chose_stays():
+    chosen = python("import llamem, jax; print(jax.config.jax_platforms)", JAX_PLATFORMS="cpu,interpreter")
+    assert chosen.stdout == "cpu,interpreter\n"
+    first = python(
+        "import jax; jax.config.update('jax_platforms', 'tpu'); import llamem; print(jax.config.jax_platforms)"
+    )
+    assert first.stdout == "tpu\n"
+    started = python("import jax; jax.devices(); import llamem; print(jax.devices()[0].platform)")
+    assert started.stdout == "cpu\n"
+
+
+def test_importing_pulls_in_nothing_of_notebooks():
+    code = (
+        "import sys, llamem; print({'matplotlib', 'ipywidgets', 'torch', 'tokenizers', 'datasets'} & set(sys.modules))"
+    )
+    assert python(code).stdout == "set()\n"
+
+
+def test_every_target_is_described():
+    for name, target in llamem.TARGETS.items():
+        assert target.name == name and target.absent
+        assert target.capacity_bytes and target.peak_flops and target.bandwidth
+        assert 10e9 < target.capacity_bytes < 200e9
+        assert 50e12 < target.peak_flops < 2000e12 and 0.2e12 < target.bandwidth < 5e12
+        if target.platform == "cuda":
+            description = absent.gpu_description(target)
+            assert f"device_memory_size: {target.capacity_bytes}" in description and target.device_kind in description
+
+
+def test_an_unknown_name_lists_the_known():
+    with pytest.raises(ValueError, match=r"no target is called 'v99'. Known: local, cpu, gpu, tpu, v5e-1, .*h100"):
+        llamem.target("v99")
+    with pytest.raises(ValueError, match="v99"):
+        llamem.compile_report(lambda x: x, 1.0, target="v99")
+
+
+@on_cpu
+def test_the_local_device():
+    assert llamem.target("local").platform == llamem.target("cpu").platform == "cpu"
+    assert not llamem.target("local").absent and llamem.target("cpu").capacity_bytes is None
+    for kind in ("gpu", "tpu"):
+        with pytest.raises(RuntimeError, match=rf"the local device is a cpu \(.*\), not a {kind}.*h100"):
+            llamem.target(kind)
+        assert not llamem.available(kind)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("v5e-1", "tpu-compile"), ("h100", "gpu-compile")])
+def test_a_missing_compiler_says_what_to_install(monkeypatch, name, extra):
+    monkeypatch.setattr(targets, "_installed", lambda module: False)
+    with pytest.raises(ImportError, match=rf"pip install 'llamem\[{extra}\]'"):
+        llamem.target(name)
+    assert not llamem.available(name)
+    monkeypatch.setattr(targets.sys, "platform", "darwin")
+    with pytest.raises(ImportError, match="Linux on x86-64 only; this is darwin"):
+        llamem.target(name)

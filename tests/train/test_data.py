@@ -1,0 +1,311 @@
+import multiprocessing
+import sys
+
+import numpy as np
+import pytest
+
+from llamem.train import data
+from llamem.train.data import Batches, load_corpus, read_documents, unigram_entropy
+from llamem.train.tokenizer import Tokenizer
+
+TEXT = "def f(x):\n    return x ** 2  # ünï-çødé 漢字 🦙 1234567\r\n\n\n\t  we're HERE'LL <|end_of_text|> end\n   "
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer()
+
+
+class ByteTokenizer(Tokenizer):
+    """Stands in for the real one where its 128,256 entries would only slow a test down."""
+
+    def __init__(self, fingerprint="bytes"):
+        self.bos_id, self.eos_id, self.vocab_size, self.fingerprint = 256, 257, 258, fingerprint
+
+    def encode_to_numpy(self, text, *, bos=False, eos=False):
+        return np.array([256] * bos + list(text.encode()) + [257] * eos, np.uint32)
+
+
+def test_llama3_tokenizer_agrees_with_metas_own_class(tokenizer):
+    theirs = pytest.importorskip("llama_models.llama3.tokenizer").Tokenizer.get_instance()
+    for text in ["", TEXT, TEXT * 20_000, " " * 9_999 + "x"]:
+        assert tokenizer.encode(text, bos=True, eos=True) == theirs.encode(text, bos=True, eos=True)
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (theirs.n_words, theirs.bos_id, theirs.eos_id)
+    assert tokenizer.vocab_size == 128_256
+    for name, token_id in theirs.special_tokens.items():
+        assert tokenizer.decode([token_id]) == name
+
+
+def test_decoding_undoes_encoding(tokenizer):
+    ids = tokenizer.encode(TEXT, bos=True, eos=True)
+    assert tokenizer.decode(ids) == "<|begin_of_text|>" + TEXT + "<|end_of_text|>"
+    assert ids.count(tokenizer.eos_id) == 1, "text must not become a special token"
+    assert tokenizer.decode(np.array(ids[1:-1], np.uint32)) == TEXT
+    assert tokenizer.decode(tokenizer.encode("🦙")[:1]) == "�"
+
+
+@pytest.mark.parametrize("wrong", [-1, 128_256])
+def test_decoding_an_id_outside_the_vocabulary_says_so(tokenizer, wrong):
+    with pytest.raises(ValueError, match=f"Token id {wrong} is outside .* 128,256"):
+        tokenizer.decode([1, wrong])
+
+
+def test_hugging_face_tokenizer_json(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE())
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
+    model.train_from_iterator([TEXT], trainer)
+    model.save(str(tmp_path / "tokenizer.json"))
+    ours = Tokenizer(tmp_path / "tokenizer.json")
+    assert (ours.bos_id, ours.eos_id, ours.vocab_size) == (0, 1, model.get_vocab_size())
+    ids = ours.encode(TEXT, bos=True, eos=True)
+    assert ids[0] == 0 and ids[-1] == 1 and 1 not in ids[:-1]
+    assert ours.decode(ids[1:-1]) == TEXT
+
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
+    model.save(str(tmp_path / "no_end.json"))
+    with pytest.raises(ValueError, match="none of the end-of-document tokens"):
+        Tokenizer(tmp_path / "no_end.json")
+
+
+def test_unusable_tokenizer_files(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"There is no tokenizer file .*nowhere"):
+        Tokenizer(tmp_path / "nowhere.model")
+    (tmp_path / "pointer.model").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\n")
+    with pytest.raises(ValueError, match="not a tokenizer in Meta's format"):
+        Tokenizer(tmp_path / "pointer.model")
+
+
+def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    with pytest.raises(ImportError, match=r"'tiktoken'.*pip install \"llamem\[train\]\""):
+        Tokenizer()
+
+
+def test_the_default_corpus_is_on_this_machine_and_names_no_path_of_it():
+    documents = read_documents()
+    assert 3_000_000 < sum(map(len, documents)) < 30_000_000
+    assert documents == read_documents()
+    assert any("class JSONDecoder" in text for text in documents)
+    assert not any("class TestCase(unittest" in text for text in documents)
+    assert not any(sys.base_prefix in text for text in documents if len(sys.base_prefix) > len("/usr/local"))
+
+
+def test_files_and_folders(tmp_path):
+    for name, text in {
+        "b.txt": "second",
+        "a.md": "first",
+        "sub/test/c.py": "third",
+        "d.png": "no",
+        ".git/e.txt": "no",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "empty.txt").write_text(" \n")
+    assert read_documents(tmp_path) == ["first", "second", "third"]
+    assert read_documents(str(tmp_path / "d.png")) == ["no"]
+
+
+def test_unusable_corpora(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"There is no corpus 'no/such/folder'.*hf:owner/name"):
+        read_documents("no/such/folder")
+    with pytest.raises(ValueError, match="is empty"):
+        read_documents(tmp_path)
+    (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin.txt' is not UTF-8 text: byte 0xe9 at offset 3"):
+        read_documents(tmp_path)
+    with pytest.raises(ValueError, match="heldout_fraction is 1"):
+        load_corpus(tmp_path, ByteTokenizer(), heldout_fraction=1.0)
+
+
+def test_hugging_face_datasets(monkeypatch):
+    class Datasets:
+        @staticmethod
+        def load_dataset(name, config, split):
+            if name == "off/line":
+                raise ConnectionError("no route to host")
+            return Table(["text"] if config == "plain" else ["story"])
+
+    class Table(dict):
+        def __init__(self, columns):
+            super().__init__(text=["one", "two"])
+            self.column_names = columns
+
+    monkeypatch.setitem(sys.modules, "datasets", Datasets)
+    assert read_documents("hf:some/stories:plain") == ["one", "two"]
+    with pytest.raises(ValueError, match=r"'some/stories' has the columns \['story'\]"):
+        read_documents("hf:some/stories")
+    with pytest.raises(
+        FileNotFoundError, match=r"'off/line' could not be loaded: ConnectionError.*offline, give a text"
+    ):
+        read_documents("hf:off/line")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i:02}.txt").write_text(
+            f"document {i} " + "".join(rng.choice(list("abc \n"), rng.integers(1, 400)))
+        )
+    return folder
+
+
+def test_corpus_holds_every_document_once_and_holds_whole_ones_out(folder, tmp_path):
+    corpus = load_corpus(folder, ByteTokenizer(), heldout_fraction=0.2, cache_dir=tmp_path / "cache")
+
+    def documents(stream):
+        parts = np.split(stream, np.flatnonzero(stream == 256)[1:])
+        assert all(part[0] == 256 and part[-1] == 257 for part in parts)
+        return [bytes(part[1:-1].astype(np.uint8)).decode() for part in parts]
+
+    train, heldout = documents(corpus.train), documents(corpus.heldout)
+    assert sorted(train + heldout) == sorted(read_documents(folder)) and corpus.num_documents == 40
+    assert train == [d for d in read_documents(folder) if d in train], "the order is that of the files"
+    assert 0.1 < sum(map(len, heldout)) / sum(map(len, train + heldout)) <= 0.2
+
+
+def test_something_is_held_out_even_where_every_document_is_large(tmp_path):
+    for i, text in enumerate(["a" * 300, "b" * 200, "c" * 400]):
+        (tmp_path / f"{i}.txt").write_text(text)
+    corpus = load_corpus(tmp_path, ByteTokenizer(), heldout_fraction=0.1, cache_dir=tmp_path / "cache")
+    assert len(corpus.heldout) == 202 and set(corpus.heldout[1:-1]) == {ord("b")} and len(corpus.train) == 704
+
+
+def test_a_single_document_gives_up_its_end(tmp_path):
+    (tmp_path / "book.txt").write_text("".join(f"line {i}\n" for i in range(100)))
+    corpus = load_corpus(tmp_path / "book.txt", ByteTokenizer(), heldout_fraction=0.1, cache_dir=tmp_path / "cache")
+    assert bytes(corpus.heldout[1:8].astype(np.uint8)).startswith(b"line 9") and len(corpus.heldout) > 50
+    (tmp_path / "word.txt").write_text("ab")
+    corpus = load_corpus(tmp_path / "word.txt", ByteTokenizer(), cache_dir=tmp_path / "cache")
+    assert list(corpus.train) == [256, ord("a"), 257] and list(corpus.heldout) == [256, ord("b"), 257]
+
+
+def test_the_cache_is_used_and_keyed_by_text_tokenizer_and_split(folder, tmp_path, monkeypatch):
+    cache = tmp_path / "cache"
+    load = lambda fraction=0.1, tokenizer=None: load_corpus(  # noqa: E731
+        folder, tokenizer or ByteTokenizer(), heldout_fraction=fraction, cache_dir=cache
+    )
+    first = load()
+    assert isinstance(first.train, np.memmap) and first.train.dtype == np.uint32
+    with monkeypatch.context() as patch:
+        patch.setattr(ByteTokenizer, "encode_to_numpy", None)
+        np.testing.assert_array_equal(load().train, first.train)
+    load(0.2)
+    load(tokenizer=ByteTokenizer("other"))
+    (folder / "00.txt").write_text("another text")
+    load()
+    assert len(list(cache.iterdir())) == 4
+
+
+def test_a_failure_half_way_leaves_nothing_to_load(folder, tmp_path, monkeypatch):
+    whole = ByteTokenizer.encode_to_numpy
+
+    def fails(self, text, **kwargs):
+        if text.startswith("document 33"):
+            raise KeyboardInterrupt
+        return whole(self, text, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ByteTokenizer, "encode_to_numpy", fails)
+        load_corpus(folder, ByteTokenizer(), cache_dir=tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+    # Killed rather than interrupted: the leftovers have another name, so they are not taken for a corpus.
+    (tmp_path / "cache" / "unfinished-x").mkdir()
+    corpus = load_corpus(folder, ByteTokenizer(), cache_dir=tmp_path / "cache")
+    assert (corpus.train == 256).sum() + (corpus.heldout == 256).sum() == 40
+
+
+def _load(folder, cache, queue):
+    corpus = load_corpus(folder, ByteTokenizer(), cache_dir=cache)
+    queue.put((int(corpus.train.astype(np.int64).sum()), len(corpus.heldout)))
+
+
+def test_two_processes_may_write_the_same_corpus(folder, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    workers = [context.Process(target=_load, args=(folder, tmp_path / "cache", queue)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    results = {queue.get(timeout=60) for _ in workers}
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    assert len(results) == 1 and len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_losing_the_race_leaves_the_winners_files(folder, tmp_path):
+    winner = load_corpus(folder, ByteTokenizer(), cache_dir=tmp_path / "cache")
+    (cached,) = (tmp_path / "cache").iterdir()
+    data._write_cache(cached, read_documents(folder), ByteTokenizer(), 0.05)
+    assert list((tmp_path / "cache").iterdir()) == [cached]
+    again = load_corpus(folder, ByteTokenizer(), cache_dir=tmp_path / "cache")
+    np.testing.assert_array_equal(again.train, winner.train)
+
+
+@pytest.mark.parametrize(("num_tokens", "batch_size", "seq_len"), [(101, 3, 7), (8, 5, 7), (1000, 4, 16), (15, 1, 1)])
+def test_every_sequence_appears_once_per_epoch_with_shifted_targets(num_tokens, batch_size, seq_len):
+    tokens = np.arange(num_tokens, dtype=np.uint32) * 3
+    batches = Batches(tokens, batch_size, seq_len, seed=5)
+    steps = 4 * batches.num_sequences
+    rows = [row for step in range(steps) for row in zip(*batches.batch_at(step), strict=True)]
+    assert batches.batch_at(0).inputs_BT.shape == (batch_size, seq_len)
+    assert batches.batch_at(0).inputs_BT.dtype == np.int32
+    for inputs, targets in rows:
+        np.testing.assert_array_equal(targets, inputs + 3)
+        np.testing.assert_array_equal(inputs, inputs[0] + 3 * np.arange(seq_len))
+    starts = [int(inputs[0]) // 3 for inputs, _ in rows]
+    whole = [i * seq_len for i in range((num_tokens - 1) // seq_len)]
+    epochs = [starts[i : i + len(whole)] for i in range(0, len(starts), len(whole))]
+    assert all(sorted(epoch) == whole for epoch in epochs[: 4 * batch_size])
+    if len(whole) > 10:
+        assert epochs[0] != whole and epochs[0] != epochs[1], "shuffled, and again for each epoch"
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    tokens = np.random.default_rng(1).integers(0, 99, 5_000).astype(np.uint32)
+    make = lambda seed=3: Batches(tokens, 3, 11, seed)  # noqa: E731
+    one = make()
+    in_order = [one.batch_at(step) for step in range(400)]
+    for step in [399, 0, 151, 152, 7]:  # 454 sequences: the second epoch begins within step 151
+        np.testing.assert_array_equal(make().batch_at(step), in_order[step])
+    assert not np.array_equal(make(4).batch_at(0), in_order[0])
+
+
+def test_unusable_batches():
+    tokens = np.arange(10, dtype=np.uint32)
+    with pytest.raises(ValueError, match="10 tokens, but one sequence of seq_len 10 needs 11"):
+        Batches(tokens, 1, 10)
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        Batches(tokens, 0, 3)
+    with pytest.raises(ValueError, match="reach from 0 to 9, but the vocabulary has 9 entries"):
+        Batches(tokens, 1, 3, vocab_size=9)
+    Batches(tokens, 1, 9, vocab_size=10)
+    with pytest.raises(ValueError, match="step is -1"):
+        Batches(tokens, 1, 3).batch_at(-1)
+
+
+def test_unigram_entropy():
+    train, heldout = np.array([0, 0, 0, 2], np.uint32), np.array([0, 2, 1], np.uint32)
+    p = [4 / 8, 1 / 8, 2 / 8, 1 / 8]
+    assert unigram_entropy(train, heldout, 4) == pytest.approx(-np.mean(np.log([p[0], p[2], p[1]])))
+    with pytest.raises(ValueError, match="Token id 2 is outside"):
+        unigram_entropy(train, heldout, 2)
+
+
+def test_the_default_corpus_end_to_end(tokenizer, tmp_path):
+    corpus = load_corpus(tokenizer=tokenizer, cache_dir=tmp_path)
+    assert len(corpus.heldout) > 20_000 and corpus.vocab_size == 128_256
+    batches = Batches(corpus.train, 2, 512, vocab_size=corpus.vocab_size)
+    text = tokenizer.decode(batches.batch_at(0).inputs_BT[0])
+    assert text.isprintable() or "\n" in text
+    bar = unigram_entropy(corpus.train, corpus.heldout, corpus.vocab_size)
+    assert 5 < bar < np.log(corpus.vocab_size)

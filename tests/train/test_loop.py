@@ -1,0 +1,216 @@
+import dataclasses
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from llamem import LlamaConfig, Plan, TrainSettings, abstract_step
+from llamem.train.data import Corpus
+from llamem.train.loop import train
+from llamem.train.step import init_state, make_model, make_train_step
+
+CONFIG = LlamaConfig(
+    vocab_size=90, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=24, max_seq_len=64, tied_head=True
+)
+SETTINGS = TrainSettings(
+    steps=12,
+    batch_size=4,
+    seq_len=16,
+    learning_rate=1e-2,
+    warmup_steps=3,
+    eval_every=4,
+    eval_batches=2,
+    snapshot_every=1,
+)
+
+
+def corpus(vocab_size=90, seed=0):
+    """Tokens that can be learned: mostly each is the one before plus three."""
+    rng = np.random.default_rng(seed)
+    steps = np.where(rng.random(4000) < 0.9, 3, rng.integers(0, vocab_size, 4000))
+    tokens = (np.cumsum(steps) % vocab_size).astype(np.uint32)
+    return Corpus(tokens[:3500], tokens[3500:], 1, vocab_size)
+
+
+def losses(metrics):
+    return [(row["step"], row["loss"], row.get("val_loss")) for row in metrics]
+
+
+def child(folder, *, steps=SETTINGS.steps, before=""):
+    """The same run in a process of its own, to be killed."""
+    code = f"""
+import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
+import jax, dataclasses; jax.config.update("jax_platforms", "cpu")
+from test_loop import CONFIG, SETTINGS, corpus
+from llamem.train.loop import train
+{before}
+run = train(CONFIG, corpus(), dataclasses.replace(SETTINGS, steps={steps}), {str(folder)!r}, progress=False)
+print("finished", run.finished, flush=True)
+"""
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def rows_in(folder):
+    path = Path(folder) / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def wait_for_rows(process, folder, count):
+    while rows_in(folder) < count and process.poll() is None:
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return train(CONFIG, corpus(), SETTINGS, tmp_path_factory.mktemp("whole"), progress=False)
+
+
+def test_it_learns(uninterrupted):
+    assert uninterrupted.finished
+    assert [row["step"] for row in uninterrupted.metrics] == list(range(1, 13))
+    assert uninterrupted.metrics[0]["loss"] == pytest.approx(np.log(90), abs=0.3)
+    assert uninterrupted.metrics[-1]["val_loss"] < uninterrupted.metrics[3]["val_loss"] < 4.5
+    assert all(row["memory_bytes"] > 0 and row["tokens_per_second"] > 0 for row in uninterrupted.metrics)
+
+
+@pytest.mark.slow
+def test_killed_five_times_the_curve_is_the_same_bit_for_bit(uninterrupted, tmp_path):
+    random_ = random.Random(time.time_ns())
+    for kill in range(5):
+        process = child(tmp_path)
+        # A step and its snapshot take some 50 ms here: the delay falls anywhere between them.
+        wait_for_rows(process, tmp_path, min(kill * 2 + 1, SETTINGS.steps - 1))
+        time.sleep(random_.uniform(0, 0.1))
+        process.kill()
+        process.wait()
+    output, errors = child(tmp_path).communicate()
+    assert "finished True" in output, errors
+    metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert losses(metrics) == losses(uninterrupted.metrics)
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_the_next_call_goes_on(uninterrupted, tmp_path):
+    process = child(
+        tmp_path, before="SETTINGS = dataclasses.replace(SETTINGS, snapshot_every=0, steps=10_000)", steps=10_000
+    )
+    wait_for_rows(process, tmp_path, 3)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert "Interrupted, and saved after step" in output and "finished False" in output, errors
+    steps = rows_in(tmp_path)
+    assert [path.name for path in (tmp_path / "snapshots").iterdir() if path.is_dir()] == [str(steps)]
+
+
+def test_resuming_a_finished_run_computes_nothing(uninterrupted, tmp_path):
+    first = train(CONFIG, corpus(), SETTINGS, tmp_path, progress=False)
+    again = train(CONFIG, corpus(), SETTINGS, tmp_path, progress=False)
+    assert losses(again.metrics) == losses(first.metrics)
+    for a, b in zip(*(jax.tree.leaves(nnx.state(run.model)) for run in (first, again)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_snapshots_of_another_run_are_refused_and_damage_is_named(tmp_path):
+    short = dataclasses.replace(SETTINGS, steps=2)
+    train(CONFIG, corpus(), short, tmp_path, progress=False)
+    with pytest.raises(ValueError, match="another run: model d_ff: snapshot '24', now '40'"):
+        train(CONFIG.replace(d_ff=40), corpus(), short, tmp_path, progress=False)
+    with pytest.raises(ValueError, match="seed: snapshot 0, now 1"):
+        train(CONFIG, corpus(), dataclasses.replace(short, seed=1), tmp_path, progress=False)
+    with pytest.raises(ValueError, match="training data"):
+        train(CONFIG, corpus(seed=5), short, tmp_path, progress=False)
+    # What a killed save leaves behind is not a snapshot.
+    (tmp_path / "snapshots" / "9.orbax-checkpoint-tmp-1").mkdir()
+    assert train(CONFIG, corpus(), short, tmp_path, progress=False).metrics[-1]["step"] == 2
+    for file in (tmp_path / "snapshots" / "2").rglob("*"):
+        if file.is_file() and "identity" not in str(file):
+            file.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"snapshots/2 cannot be read.*Delete that folder"):
+        train(CONFIG, corpus(), short, tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "tokens", "words"),
+    [
+        (CONFIG, {"seq_len": 65}, corpus(), "seq_len=65.*max_seq_len=64"),
+        (CONFIG.replace(vocab_size=80), {}, corpus(), "vocabulary has 80"),
+        (CONFIG, {}, dataclasses.replace(corpus(), heldout=np.zeros(9, np.uint32)), "9 tokens"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(config, settings, tokens, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        train(config, tokens, dataclasses.replace(SETTINGS, **settings), tmp_path / "new", progress=False)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"batch_size": 6, "accumulate": 4}, "batch_size=6.*accumulate=4"),
+        ({"learning_rate": 0.0}, "learning_rate=0.0"),
+    ],
+)
+def test_bad_settings_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        TrainSettings(**settings)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+    with pytest.raises(FloatingPointError, match=r"loss is nan at step .*learning_rate below"):
+        train(CONFIG, corpus(), dataclasses.replace(SETTINGS, learning_rate=1e30), tmp_path, progress=False)
+
+
+def one_step(config=CONFIG, **changes):
+    settings = dataclasses.replace(SETTINGS, **changes)
+    model = make_model(config, settings)
+    step = jax.jit(make_train_step(nnx.graphdef(model), settings))
+    tokens = jax.random.randint(jax.random.key(0), (4, 17), 0, config.vocab_size)
+    return step(init_state(model, settings), (tokens[:, :-1], tokens[:, 1:]))
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_accumulated_steps_equal_whole_ones(accumulate):
+    (whole, a), (parts, b) = one_step(), one_step(accumulate=accumulate)
+    np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-6)
+    np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-5)
+    moments = [jax.tree.leaves(state.opt_state) for state in (whole, parts)]
+    for x, y in zip(*moments, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize("plan", [Plan(remat=None), Plan(loss_tiles=None), Plan(remat=None, loss_tiles=None)], ids=str)
+def test_the_features_change_no_curve(plan, uninterrupted, tmp_path):
+    other = train(CONFIG, corpus(), SETTINGS, tmp_path, plan=plan, progress=False)
+    mine, theirs = ([row["loss"] for row in run.metrics] for run in (uninterrupted, other))
+    np.testing.assert_allclose(mine, theirs, rtol=1e-4)
+
+
+def test_weight_decay_spares_the_norms():
+    before = nnx.to_pure_dict(nnx.state(make_model(CONFIG, SETTINGS)))
+    free, decayed = (nnx.to_pure_dict(one_step(weight_decay=decay, warmup_steps=0)[0].params) for decay in (0.0, 0.5))
+    rate = SETTINGS.learning_rate
+    for (path, a), b, start in zip(
+        jax.tree.leaves_with_path(free), jax.tree.leaves(decayed), jax.tree.leaves(before), strict=True
+    ):
+        shrunk = 0 if "norm" in jax.tree_util.keystr(path) else rate * 0.5
+        np.testing.assert_allclose(np.asarray(a) - np.asarray(b), shrunk * np.asarray(start), atol=1e-6)
+
+
+def test_abstract_step_has_the_shapes_of_the_real_one():
+    settings = dataclasses.replace(SETTINGS, accumulate=2)
+    step, state, batch = abstract_step(CONFIG, settings)
+    real = jax.eval_shape(lambda: init_state(make_model(CONFIG, settings), settings))
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), state) == jax.tree.map(lambda a: (a.shape, a.dtype), real)
+    new_state, metrics = jax.eval_shape(step, state, batch)
+    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    assert metrics["loss"].shape == () and metrics["loss"].dtype == jnp.float32
