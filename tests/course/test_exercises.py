@@ -23,7 +23,7 @@ def exercises_of(path: Path) -> list[SimpleNamespace]:
     """The stub, its name, the line that checks it and the folded solution of each exercise of a notebook."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     texts = ["".join(cell["source"]) for cell in cells]
-    (topic,) = set(re.findall(r"from llamem\.exercises import (\w+) as exercises", "\n".join(texts))) or {None}
+    (topic,) = set(re.findall(r"from llamem\.course\.exercises import (\w+) as exercises", "\n".join(texts))) or {None}
     found = []
     for i, cell in enumerate(cells):
         if "exercise" not in cell["metadata"].get("tags", []):
