@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 RUN    ?= runs/$(shell date +%Y-%m-%d_%H-%M-%S)
 PIP    := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --constraint requirements/lock.txt
 
-.PHONY: help setup train test parity lab notebooks lint format lock floors address clean
+.PHONY: help setup train test quick parity lab notebooks lint format lock floors address clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -27,11 +27,18 @@ train: $(VENV)/train-is-ready ## train Llama 3 on real text through notebook 07,
 	    --cwd notebooks --kernel python3 --parameters output_dir $(abspath $(RUN)) $(PARAMETERS)
 	@echo "Results, figures and training checkpoints: $(RUN)"
 
+# Two files at a time: each worker keeps the programs that the tests of one file share.
+WORKERS := -n 2 --dist loadfile --durations=10
+
 test: $(VENV)/test-is-ready ## everything CI runs: lint, types, tests, notebooks
 	$(MAKE) lint
-	$(BIN)/python -m pytest
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest --nbval-lax --nbval-current-env --nbval-cell-timeout=600 -p no:python \
-	    --nbval-sanitize-with tests/nbval_sanitize.cfg notebooks
+	$(BIN)/python -m pytest $(WORKERS)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(WORKERS) --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
+	    -p no:python --nbval-sanitize-with tests/nbval_sanitize.cfg notebooks
+
+quick: $(VENV)/test-is-ready ## lint, types and the tests that take seconds; FOLDER=losses for those of one folder
+	$(MAKE) lint
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not tpu_compile and not gpu_compile" tests/$(FOLDER)
 
 $(VENV)/parity-is-ready: $(VENV)/test-is-ready
 	$(PIP) --editable '.[parity]'

@@ -1,3 +1,14 @@
+import os
+from pathlib import Path
+
+# Before JAX is imported, for this process and the children of tests. Tests compile thousands of small programs and run
+# most of them once, so LLVM's optimisations cost more than they bring. XLA's own, which decide about memory and
+# products, are all on. What one test, worker or run has compiled is found again by the next.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).resolve().parent.parent / "build" / "jax-cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
 import jax
 import jaxtyping
 import pytest
@@ -32,3 +43,9 @@ def remat3(request):
         jax.clear_caches()
     else:
         yield
+
+
+def pytest_collection_modifyitems(items):
+    """Files with slow tests first, so that no worker is left with one of them at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

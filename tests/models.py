@@ -1,5 +1,7 @@
 """Small models that several tests share, in every variant that the package computes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -51,6 +53,21 @@ def model_of(config, seed=0, scale=2.0, **plan):
 
 def tokens_of(config, T=37, B=2, seed=1):
     return jax.random.randint(jax.random.key(seed), (B, T), 0, config.vocab_size)
+
+
+@functools.cache
+def expected_gradients(config, T=38):
+    """Loss and every gradient of `model_of(config)` on `tokens_of(config, T)`, in float64, by the reference.
+
+    However a model is computed, these are its numbers: made once for all plans.
+    """
+    tokens = np.asarray(tokens_of(config, T=T))
+
+    def loss(params):
+        return reference.loss(config, params, tokens[:, :-1], tokens[:, 1:])
+
+    gradient = in_float64(lambda _, params: jax.jit(jax.value_and_grad(loss))(params), config, model_of(config))
+    return jax.tree.map(np.asarray, gradient)
 
 
 def in_float64(fn, config, model, *args):

@@ -21,24 +21,33 @@ def arrays(T, S=None, H=6, K=2, size=8, dtype=jnp.float32):
     return [3 * jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True)]
 
 
+def value_and_gradients(attend, q, k, v, weights):
+    """The output, and the gradients of its weighted sum."""
+
+    def value(q, k, v):
+        out = attend(q, k, v)
+        return jnp.sum(out * weights), out
+
+    (_, out), grads = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    return np.asarray(out), [np.asarray(grad) for grad in grads]
+
+
+@functools.cache
+def expected_of(T, K):
+    with reference.float64():
+        exact = [jnp.asarray(np.asarray(a, np.float64)) for a in arrays(T, K=K)]
+        return value_and_gradients(lambda q, k, v: reference.attention(q, k, v, np.arange(T)), *exact)
+
+
 @pytest.mark.parametrize("T", [1, 5, QUERY_TILE, 2 * KEY_TILE + 45])
 @pytest.mark.parametrize("K", [1, 2, 6])
 @pytest.mark.parametrize("implementation", ["xla", "tiled", "auto"])
 def test_values_and_gradients_equal_float64(T, K, implementation):
-    *qkv, weights = arrays(T, K=K)
-
-    def value(attend, *qkv):
-        return jnp.sum(attend(*qkv) * weights)
-
-    mine = lambda q, k, v: causal_attention(q, k, v, implementation=implementation)  # noqa: E731
-    got = jax.jit(jax.value_and_grad(lambda *qkv: value(mine, *qkv), argnums=(0, 1, 2)))(*qkv)
-    with reference.float64():
-        exact = [jnp.asarray(np.asarray(a, np.float64)) for a in qkv]
-        theirs = lambda q, k, v: reference.attention(q, k, v, np.arange(T))  # noqa: E731
-        expected = jax.value_and_grad(lambda *qkv: value(theirs, *qkv), argnums=(0, 1, 2))(*exact)
-        out = theirs(*exact)
-    np.testing.assert_allclose(mine(*qkv), out, rtol=1e-5, atol=5e-5)
-    for a, b in zip(got[1], expected[1], strict=True):
+    attend = functools.partial(causal_attention, implementation=implementation)
+    out, got = value_and_gradients(attend, *arrays(T, K=K))
+    expected, wanted = expected_of(T, K)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=5e-5)
+    for a, b in zip(got, wanted, strict=True):
         assert np.linalg.norm(np.asarray(a, np.float64) - b) < 1e-5 * np.linalg.norm(b) + 1e-5
 
 
