@@ -1,13 +1,15 @@
 """The truth about memory: what a program needs on a chip, as that chip's own compiler says."""
 
-import dataclasses
+import functools
 import hashlib
 import json
 import math
 import re
 import time
+import typing
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,16 +20,20 @@ from jax.extend import core as jex_core
 
 from llamem._files import cache_folder, write_whole
 from llamem.memory.cross_compile import compile_absent, export_for, traced_for
+from llamem.memory.dump import analysed_bytes
 from llamem.memory.hlo import describe, optimised_text
 from llamem.memory.jaxprs import equations, inner_jaxprs
-from llamem.memory.report import Report
+from llamem.memory.report import Depth, Report
 from llamem.memory.targets import Target, target
-
-_CACHE_FORMAT = 3
 
 
 def compile_report(
-    fn: Callable[..., Any], *args: Any, target: str = "local", donate: tuple[int, ...] = (), cache: bool = True
+    fn: Callable[..., Any],
+    *args: Any,
+    target: str = "local",
+    donate: tuple[int, ...] = (),
+    depth: Depth = "memory",
+    cache: bool = True,
 ) -> Report:
     """Compiles `fn(*args)` for a chip, here or absent, and reports its memory. Nothing is computed.
 
@@ -36,10 +42,16 @@ def compile_report(
     program may overwrite, as in `jax.jit(donate_argnums=)`. `target`: see `llamem.target`. Reports for absent chips are
     cached on disk by program, compiler and chip, under `$LLAMEM_CACHE` or `~/.cache/llamem`.
 
+    `depth`: how far an absent chip's compiler goes. With "memory" it is ended when it has assigned every buffer, in
+    seconds; the report is the same, but a compiler that would fail later, while it makes code, is not found out. With
+    "code" it goes to the end. The local compiler always does.
+
     Raises what tracing `fn` raises, ValueError and ImportError as `llamem.target` does, RuntimeError where a compiler
     dies.
     """
     chip = _target(target)
+    if depth not in typing.get_args(Depth):
+        raise ValueError(f"depth={depth!r}: expected 'memory', as soon as memory is assigned, or 'code', to the end.")
     leaves, tree = jax.tree.flatten(args)
     is_key = [_is_key(leaf) for leaf in leaves]
     leaves = [_shape_of(leaf, chip) for leaf in leaves]
@@ -54,15 +66,16 @@ def compile_report(
 
     if chip.absent:
         program, axes = export_for(chip, flat, leaves, mesh), dict(mesh.shape) if mesh else None
-        compiling = partial(compile_absent, chip, bytes(program.serialize()), donated, axes)
-        answer = _cached(compiling, program, chip, donated, axes) if cache else compiling()
+        compiling = partial(compile_absent, chip, bytes(program.serialize()), donated, axes, depth)
+        answer = _cached(compiling, program, (chip, donated, axes, depth)) if cache else compiling()
     else:
-        start = time.perf_counter()
+        start, depth = time.perf_counter(), "code"
         compiled = jax.jit(flat, donate_argnums=donated, keep_unused=True).lower(*leaves).compile()
-        answer = {**describe(compiled, optimised_text(compiled)), "compile_seconds": time.perf_counter() - start}
+        seconds = {"compile_seconds": time.perf_counter() - start}
+        answer = analysed_bytes(compiled.memory_analysis()) | describe(optimised_text(compiled)) | seconds
     with traced_for(chip, mesh):
         jaxpr = jax.make_jaxpr(flat)(*leaves)
-    return _report(chip, answer, jaxpr, leaves, donated)
+    return _report(chip, depth, answer, jaxpr, leaves, donated)
 
 
 _target = target  # the function, where a parameter has its name
@@ -146,14 +159,12 @@ def _mesh(leaves: list[jax.ShapeDtypeStruct], chip: Target) -> Any:
 def _cached(
     compiling: Callable[[], dict[str, Any]],
     program: jax.export.Exported,
-    chip: Target,
-    donated: tuple[int, ...],
-    axes: dict[str, int] | None,
+    options: tuple[Target, tuple[int, ...], dict[str, int] | None, Depth],
 ) -> dict[str, Any]:
-    versions = (jax.__version__, jaxlib.__version__, _compiler_version(chip))
+    versions = (jax.__version__, jaxlib.__version__, _compiler_version(options[0]), _reading_code())
     # Without source lines: the same cell finds its report again in another kernel, or after an edit above it.
     text = re.sub(r"^#loc.*$|loc\([^)]*\)", "", program.mlir_module(), flags=re.MULTILINE)
-    identity = repr((_CACHE_FORMAT, versions, dataclasses.astuple(chip), donated, axes)) + text
+    identity = repr((versions, options)) + text
     key = hashlib.sha256(identity.encode()).hexdigest()
     file = cache_folder("reports") / f"{key[:32]}.json"
     try:
@@ -165,6 +176,13 @@ def _cached(
     return answer
 
 
+@functools.cache
+def _reading_code() -> str:
+    """A fingerprint of the code that reads what compilers say: an answer read by other code is no answer of this."""
+    texts = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
+
+
 def _compiler_version(chip: Target) -> str:
     from importlib import metadata
 
@@ -172,7 +190,12 @@ def _compiler_version(chip: Target) -> str:
 
 
 def _report(
-    chip: Target, answer: dict[str, Any], jaxpr: Any, leaves: list[jax.ShapeDtypeStruct], donated: tuple[int, ...]
+    chip: Target,
+    depth: Depth,
+    answer: dict[str, Any],
+    jaxpr: Any,
+    leaves: list[jax.ShapeDtypeStruct],
+    donated: tuple[int, ...],
 ) -> Report:
     def size(shapes: Iterable[Any]) -> int:
         return sum(math.prod(_shard(s)) * np.dtype(s.dtype).itemsize for s in shapes)
@@ -187,16 +210,18 @@ def _report(
         arguments, outputs = size(leaves), size(jaxpr.out_avals)
         alias = size(leaves[i] for i in donated)
         temp = max(peak - arguments - outputs + alias, 0)
-        return Report(chip, arguments, outputs, alias, temp, peak, 0, flops, answer["compile_seconds"], refused=True)
-    arena = answer["argument_bytes"] + answer["output_bytes"] - answer["alias_bytes"] + answer["temp_bytes"]
-    # XLA's own peak ignores temporaries on the CPU, and counts host memory where arguments live there.
-    peak = answer["xla_peak_bytes"] if chip.platform != "cpu" and not answer["host_bytes"] else arena
+        return Report(
+            chip, arguments, outputs, alias, temp, peak, 0, flops, answer["compile_seconds"], depth=depth, refused=True
+        )
+    # What the compilers lay out on the device, and what a TPU's holds against the chip's memory when it refuses. XLA's
+    # own peak is no such number: it ignores temporaries on a CPU, and counts the host's memory where arguments are.
+    peak = answer["argument_bytes"] + answer["output_bytes"] - answer["alias_bytes"] + answer["temp_bytes"]
     warnings = []
     if jaxpr.consts and (closed := size(map(np.asarray, jaxpr.consts))) > 2**20:
         warnings.append(
             f"{closed / 2**20:.0f} MiB of arrays are closed over: constants, which no line here counts. Pass them."
         )
-    if chip.platform == "tpu" and arena < 512 * 2**20:
+    if chip.platform == "tpu" and peak < 512 * 2**20:
         warnings.append("so small that much of it lives in on-chip memory (VMEM), which temp does not count.")
     if not answer["host_bytes"] and moved_to_host(jaxpr.jaxpr):
         warnings.append(
@@ -213,6 +238,7 @@ def _report(
         chip,
         **{name: answer[name] for name in names},
         peak_bytes=peak,
+        depth=depth,
         matmul_flops=flops,
         compiled_matmul_flops=answer["compiled_matmul_flops"],
         collectives=tuple(answer["collectives"]),

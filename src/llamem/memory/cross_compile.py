@@ -2,7 +2,6 @@
 
 A child, because the compilers are chosen by environment variables that JAX reads when it is imported, and because a
 compiler that crashes must not take a notebook's kernel along. The program travels as `jax.export` bytes.
-Run as `python -m llamem.memory.cross_compile REQUEST_FOLDER`.
 """
 
 import contextlib
@@ -15,12 +14,15 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.export
 
-from llamem._files import write_whole
+from llamem.memory.dump import analysed_bytes, memory_is_assigned, read_dump
+from llamem.memory.hlo import describe
+from llamem.memory.report import Depth
 from llamem.memory.targets import Target
 
 _ENVIRONMENT = {
@@ -62,39 +64,54 @@ def export_for(
 
 
 def compile_absent(
-    target: Target, program: bytes, donated: Sequence[int], axes: Mapping[str, int] | None = None
+    target: Target, program: bytes, donated: Sequence[int], axes: Mapping[str, int] | None, depth: Depth
 ) -> dict[str, Any]:
-    """What the target's compiler says: the result of `describe`, or `{"error": ...}` with the compiler's message.
+    """What the target's compiler says: the bytes of `read_dump` and `describe`, or `{"error": the compiler's message}`.
 
-    `axes` are those of the mesh of several chips. Raises RuntimeError where the compiler died without an answer.
+    `axes` are those of the mesh of several chips. With `depth="memory"` the compiler is ended once it has assigned
+    memory. Raises RuntimeError where the compiler died without an answer.
     """
     with tempfile.TemporaryDirectory(prefix="llamem-") as name:
-        folder = Path(name)
+        folder, start = Path(name), time.perf_counter()
+        dump, file = folder / "dump", folder / "answer.json"
         (folder / "program").write_bytes(program)
-        request = {"target": dataclasses.asdict(target), "donated": list(donated), "axes": axes}
+        request = {"topology": _topology(target), "donated": list(donated), "axes": axes}
         (folder / "request.json").write_text(json.dumps(request))
         environment = {**os.environ, **_ENVIRONMENT}
         environment.pop("XLA_FLAGS", None)
-        command = [sys.executable, "-m", "llamem.memory.cross_compile", str(folder)]
-        child = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
-        answer = folder / "answer.json"
-        if not answer.exists():
+        # -P: the modules beside the script are not to be found under their bare names.
+        command = [sys.executable, "-P", str(Path(__file__).with_name("compiler_process.py")), str(folder)]
+        with (folder / "words").open("w") as words:
+            child = subprocess.Popen(command, env=environment, stdout=words, stderr=words)
+        try:
+            while child.poll() is None and not (depth == "memory" and memory_is_assigned(dump)):
+                time.sleep(0.05)
+        finally:
+            child.kill()
+            child.wait()
+        if depth == "memory" and memory_is_assigned(dump):
+            answer = read_dump(dump)
+        elif file.exists():
+            answer = json.loads(file.read_text())
+            if "error" not in answer:
+                answer = describe(answer.get("text", "")) | read_dump(dump) | analysed_bytes(SimpleNamespace(**answer))
+        else:
             died = f"signal {-child.returncode}" if child.returncode < 0 else f"exit status {child.returncode}"
             raise RuntimeError(
                 f"the compiler for {target.name} died with {died} and gave no answer. Your own process is unharmed. "
-                f"Often an old compiler: upgrade libtpu or the CUDA plugin. Its last words: {child.stderr[-800:]}"
+                "Often an old compiler: upgrade libtpu or the CUDA plugin. Its last words: "
+                f"{(folder / 'words').read_text(errors='replace')[-800:]}"
             )
-        return json.loads(answer.read_text())
+        return answer | {"compile_seconds": time.perf_counter() - start}
 
 
-def _topology(target: Target) -> Any:
-    from jax.experimental import topologies
-
+def _topology(target: Target) -> dict[str, Any]:
+    """What `jax.experimental.topologies.get_topology_desc` is to be given."""
     if target.platform == "tpu":
         alone: dict[str, Any] = {"chips_per_host_bounds": [1, 1, 1]} if target.devices == 1 else {}
-        return topologies.get_topology_desc(platform="tpu", topology_name=target.topology, **alone)
+        return {"platform": "tpu", "topology_name": target.topology} | alone
     topology = target.topology or "1x1x1"
-    return topologies.get_topology_desc(platform="cuda", target_config=gpu_description(target), topology=topology)
+    return {"platform": "cuda", "target_config": gpu_description(target), "topology": topology}
 
 
 def gpu_description(target: Target) -> str:
@@ -120,42 +137,3 @@ platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 device_description_str: "{target.device_kind}"
 """
-
-
-def _child(folder: Path) -> None:
-    from jax.experimental import topologies
-
-    from llamem.memory.hlo import describe, optimised_text
-
-    request = json.loads((folder / "request.json").read_text())
-    target = Target(**request["target"])
-    exported = jax.export.deserialize(bytearray((folder / "program").read_bytes()))
-    topology, axes = _topology(target), request["axes"]
-    shardings: dict[str, Any] = {}
-    if axes:
-        mesh = topologies.make_mesh(topology, tuple(axes.values()), tuple(axes))
-        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        shardings["in_shardings"] = tuple(s or everywhere for s in exported.in_shardings_jax(mesh))
-    else:
-        one = jax.sharding.SingleDeviceSharding(topology.devices[0])
-        shardings |= {"in_shardings": one, "out_shardings": one}
-    jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]), keep_unused=True, **shardings)
-    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
-    answer: dict[str, Any]
-    # XLA cannot print every TPU program, but the TPU's compiler can write each down.
-    options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True} if target.platform == "tpu" else {}
-    start = time.perf_counter()
-    try:
-        lowered = jitted.trace(*shapes).lower(lowering_platforms=(target.platform,))
-        compiled = lowered.compile(compiler_options=options)
-    except jax.errors.JaxRuntimeError as error:
-        answer = {"error": str(error)}
-    else:
-        written = next(folder.glob("*jit_call*.after_optimizations.txt"), None)
-        answer = describe(compiled, written.read_text() if written else optimised_text(compiled))
-    answer["compile_seconds"] = time.perf_counter() - start
-    write_whole(folder / "answer.json", json.dumps(answer))
-
-
-if __name__ == "__main__":
-    _child(Path(sys.argv[1]))

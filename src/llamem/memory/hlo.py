@@ -26,25 +26,13 @@ def optimised_text(compiled: Any) -> str:
         return ""
 
 
-def describe(compiled: Any, text: str, largest: int = 12) -> dict[str, Any]:
-    """The compiled program's memory table in bytes; and from its `text` what it computes and sends, and its `largest`
-    buffers: shape, bytes, operation, source line.
-    """
-    analysis = compiled.memory_analysis()
-    names = {
-        "argument_bytes": "argument_size_in_bytes",
-        "output_bytes": "output_size_in_bytes",
-        "alias_bytes": "alias_size_in_bytes",
-        "temp_bytes": "temp_size_in_bytes",
-        "xla_peak_bytes": "peak_memory_in_bytes",
+def describe(text: str, largest: int = 12) -> dict[str, Any]:
+    """What an optimised program computes and sends, and its `largest` buffers: shape, bytes, operation, source line."""
+    return {
+        "compiled_matmul_flops": compiled_matmul_flops(text),
+        "collectives": collectives(text),
+        "buffers": largest_buffers(text, largest),
     }
-    table: dict[str, Any] = {mine: int(getattr(analysis, theirs)) for mine, theirs in names.items()}
-    hosts = ("host_temp_size_in_bytes", "host_argument_size_in_bytes", "host_output_size_in_bytes")
-    table["host_bytes"] = sum(int(getattr(analysis, name)) for name in hosts)
-    table["compiled_matmul_flops"] = compiled_matmul_flops(text)
-    table["collectives"] = collectives(text)
-    table["buffers"] = largest_buffers(text, largest)
-    return table
 
 
 def largest_buffers(text: str, count: int) -> list[dict[str, Any]]:
@@ -101,7 +89,7 @@ def _source(line: str, tables: dict[str, dict[int, str]]) -> str:
     location = _field(tables["StackFrames"].get(int(frame[1]), ""), "file_location_id")
     place = tables["FileLocations"].get(location, "")
     file = tables["FileNames"].get(_field(place, "file_name_id"), "").strip('"')
-    own = not file or os.path.basename(file) == "cross_compile.py"
+    own = not file or os.path.basename(file) == "compiler_process.py"
     return "" if own else line_of_source(file, _field(place, "line"))  # which only compiled it
 
 

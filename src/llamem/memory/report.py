@@ -3,25 +3,29 @@
 import dataclasses
 import html
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from llamem.memory.show import html_table
 from llamem.memory.targets import Target
 
 GiB = 2**30
+Depth = Literal["memory", "code"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
     """One program on one chip, in bytes per device.
 
-    `peak_bytes` is what must fit: arguments, outputs and temporaries, shared buffers counted once. `temp_bytes` alone
-    can mislead: a compiler keeps temporaries inside outputs that are not yet written. `matmul_flops` counts the matrix
-    products of the traced program, loops multiplied out (Pallas kernels are not seen); `compiled_matmul_flops` those
-    that the compiler left in its own, per device, or None where that cannot be told. `collectives` say what chips send
-    to each other: operation, times, bytes. `buffers` are the largest arrays, with the operation and source line that
-    asked for them. A program that the compiler refuses as too big has `fits=False` and, in `peak_bytes`, what it said
-    it needed.
+    `peak_bytes` is what must fit on the device: arguments + outputs - aliases + temporaries, as the compiler lays them
+    out; what lies in the host's memory is in `host_bytes` alone. `temp_bytes` alone can mislead: a compiler keeps
+    temporaries inside outputs that are not yet written. `matmul_flops` counts the matrix products of the traced
+    program, loops multiplied out (Pallas kernels are not seen); `compiled_matmul_flops` those that the compiler left in
+    its own, per device, or None where that cannot be told. `collectives` say what chips send to each other: operation,
+    times, bytes. `buffers` are the largest arrays, with the operation and source line that asked for them.
+
+    `compile_seconds` went by until the answer was there; `depth` says how far the compiler went: "memory" until every
+    buffer had its place, "code" to the end. A program that the compiler refuses as too big has `fits=False` and, in
+    `peak_bytes`, what it said it needed.
     """
 
     target: Target
@@ -37,6 +41,7 @@ class Report:
     collectives: tuple[dict[str, Any], ...] = ()
     buffers: tuple[dict[str, Any], ...] = ()
     warnings: tuple[str, ...] = ()
+    depth: Depth = "code"
     refused: bool = False
 
     @property

@@ -1,0 +1,52 @@
+"""The program of the child process in which an absent chip's compiler runs: `python compiler_process.py FOLDER`.
+
+It imports JAX and nothing of this package, so that it starts fast. FOLDER holds `request.json` and `program`, bytes of
+`jax.export`. The compiler writes down what it does in FOLDER/dump while it works; at the end `answer.json` is written,
+with the fields of JAX's memory analysis, or with the compiler's message under "error".
+"""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+from jax.experimental import topologies
+
+
+def main(folder: Path) -> None:
+    """Compiles what FOLDER asks for."""
+    request = json.loads((folder / "request.json").read_text())
+    exported = jax.export.deserialize(bytearray((folder / "program").read_bytes()))
+    topology, axes = topologies.get_topology_desc(**request["topology"]), request["axes"]
+    shardings: dict[str, Any] = {}
+    if axes:
+        mesh = topologies.make_mesh(topology, tuple(axes.values()), tuple(axes))
+        everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        shardings["in_shardings"] = tuple(s or everywhere for s in exported.in_shardings_jax(mesh))
+    else:
+        one = jax.sharding.SingleDeviceSharding(topology.devices[0])
+        shardings |= {"in_shardings": one, "out_shardings": one}
+    jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]), keep_unused=True, **shardings)
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
+    dump = folder / "dump"
+    try:
+        lowered = jitted.trace(*shapes).lower(lowering_platforms=(request["topology"]["platform"],))
+        compiled = lowered.compile(compiler_options={"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True})
+    except jax.errors.JaxRuntimeError as error:
+        answer: dict[str, Any] = {"error": str(error)}
+    else:
+        analysis = compiled.memory_analysis()
+        answer = {name: getattr(analysis, name) for name in dir(analysis) if name.endswith("_in_bytes")}
+        if not any(dump.glob("*jit_call*after_optimizations.txt")):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # XLA cannot print every TPU program
+                answer["text"] = compiled.as_text()
+    unfinished = folder / "answer.unfinished"
+    unfinished.write_text(json.dumps(answer))
+    unfinished.rename(folder / "answer.json")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
