@@ -1,6 +1,6 @@
-"""Writes tests/golden: tiny models made by transformers, and what transformers computes with them.
+"""Writes tiny models made by transformers, and what transformers computes with them.
 
-    pip install torch transformers && python tests/make_golden.py
+    pip install torch transformers && python tests/llama/make_golden.py
 
 `test_pretrained.py` reads them where neither is installed; where they are, `test_parity.py` calls the same functions on
 models made on the spot.
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from llamem.course.golden import transformers_llama
 
 GOLDEN = Path(__file__).parent / "golden"
 COMMON = {
@@ -90,13 +92,19 @@ def gradients_by_file_name(model: Any) -> dict[str, Any]:
     return found
 
 
+def golden(name: str) -> Path:
+    """Where a stored model lies: one of them in the package, for notebook 06."""
+    return transformers_llama() if name == "llama31" else GOLDEN / name
+
+
 def tokens_of(seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, COMMON["vocab_size"], (2, 40))
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or MODELS:
-        model = make(name, GOLDEN / name)
+        folder = golden(name)
+        model = make(name, folder)
         found: dict[str, Any] = numbers(model, tokens_of())
-        np.savez_compressed(GOLDEN / name / "numbers.npz", **found)
-        (GOLDEN / name / "generation_config.json").unlink(missing_ok=True)
+        np.savez_compressed(folder / "numbers.npz", **found)
+        (folder / "generation_config.json").unlink(missing_ok=True)

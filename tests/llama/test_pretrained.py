@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from make_golden import GOLDEN, MODELS
+from make_golden import MODELS, golden
 from models import MOE, VARIANTS, model_of, tokens_of
 
 import llamem
@@ -55,8 +55,8 @@ def assert_same_numbers(folder, numbers, **plan):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_numbers_of_transformers(name):
-    with np.load(GOLDEN / name / "numbers.npz") as numbers:
-        assert_same_numbers(GOLDEN / name, dict(numbers))
+    with np.load(golden(name) / "numbers.npz") as numbers:
+        assert_same_numbers(golden(name), dict(numbers))
 
 
 @pytest.mark.parametrize("config", [*VARIANTS.values(), MOE], ids=[*VARIANTS, "moe"])

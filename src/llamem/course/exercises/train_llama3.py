@@ -19,14 +19,18 @@ def check_standing_bytes(fn: Callable[..., Any]) -> None:
     """Exercise 1: weights, gradients and AdamW's moments."""
 
     def body() -> str:
-        for name, sizes in (("llama3.2-1b", (2, 2)), ("tiny", (4, 4)), ("llama3.1-8b", (2, 4))):
+        for name, sizes in (("llama3.1-8b", (2, 4)), ("tiny", (4, 2)), ("llama3.2-1b", (2, 2))):
             config = LlamaConfig.from_name(name)
             got = fn(config, *sizes)
-            weights = config.n_params * sizes[0]
-            assert got != weights, "That is the weights alone: gradients are as large, and AdamW keeps two moments."
-            assert got != 2 * weights + config.n_params * sizes[1], "AdamW keeps two moments for each parameter."
-            want = 2 * weights + 2 * config.n_params * sizes[1]
-            assert got == want, f"For {name} and {sizes} bytes it should be {want:,}; yours is {got:,}."
+            weights, moment = (config.n_params * size for size in sizes)
+            assert got != weights, "That is the weights alone: what else has one number for each parameter?"
+            assert got != weights + 2 * moment, "Every weight has a gradient, too."
+            assert got != 2 * weights + moment, "AdamW keeps two moments for each parameter."
+            assert got != 4 * weights, "Moments may be stored in another type than weights."
+            want = 2 * weights + 2 * moment
+            assert got == want, (
+                f"For {name} with {sizes[0]} and {sizes[1]} bytes, {got:,} is not all of it, or too much."
+            )
         return "All of it stands before the first activation, whatever remat and tiling do."
 
     grade(1, body)
