@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import llamem
-from llamem.memory.hlo_counts import collectives, compiled_matmul_flops
+from llamem.memory.hlo import parse
+from llamem.memory.hlo_counts import Collective, collectives, compiled_matmul_flops
 
 # Lines that three compilers wrote, cut to what matters. A batch of 2 x 8 products [1024, 128] @ [128, 1024].
 TPU_BATCH = """
@@ -48,22 +49,83 @@ ENTRY %main (x: f32[8,16]) -> f32[8,16] {
   %while.1 = (s32[], f32[8,16]{1,0}) while(%tuple.1), condition=%condition.1, body=%body.1
 }
 """
+# An asynchronous collective of a TPU: in the fusion that starts it, in one that computes meanwhile, and at its end.
+ASYNCHRONOUS = """
+%start (p: s32[4096]) -> (s32[4096], s32[8192]) {
+  %p = s32[4096]{0} parameter(0)
+  %all-gather.35 = s32[8192]{0} all-gather(%p), channel_id=3, dimensions={0}, frontend_attributes={chain_id="0"}
+}
+
+%async_collective_fusion.45 (p: s32[4096]) -> (bf16[8192], s32[8192]) {
+  %p = s32[4096]{0} parameter(0)
+  %all-gather.37 = s32[8192]{0:S(1)} all-gather(%p), channel_id=3, dimensions={0}, frontend_attributes={chain_id="0"}
+}
+
+%done (p: s32[4096]) -> s32[8192] {
+  %p = s32[4096]{0} parameter(0)
+  %all-gather.39 = s32[8192]{0} all-gather(%p), channel_id=3, dimensions={0}, frontend_attributes={chain_id="0"}
+}
+
+%body (t: (s32[], s32[4096])) -> (s32[], s32[4096]) {
+  %t = (s32[], s32[4096]{0}) parameter(0)
+  %async-collective-start = (s32[4096]{0}, s32[8192]{0}) fusion(%t), kind=kCustom, calls=%start
+  %all-gather.42 = bf16[8192,4096]{1,0} all-gather(%t), channel_id=4, dimensions={0}
+  %fusion.45 = (bf16[8192]{0}, s32[8192]{0}) fusion(%t), kind=kOutput, calls=%async_collective_fusion.45
+  %async-collective-done = s32[8192]{0} fusion(%fusion.45), kind=kCustom, calls=%done
+}
+
+ENTRY %main (x: s32[4096]) -> s32[4096] {
+  %while.1 = (s32[], s32[4096]{0}) while(%x), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"6"}}
+}
+"""
 
 
 @pytest.mark.parametrize("text", [TPU_BATCH, CUBLAS_BATCH])
 def test_batched_products_as_compilers_write_them(text):
-    assert compiled_matmul_flops(text) == 16 * 2 * 1024 * 1024 * 128
+    assert compiled_matmul_flops(parse(text)) == 16 * 2 * 1024 * 1024 * 128
 
 
 def test_what_a_loop_holds_counts_as_often_as_it_runs():
-    assert compiled_matmul_flops(LOOP) == 5 * 2 * 8 * 16 * 16
-    assert collectives(LOOP) == [
-        {"operation": "all-gather", "times": 5, "bytes": 5 * 16 * 16 * 4},
-        {"operation": "collective-permute", "times": 1, "bytes": 8 * 16 * 4},
+    assert compiled_matmul_flops(parse(LOOP)) == 5 * 2 * 8 * 16 * 16
+    assert collectives(parse(LOOP)) == [
+        Collective("all-gather", times=5, bytes=5 * 16 * 16 * 4),
+        Collective("collective-permute", times=1, bytes=8 * 16 * 4),
     ]
     nobody_knows = LOOP.replace("constant(5)", "parameter(0)")
-    assert compiled_matmul_flops(nobody_knows) is None and compiled_matmul_flops("") is None
-    assert compiled_matmul_flops(nobody_knows.replace("body=", 'known_trip_count":{"n":"7"}, body=')) == 7 * 2 * 8 * 256
+    assert compiled_matmul_flops(parse(nobody_knows)) is None and compiled_matmul_flops(parse("")) is None
+    assert (
+        compiled_matmul_flops(parse(nobody_knows.replace("body=", 'known_trip_count":{"n":"7"}, body=')))
+        == 7 * 2 * 8 * 256
+    )
+
+
+def test_an_asynchronous_collective_is_counted_once_however_many_fusions_it_stands_in():
+    assert collectives(parse(ASYNCHRONOUS)) == [
+        Collective("all-gather", times=6 + 6, bytes=6 * (2 * 8192 * 4096 + 4 * 8192))
+    ]
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.skipif(not llamem.available("v5e-8"), reason="needs libtpu")
+def test_one_collective_a_layer_is_compiled_and_counted_as_one():
+    mesh, P = llamem.target("v5e-8").mesh(data=8), jax.sharding.PartitionSpec
+    n_layers, D, F = 5, 1024, 4096
+
+    def step(x, w_in, w_out):
+        def layer(x, w):
+            whole = [jax.lax.all_gather(a, "data", axis=0, tiled=True) for a in w]
+            return jnp.tanh(x @ whole[0]) @ whole[1], None
+
+        return jax.lax.scan(layer, x, (w_in, w_out))[0]
+
+    def sharded(spec, *sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    specs = P("data"), P(None, "data"), P(None, "data")
+    arrays = (sharded(spec, *s) for spec, s in zip(specs, ((8192, D), (n_layers, D, F), (n_layers, F, D)), strict=True))
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
+    report = llamem.compile_report(mapped, *arrays, target="v5e-8")
+    assert report.collectives == (Collective("all-gather", 2 * n_layers, 2 * n_layers * 2 * D * F),)
 
 
 def chain(x, w):

@@ -19,8 +19,9 @@ import llamem
 from llamem.layers.attention import causal_attention
 from llamem.memory import compiling as memory
 from llamem.memory import cross_compile as absent
-from llamem.memory import hlo
 from llamem.memory.dump import memory_is_assigned, read_dump
+from llamem.memory.hlo import parse
+from llamem.memory.hlo_counts import largest_buffers
 from llamem.train.step import init_state, make_model, make_train_step
 
 HERE = Path(__file__).resolve().parent
@@ -124,9 +125,9 @@ def test_the_largest_buffer_and_the_line_that_asked_for_it():
 
     report = llamem.compile_report(program, shape(64, 32), shape(32, 4096))
     top = report.buffers[0]
-    assert top["shape"] == "f32[64,4096]" and top["bytes"] == 4 * 64 * 4096
+    assert top.shape == "f32[64,4096]" and top.bytes == 4 * 64 * 4096
     line = program.__code__.co_firstlineno + 1
-    assert f"test_memory.py:{line}" in {row["source"] for row in report.buffers}
+    assert f"test_memory.py:{line}" in {row.source for row in report.buffers}
     assert "f32[64,4096]" in str(report) and "<td>f32[64,4096]</td>" in report._repr_html_()
 
 
@@ -171,11 +172,11 @@ ENTRY %main (a: f32[10,20]) -> bf16[5] {
 
 
 def test_reading_optimised_programs():
-    rows = {row["shape"]: row for row in hlo.largest_buffers(OPTIMISED, 9)}
+    rows = {row.shape: row for row in largest_buffers(parse(OPTIMISED), 9)}
     # No parameter, no fusion's inside, nothing in VMEM or on the host; but each array of a fusion that writes several.
     assert set(rows) == {"s4[6,7]", "f8e4m3fn[100]", "bf16[50,60]", "bf16[5]"}
-    assert [row["bytes"] for row in hlo.largest_buffers(OPTIMISED, 9)] == [6000, 100, 21, 10]
-    assert rows["s4[6,7]"]["source"] == "model.py:42" and rows["s4[6,7]"]["operation"].endswith("body/round")
+    assert [row.bytes for row in largest_buffers(parse(OPTIMISED), 9)] == [6000, 100, 21, 10]
+    assert rows["s4[6,7]"].source == "model.py:42" and rows["s4[6,7]"].operation.endswith("body/round")
 
 
 @pytest.mark.slow
@@ -206,9 +207,9 @@ def test_a_tpu_that_is_not_there(empty_cache, monkeypatch):
     report = llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, target="v5e-1")
     assert report.fits and report.argument_bytes == 2 * 512 * (8192 + 128_256) and report.host_bytes == 0
     assert report.peak_bytes > report.argument_bytes + 2 * 8192 * 128_256
-    assert {"8192", "128256"} == set(re.findall(r"\d+", report.buffers[0]["shape"].split("[")[1])), report.buffers[0]
+    assert {"8192", "128256"} == set(re.findall(r"\d+", report.buffers[0].shape.split("[")[1])), report.buffers[0]
     line = plain_loss.__code__.co_firstlineno + 1
-    assert f"test_memory.py:{line}" == report.buffers[0]["source"], report.buffers
+    assert f"test_memory.py:{line}" == report.buffers[0].source, report.buffers
     assert report.matmul_flops == 2 * 2 * 8192 * 512 * 128_256
 
     # The second time from the cache, without a compiler.
@@ -241,8 +242,7 @@ def test_the_quick_answer_is_the_whole_one(empty_cache, monkeypatch, fn, shapes,
     assert (quick.depth, whole.depth) == ("memory", "code")
     for name in ("argument_bytes", "output_bytes", "alias_bytes", "host_bytes", "compiled_matmul_flops", "buffers"):
         assert getattr(quick, name) == getattr(whole, name), name
-    # Where memory is assigned, a few KB that the TPU's runtime takes for itself are not in it.
-    assert 0 <= whole.temp_bytes - quick.temp_bytes <= 2**15
+    assert abs(whole.temp_bytes - quick.temp_bytes) <= 2**15  # a few KB come and go while code is made
     assert quick.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
 
 
@@ -434,7 +434,7 @@ def test_several_chips_hold_their_shards_and_say_what_they_send(empty_cache, nam
     assert report.argument_bytes == 2 * (4096 * 2048 // 2 + 2048 * 8192 // chip.devices)
     assert report.matmul_flops == 3 * 2 * 4096 * 2048 * 8192
     assert report.compiled_matmul_flops == report.matmul_flops // chip.devices
-    sent = {row["operation"]: row["bytes"] for row in report.collectives}
+    sent = {row.operation: row.bytes for row in report.collectives}
     assert sent["all-gather"] == 2 * 2048 * 8192 // (chip.devices // 2)  # the weights of its columns, whole
     assert "all-reduce" in sent and "all-gather" in str(report) and "all-gather" in report._repr_html_()
     whole = llamem.compile_report(product, x, shape(2048, 8192, dtype=jnp.bfloat16), target=name)

@@ -21,9 +21,10 @@ from jax.extend import core as jex_core
 from llamem._files import cache_folder, write_whole
 from llamem.memory.cross_compile import compile_absent, export_for, traced_for
 from llamem.memory.dump import analysed_bytes
-from llamem.memory.hlo import describe, optimised_text
+from llamem.memory.hlo import optimised_text
+from llamem.memory.hlo_counts import describe
 from llamem.memory.jaxprs import equations, inner_jaxprs
-from llamem.memory.report import Depth, Report
+from llamem.memory.report import Buffer, Collective, Depth, Report
 from llamem.memory.targets import Target, target
 
 
@@ -241,7 +242,7 @@ def _report(
         depth=depth,
         matmul_flops=flops,
         compiled_matmul_flops=answer["compiled_matmul_flops"],
-        collectives=tuple(answer["collectives"]),
-        buffers=tuple(answer["buffers"]),
+        collectives=tuple(Collective(**row) for row in answer["collectives"]),
+        buffers=tuple(Buffer(**row) for row in answer["buffers"]),
         warnings=tuple(warnings),
     )

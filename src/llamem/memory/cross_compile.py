@@ -21,7 +21,7 @@ import jax
 import jax.export
 
 from llamem.memory.dump import analysed_bytes, memory_is_assigned, read_dump
-from llamem.memory.hlo import describe
+from llamem.memory.hlo_counts import describe
 from llamem.memory.report import Depth
 from llamem.memory.targets import Target
 

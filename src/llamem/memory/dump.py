@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from llamem.memory.hlo import describe
+from llamem.memory.hlo_counts import describe
 
 _ASSIGNMENT = "*jit_call*after_optimizations-buffer-assignment.txt"
 _PROGRAM = "*jit_call*after_optimizations.txt"

@@ -1,21 +1,147 @@
-"""Reading what a compiler made: its memory table, the largest buffers in it and who asked for them."""
+"""The one reader of HLO text, which compilers write: a program as computations of instructions, each with its line."""
 
-import math
+import dataclasses
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import jax
 
-from llamem.memory.hlo_counts import collectives, compiled_matmul_flops, item_bytes
 from llamem.memory.show import line_of_source
 
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-# Names for memory that another line already counts, or that is none.
-_NO_BUFFER = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional", "constant", "opt-barrier"}
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (\(.*?\)|\S+) ([\w\-]+)\(")
+ENTRY = "ENTRY"
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\](\{[^}]*\})?")
+_CALLED = re.compile(r"\b(?:calls|to_apply|body|called_computations|true_computation|false_computation)=\{?([^,}\s]+)")
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """An array's type: "bf16", its sizes, and its layout in braces, "{1,0:T(8,128)S(5)}", or ""."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    layout: str = ""
+
+    @property
+    def item_bytes(self) -> float:
+        """Bytes of one element; of a type such as "s4" half a byte, of "f8e4m3fn" one."""
+        if self.dtype in ("pred", "token"):
+            return float(self.dtype == "pred")
+        return int(re.sub(r"\D", "", self.dtype.split("e")[0]) or 8) / 8
+
+    @property
+    def memory_space(self) -> int:
+        """Where it lies: 0 in the device's memory, 1 in a TPU's on-chip memory, 5 in the host's."""
+        space = re.search(r"S\((\d+)\)", self.layout)
+        return int(space[1]) if space else 0
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.sizes))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a program: `name = shapes opcode(operands), rest`; several shapes where the result is a tuple."""
+
+    name: str
+    shapes: tuple[Shape, ...]
+    opcode: str
+    operands: tuple[str, ...]  # names; of a constant, its text
+    rest: str
+
+    def named(self, attribute: str) -> str:
+        """The word after `attribute=`; "" where the line has no such thing."""
+        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.rest)
+        return found[1] if found else ""
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations that it runs, every branch of a conditional among them."""
+        names = [name.strip("%") for name in _CALLED.findall(self.rest)]
+        for branches in _BRANCHES.findall(self.rest):
+            names += [name.strip(" %") for name in branches.split(",")]
+        return names
+
+    @property
+    def operation(self) -> str:
+        """The end of the path that JAX gave it, "while/body/dot_general", or ""."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        ours = re.compile(r"jit\((call|fn|flat)\)|call_exported|closed_call")
+        parts = [part for part in found[1].split("/") if not ours.fullmatch(part)] if found else []
+        return "/".join(parts[-4:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Computations by name, the first one to run under `ENTRY`; and the tables that say which line made what."""
+
+    computations: dict[str, list[Instruction]]
+    tables: dict[str, dict[int, str]]
+
+    @cached_property
+    def executions(self) -> dict[str, int] | None:
+        """How often each computation runs; None where a loop does not say how often its body does."""
+        times: dict[str, int] = defaultdict(int)
+        waiting = [(ENTRY, 1)]
+        while waiting:
+            computation, runs = waiting.pop()
+            times[computation] += runs
+            for instruction in self.computations.get(computation, ()):
+                trips = self.trip_count(instruction) if instruction.opcode == "while" else 1
+                if trips is None:
+                    return None
+                waiting += [(name, runs * trips) for name in instruction.called]
+        return times
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often a `while` runs its body, or None."""
+        if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
+            return int(known[1])
+        # The TPU compiler does not say, but its condition does: JAX's scans count from 0, by 1, while below a constant.
+        lines = self.computations.get(loop.named("condition"), [])
+        constants = {line.name: line.operands[0] for line in lines if line.opcode == "constant"}
+        bounds = [constants.get(line.operands[-1]) for line in lines if "direction=LT" in line.rest]
+        return int(bounds[0]) if len(bounds) == 1 and bounds[0] is not None else None
+
+    def source(self, instruction: Instruction) -> str:
+        """The line of Python that asked for it, `file.py:12`, or ""."""
+        if direct := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.rest):
+            return line_of_source(direct[1], int(direct[2]))
+        frame = instruction.named("stack_frame_id")
+        location = _field(self.tables["StackFrames"].get(int(frame or 0), ""), "file_location_id")
+        place = self.tables["FileLocations"].get(location, "")
+        file = self.tables["FileNames"].get(_field(place, "file_name_id"), "").strip('"')
+        only_compiled = not file or os.path.basename(file) == "compiler_process.py"
+        return "" if only_compiled else line_of_source(file, _field(place, "line"))
+
+
+def parse(text: str) -> Program:
+    """Reads a program; an empty text is one without computations."""
+    computations: dict[str, list[Instruction]] = {}
+    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+    instructions: list[Instruction] = []
+    table: dict[int, str] = {}
+    for line in text.splitlines():
+        number, _, entry = line.partition(" ")
+        if line in tables:
+            table = tables[line]
+        elif number.isdigit():
+            table[int(number)] = entry
+        elif start := _COMPUTATION.match(line):
+            instructions = computations.setdefault(ENTRY if line.startswith(ENTRY) else start[1], [])
+        elif found := _INSTRUCTION.match(line):
+            name, shapes, opcode, after = found.groups()
+            inside, _, rest = after.partition(")")
+            operands = tuple(re.findall(r"%([\w.\-]+)", inside)) or (inside,)
+            instructions.append(Instruction(name, tuple(_shapes(shapes)), opcode, operands, rest))
+    return Program(computations, tables)
 
 
 def optimised_text(compiled: Any) -> str:
@@ -26,82 +152,11 @@ def optimised_text(compiled: Any) -> str:
         return ""
 
 
-def describe(text: str, largest: int = 12) -> dict[str, Any]:
-    """What an optimised program computes and sends, and its `largest` buffers: shape, bytes, operation, source line."""
-    return {
-        "compiled_matmul_flops": compiled_matmul_flops(text),
-        "collectives": collectives(text),
-        "buffers": largest_buffers(text, largest),
-    }
-
-
-def largest_buffers(text: str, count: int) -> list[dict[str, Any]]:
-    """The largest arrays that an optimised program writes to memory, one row per shape and operation.
-
-    What happens inside a fusion stays in registers, and layouts marked `S(1)` live in a TPU's
-    on-chip memory, `S(5)` in the host's: none of these counts.
-    """
-    tables = {name: dict(_table(text, name)) for name in _TABLES}
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for line in _lines_outside_fusions(text):
-        match = _INSTRUCTION.match(line)
-        if match is None or match[2] in _NO_BUFFER or match[2].endswith(("-start", "-done")):
-            continue
-        operation, source = _operation(line) or match[2], _source(line, tables)
-        for dtype, sizes, layout in _SHAPE.findall(match[1]):  # a fusion may write several arrays
-            if re.search(r"S\([1-9]", layout):
-                continue
-            n_bytes = math.prod(int(size) for size in sizes.split(",") if size) * item_bytes(dtype)
-            row = {"shape": f"{dtype}[{sizes}]", "bytes": n_bytes, "operation": operation, "source": source}
-            rows.setdefault((row["shape"], operation), row)
-    return sorted(rows.values(), key=lambda row: -row["bytes"])[:count]
-
-
-def _lines_outside_fusions(text: str) -> Iterator[str]:
-    # Bodies of fusions and of reductions; loop bodies are named by `body=` and stay.
-    inner = set(re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", text))
-    inside = False
-    for line in text.splitlines():
-        if line.startswith(("%", "ENTRY")):
-            inside = line.split("(")[0].strip().lstrip("%") in inner
-        elif not inside:
-            yield line
-
-
-def _operation(line: str) -> str:
-    match = re.search(r'op_name="([^"]*)"', line)
-    if match is None:
-        return ""
-    parts = [
-        part
-        for part in match[1].split("/")
-        if not re.fullmatch(r"jit\((call|fn|flat)\)|call_exported|closed_call", part)
-    ]
-    return "/".join(parts[-4:])
-
-
-def _source(line: str, tables: dict[str, dict[int, str]]) -> str:
-    if direct := re.search(r'source_file="([^"]*)" source_line=(\d+)', line):
-        return line_of_source(direct[1], int(direct[2]))
-    frame = re.search(r"stack_frame_id=(\d+)", line)
-    if frame is None:
-        return ""
-    location = _field(tables["StackFrames"].get(int(frame[1]), ""), "file_location_id")
-    place = tables["FileLocations"].get(location, "")
-    file = tables["FileNames"].get(_field(place, "file_name_id"), "").strip('"')
-    own = not file or os.path.basename(file) == "compiler_process.py"
-    return "" if own else line_of_source(file, _field(place, "line"))  # which only compiled it
+def _shapes(text: str) -> Iterator[Shape]:
+    for dtype, sizes, layout in _SHAPE.findall(text):
+        yield Shape(dtype, tuple(int(size) for size in sizes.split(",") if size), layout)
 
 
 def _field(entry: str, name: str) -> int:
     match = re.search(rf"\b{name}=(\d+)", entry)
     return int(match[1]) if match else 0
-
-
-def _table(text: str, name: str) -> Iterator[tuple[int, str]]:
-    start = text.find(f"\n{name}\n")
-    for line in text[start + len(name) + 2 :].splitlines() if start >= 0 else ():
-        number, _, entry = line.partition(" ")
-        if not number.isdigit():
-            return
-        yield int(number), entry

@@ -3,13 +3,34 @@
 import dataclasses
 import html
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from llamem.memory.show import html_table
 from llamem.memory.targets import Target
 
 GiB = 2**30
 Depth = Literal["memory", "code"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """An array that the compiled program writes to the device's memory: `bf16[16,8192]`, the operation of JAX's that it
+    is the result of, and the line that asked for it, `model.py:12` or "".
+    """
+
+    shape: str
+    bytes: int
+    operation: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One kind of messages between chips: "all-gather", how many, and the bytes of all their results on one chip."""
+
+    operation: str
+    times: int
+    bytes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,8 +41,8 @@ class Report:
     out; what lies in the host's memory is in `host_bytes` alone. `temp_bytes` alone can mislead: a compiler keeps
     temporaries inside outputs that are not yet written. `matmul_flops` counts the matrix products of the traced
     program, loops multiplied out (Pallas kernels are not seen); `compiled_matmul_flops` those that the compiler left in
-    its own, per device, or None where that cannot be told. `collectives` say what chips send to each other: operation,
-    times, bytes. `buffers` are the largest arrays, with the operation and source line that asked for them.
+    its own, per device, or None where that cannot be told. `collectives` say what chips send to each other, `buffers`
+    are the largest arrays.
 
     `compile_seconds` went by until the answer was there; `depth` says how far the compiler went: "memory" until every
     buffer had its place, "code" to the end. A program that the compiler refuses as too big has `fits=False` and, in
@@ -38,8 +59,8 @@ class Report:
     matmul_flops: int
     compile_seconds: float
     compiled_matmul_flops: int | None = None
-    collectives: tuple[dict[str, Any], ...] = ()
-    buffers: tuple[dict[str, Any], ...] = ()
+    collectives: tuple[Collective, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
     warnings: tuple[str, ...] = ()
     depth: Depth = "code"
     refused: bool = False
@@ -69,11 +90,8 @@ class Report:
         for name in ("argument", "output", "alias", "temp", "host"):
             lines.append(f"  {name:<9}{getattr(self, f'{name}_bytes') / GiB:8.2f} GiB")
         lines.append(f"  matrix products {self.matmul_flops / 1e12:.2f} TFLOP")
-        lines += [
-            f"  {row['operation']:<18} {row['times']:>5} times  {row['bytes'] / GiB:6.2f} GiB"
-            for row in self.collectives
-        ]
-        lines += [f"  {row['bytes'] / GiB:6.2f} GiB  {row['shape']}  {row['source']}" for row in self.buffers[:5]]
+        lines += [f"  {row.operation:<18} {row.times:>5} times  {row.bytes / GiB:6.2f} GiB" for row in self.collectives]
+        lines += [f"  {row.bytes / GiB:6.2f} GiB  {row.shape}  {row.source}" for row in self.buffers[:5]]
         return "\n".join([*lines, *(f"  note: {warning}" for warning in self.warnings)])
 
     def _repr_html_(self) -> str:
@@ -83,11 +101,9 @@ class Report:
         parts = [(name, f"{size / GiB:.2f}") for name, size in (self.parts | {"on the host": self.host_bytes}).items()]
         tables = [html_table(("part", "GiB"), parts)]
         if self.collectives:
-            rows = [(row["operation"], row["times"], f"{row['bytes'] / GiB:.2f}") for row in self.collectives]
+            rows = [(row.operation, row.times, f"{row.bytes / GiB:.2f}") for row in self.collectives]
             tables.append(html_table(("sent between chips", "times", "GiB"), rows))
-        rows = [
-            (f"{row['bytes'] / GiB:.2f}", row["shape"], row["operation"], row["source"]) for row in self.buffers[:8]
-        ]
+        rows = [(f"{row.bytes / GiB:.2f}", row.shape, row.operation, row.source) for row in self.buffers[:8]]
         tables.append(html_table(("GiB", "largest arrays", "operation", "line"), rows))
         notes = "".join(f"<p>Note: {html.escape(warning)}</p>" for warning in self.warnings)
         return f"<p>{title}</p>{_bar(self)}{''.join(tables)}{notes}"
