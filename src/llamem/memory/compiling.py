@@ -112,6 +112,11 @@ def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(_dtype(leaf), jax.dtypes.prng_key)
 
 
+def _numbers(array: Any) -> Any:
+    """An array, or what a key is made of."""
+    return jax.random.key_data(array) if _is_key(array) else np.asarray(array)
+
+
 def _donated_leaves(args: tuple[Any, ...], donate: tuple[int, ...]) -> tuple[int, ...]:
     wrong = [i for i in donate if not 0 <= i < len(args)]
     if wrong:
@@ -192,7 +197,7 @@ def _report(
     # XLA's own peak ignores temporaries on the CPU, and counts host memory where arguments live there.
     peak = answer["xla_peak_bytes"] if chip.platform != "cpu" and not answer["host_bytes"] else arena
     warnings = []
-    if jaxpr.consts and (closed := size(map(np.asarray, jaxpr.consts))) > 2**20:
+    if jaxpr.consts and (closed := size(map(_numbers, jaxpr.consts))) > 2**20:
         warnings.append(
             f"{closed / 2**20:.0f} MiB of arrays are closed over: constants, which no line here counts. Pass them."
         )
@@ -219,3 +224,9 @@ def _report(
         buffers=tuple(answer["buffers"]),
         warnings=tuple(warnings),
     )
+
+
+def report_compiled(compiled: jax.stages.Compiled, traced: jex_core.ClosedJaxpr) -> Report:
+    """The report of a program that was compiled for the devices at hand, `traced` being what was traced of it."""
+    answer = {**describe(compiled, optimised_text(compiled)), "compile_seconds": 0.0}
+    return _report(_target("local"), answer, traced, [], ())
