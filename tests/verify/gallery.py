@@ -13,6 +13,20 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import llamem
+from llamem.verify import (
+    checkpoints_are_there,
+    choices_are_the_same,
+    compiler_leaves_them,
+    evaluation_is_untouched,
+    gradients_are_the_same,
+    layer_runs_again,
+    loss_is_the_same,
+    memory_falls,
+    options_are_sound,
+    parameters_are_sound,
+    randomness_is_fresh,
+    results_are_the_same,
+)
 
 L, N, D = 6, 512, 32
 KEYS = jax.random.split(jax.random.key(0), 8)
@@ -21,6 +35,10 @@ WEIGHTS = {
     "down": jax.random.normal(KEYS[1], (L, 4 * D, D)) / (4 * D) ** 0.5,
 }
 X = jax.random.normal(KEYS[2], (N, D))
+
+
+def half(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
 
 
 def layer(w: Any, x: Any) -> Any:
@@ -245,16 +263,22 @@ def always_checkpointed(w: Any, x: Any, how: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A failure: the program, and the words of the cause that must be named."""
+    """A failure: the program, the words of the cause that must be named, and the proof that should name it."""
 
     loss: Callable
     cause: str
+    proof: Callable = options_are_sound
     params: Any = None
     batch: Any = None
     evaluate: Callable | None = None
 
 
 _POLICIES = jax.checkpoint_policies
+_DEVICE = _POLICIES.save_and_offload_only_these_names(
+    names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst="device"
+)
+_DROPOUT = {"x": X, "key": KEYS[4]}
+_TIED = {"embedding": TABLE, "head": jnp.array(TABLE), "layers": WEIGHTS}
 GALLERY = {
     "a misspelled name": Row(by_policy(_POLICIES.save_only_these_names("hh")), "misspelled"),
     "a name nobody uses": Row(by_policy(_POLICIES.save_only_these_names("h"), unused_name), "nobody uses"),
@@ -262,44 +286,42 @@ GALLERY = {
     "the broken exception": Row(
         by_policy(_POLICIES.save_anything_except_these_names("h")), "saves what it should except"
     ),
-    "offload to the device": Row(
-        by_policy(
-            _POLICIES.save_and_offload_only_these_names(
-                names_which_can_be_saved=[],
-                names_which_can_be_offloaded=["h"],
-                offload_src="device",
-                offload_dst="device",
-            )
-        ),
-        "not the host's memory",
+    "offload to the device": Row(by_policy(_DEVICE), "not the host's memory"),
+    "a policy that saves everything": Row(
+        by_policy(_POLICIES.everything_saveable), "saves everything", layer_runs_again
     ),
-    "a policy that saves everything": Row(by_policy(_POLICIES.everything_saveable), "saves everything"),
     "policy inside policy": Row(policy_inside_policy, "Give the policy to the outer"),
-    "around the whole loss": Row(around_everything, "around everything"),
-    "around the scan": Row(around_the_scan, "around the loop"),
+    "around the whole loss": Row(around_everything, "around everything", memory_falls),
+    "around the scan": Row(around_the_scan, "around the loop", memory_falls),
     "prevent_cse=False outside a scan": Row(cse_outside_a_scan, "outside a loop"),
-    "the compiler undid it": Row(undone_by_the_compiler, "merged both computations"),
-    "one key closed over by a scan": Row(one_key_for_all_layers, "closed over", batch={"x": X, "key": KEYS[4]}),
-    "one key for unrolled layers": Row(one_key_unrolled, "use one key", batch={"x": X, "key": KEYS[4]}),
-    "a stateful generator": Row(stateful_draws, "while tracing"),
+    "the compiler undid it": Row(undone_by_the_compiler, "merged both computations", compiler_leaves_them),
+    "one key closed over by a scan": Row(one_key_for_all_layers, "closed over", randomness_is_fresh, batch=_DROPOUT),
+    "one key for unrolled layers": Row(one_key_unrolled, "use one key", randomness_is_fresh, batch=_DROPOUT),
+    "a stateful generator": Row(stateful_draws, "while tracing", randomness_is_fresh),
     "a flag became an array": Row(flag_as_argument, "static_argnums"),
-    "identical layers": Row(by_policy(None), "identical", params=identical_layers()),
-    "a tied weight split": Row(
-        split_tie,
-        "half of the gradient",
-        params={"embedding": TABLE, "head": jnp.array(TABLE), "layers": WEIGHTS},
-        batch=jnp.arange(40),
+    "identical layers": Row(by_policy(None), "identical", parameters_are_sound, params=identical_layers()),
+    "a tied weight split": Row(split_tie, "half of the gradient", parameters_are_sound, _TIED, jnp.arange(40)),
+    "accumulation inside the gradient": Row(
+        accumulation_inside, "take the gradient inside the loop", checkpoints_are_there
     ),
-    "accumulation inside the gradient": Row(accumulation_inside, "take the gradient inside the loop"),
-    "a flag that is filtered": Row(filtered_flag, "filtered by a caller"),
-    "a wrong backward pass": Row(wrong_backward, "without the outer cotangent"),
-    "a lost gradient": Row(lost_gradient, "stop_gradient"),
-    "one layer without a gradient": Row(one_layer_stopped, "['up'][3]"),
+    "a flag that is filtered": Row(filtered_flag, "filtered by a caller", checkpoints_are_there),
+    "a flag that is always on": Row(
+        lambda w, x, how: scanned(jax.checkpoint(layer), w, x), "whatever the flag says", checkpoints_are_there
+    ),
+    "a wrong backward pass": Row(wrong_backward, "without the outer cotangent", gradients_are_the_same),
+    "a lost gradient": Row(lost_gradient, "stop_gradient", gradients_are_the_same),
+    "one layer without a gradient": Row(one_layer_stopped, "['up'][3]", gradients_are_the_same),
     "statistics updated twice": Row(mean_on_the_host, "counted twice"),
     "statistics lost": Row(
-        statistics_lost, "lost in the checkpoint", params=WEIGHTS_OF, batch={"x": X, "statistics": STATISTICS_OF}
+        statistics_lost,
+        "lost in the checkpoint",
+        results_are_the_same,
+        WEIGHTS_OF,
+        {"x": X, "statistics": STATISTICS_OF},
     ),
-    "other experts": Row(jittered_router, "asks the host"),
-    "evaluation that is rematerialised": Row(by_policy(None), "whatever the mode", evaluate=always_checkpointed),
-    "another computation": Row(other_computation, "another computation altogether"),
+    "other experts": Row(jittered_router, "asks the host", choices_are_the_same),
+    "evaluation that is rematerialised": Row(
+        by_policy(None), "whatever the mode", evaluation_is_untouched, evaluate=always_checkpointed
+    ),
+    "another computation": Row(other_computation, "another computation altogether", loss_is_the_same),
 }

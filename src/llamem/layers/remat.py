@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from llamem.memory.jaxprs import names_in
+from llamem.memory.jaxprs import names_when_differentiated
 
 _JAX = jax.checkpoint_policies
 
@@ -99,7 +99,7 @@ def check_names(remat: str | Policy | None, jaxpr: jex_core.ClosedJaxpr, what: s
     policy = check_policy(remat)
     if not isinstance(policy, Policy) or not policy.names:
         return
-    produced = sorted(set(names_in(jaxpr.jaxpr)))
+    produced = sorted(names_when_differentiated(jaxpr))
     if unknown := sorted(policy.names.difference(produced)):
         raise ValueError(
             f"remat policy {remat!r} mentions {unknown}, but {what} produces {produced or 'no names'}. "

@@ -126,6 +126,11 @@ def _is_key(leaf: Any) -> bool:
     return jax.dtypes.issubdtype(_dtype(leaf), jax.dtypes.prng_key)
 
 
+def _numbers(array: Any) -> Any:
+    """An array, or what a key is made of."""
+    return jax.random.key_data(array) if _is_key(array) else np.asarray(array)
+
+
 def _donated_leaves(args: tuple[Any, ...], donate: tuple[int, ...]) -> tuple[int, ...]:
     wrong = [i for i in donate if not 0 <= i < len(args)]
     if wrong:
@@ -218,7 +223,7 @@ def _report(
     # own peak is no such number: it ignores temporaries on a CPU, and counts the host's memory where arguments are.
     peak = answer["argument_bytes"] + answer["output_bytes"] - answer["alias_bytes"] + answer["temp_bytes"]
     warnings = []
-    if jaxpr.consts and (closed := size(map(np.asarray, jaxpr.consts))) > 2**20:
+    if jaxpr.consts and (closed := size(map(_numbers, jaxpr.consts))) > 2**20:
         warnings.append(
             f"{closed / 2**20:.0f} MiB of arrays are closed over: constants, which no line here counts. Pass them."
         )
@@ -246,3 +251,9 @@ def _report(
         buffers=tuple(Buffer(**row) for row in answer["buffers"]),
         warnings=tuple(warnings),
     )
+
+
+def report_compiled(compiled: jax.stages.Compiled, traced: jex_core.ClosedJaxpr) -> Report:
+    """The report of a program that was compiled for the devices at hand, `traced` being what was traced of it."""
+    answer = {**describe(compiled, optimised_text(compiled)), "compile_seconds": 0.0}
+    return _report(_target("local"), answer, traced, [], ())

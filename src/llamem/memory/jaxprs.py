@@ -1,9 +1,11 @@
 """Walks over traced programs, and every use of what JAX does not promise to keep as it is."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 
@@ -47,3 +49,177 @@ def scan_parts(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
         consts, carry, _ = eqn.params["ft_in"].unpack()
         return len(list(consts)), len(list(carry))
     return eqn.params["num_consts"], eqn.params["num_carry"]
+
+
+# What draws random numbers; where a layer decides something (dropout masks, experts, what a host function answers);
+# functions whose evaluation says that a layer runs, where it has no matrix product.
+DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator")
+CHOICES = ("top_k", "argmax", "argmin", "sort", "random_bits", "pure_callback")
+FUNCTIONS = ("tanh", "sin", "cos", "exp", "log", "logistic", "erf", "rsqrt", "sqrt", "max", "integer_pow", "div")
+PRODUCTS = ("dot_general", "conv_general_dilated")
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointCall:
+    """One use of `jax.checkpoint` in a traced program: the function under it, and its options."""
+
+    body: jex_core.Jaxpr
+    policy: Any
+    prevent_cse: bool
+
+
+def checkpoint_call(eqn: jex_core.JaxprEqn) -> CheckpointCall | None:
+    """The checkpoint that this operation is; None for any other operation."""
+    # With jax_remat3 a checkpoint, like a name, is an object of its own inside one kind of operation.
+    prim: Any = eqn.params.get("_prim")
+    if not (eqn.primitive.name in ("checkpoint", "remat", "remat2") or type(prim).__name__.startswith("Remat")):
+        return None
+    options = getattr(prim, "params", eqn.params)
+    body = getattr(options["jaxpr"], "jaxpr", options["jaxpr"])
+    return CheckpointCall(body, options["policy"], bool(options.get("prevent_cse", True)))
+
+
+def computed_again(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether JAX marked the operation as one that a checkpoint computes a second time, in the backward pass."""
+    return "rematted_computation" in str(eqn.source_info.name_stack)
+
+
+def policy_arguments(policy: Any) -> dict[str, Any]:
+    """What one of JAX's policy factories was called with; empty for a policy that is a plain function."""
+    # Attributes in newer JAX, the closure of a function in older.
+    if policy is None or isinstance(policy, type):
+        return {}
+    code, cells = getattr(policy, "__code__", None), getattr(policy, "__closure__", None)
+    found = dict(vars(policy)) if hasattr(policy, "__dict__") else {}
+    if code is not None and cells:
+        found |= {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+    for name in ("policy_1", "policy_2"):  # of save_from_both_policies
+        inner = policy_arguments(found[name]) if name in found else {}
+        found |= {f"{name} {key}" if is_names(value) else key: value for key, value in inner.items()}
+    return found
+
+
+def is_names(value: Any) -> bool:
+    """Whether an argument of a policy factory is a collection of names."""
+    return isinstance(value, (set, frozenset, list, tuple)) and all(isinstance(name, str) for name in value)
+
+
+def tells_the_host(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether the operation runs a function on the host for its effect. Printing does not count: twice is no harm."""
+    # Before JAX 0.8 jax.debug.print was such a callback too; its closure gives it away.
+    cells = getattr(eqn.params.get("callback"), "__closure__", None) or ()
+    prints = any("_format_print_callback" in repr(cell.cell_contents) for cell in cells)
+    return eqn.primitive.name in ("debug_callback", "io_callback") and not prints
+
+
+def names_when_differentiated(jaxpr: jex_core.ClosedJaxpr) -> set[str]:
+    """Every `checkpoint_name` of a program, those given in the forward rule of a `jax.custom_vjp` included."""
+    names = set(names_in(jaxpr.jaxpr))
+    if any(eqn.primitive.name.startswith("custom_vjp_call") for eqn, _ in equations(jaxpr.jaxpr)):
+        # The rule is a function that JAX traces when it differentiates: so differentiate.
+        shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
+        exact = [i for i, shape in enumerate(shapes) if not jnp.issubdtype(shape.dtype, jnp.inexact)]
+
+        def differentiated(*values: Any) -> Any:
+            def of_floats(*floats: Any) -> Any:
+                remaining = iter(floats)
+                return jex_core.jaxpr_as_fun(jaxpr)(
+                    *(v if i in exact else next(remaining) for i, v in enumerate(values))
+                )
+
+            return jax.vjp(of_floats, *(v for i, v in enumerate(values) if i not in exact))[1]
+
+        names |= set(names_in(jax.make_jaxpr(differentiated)(*shapes).jaxpr))
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """A `lax.scan`: its body takes `n_consts` constants, `n_carry` carried values and one slice of each input."""
+
+    body: jex_core.ClosedJaxpr
+    n_consts: int
+    n_carry: int
+    length: int
+    reverse: bool
+    unroll: int
+
+    @property
+    def programs(self) -> tuple[jex_core.ClosedJaxpr, ...]:
+        """The programs inside."""
+        return (self.body,)
+
+
+@dataclasses.dataclass(frozen=True)
+class While:
+    """A `lax.while_loop`: operands are the constants of the condition, those of the body, and the carried values."""
+
+    condition: jex_core.ClosedJaxpr
+    body: jex_core.ClosedJaxpr
+    n_condition_consts: int
+    n_body_consts: int
+
+    @property
+    def programs(self) -> tuple[jex_core.ClosedJaxpr, ...]:
+        """The programs inside."""
+        return self.condition, self.body
+
+
+@dataclasses.dataclass(frozen=True)
+class Branches:
+    """A `lax.cond` or `lax.switch`: the first operand chooses the branch, which takes the others."""
+
+    branches: tuple[jex_core.ClosedJaxpr, ...]
+
+    @property
+    def programs(self) -> tuple[jex_core.ClosedJaxpr, ...]:
+        """The programs inside."""
+        return self.branches
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A function called as it stands: jit, a custom derivative, a checkpoint."""
+
+    body: jex_core.ClosedJaxpr
+
+    @property
+    def programs(self) -> tuple[jex_core.ClosedJaxpr, ...]:
+        """The programs inside."""
+        return (self.body,)
+
+
+def control_flow(eqn: jex_core.JaxprEqn) -> Scan | While | Branches | Call | None:
+    """How an operation runs the programs inside it; None where it has none, or runs them in a way not known here."""
+    params, name = eqn.params, eqn.primitive.name
+    if (checkpoint := checkpoint_call(eqn)) is not None:
+        return Call(jex_core.ClosedJaxpr(checkpoint.body, ()))
+    if name == "scan":
+        options = {option: params[option] for option in ("length", "reverse", "unroll")}
+        return Scan(params["jaxpr"], *scan_parts(eqn), **options)
+    if name == "while":
+        counts = params["cond_nconsts"], params["body_nconsts"]
+        return While(params["cond_jaxpr"], params["body_jaxpr"], *counts)
+    if name == "cond":
+        return Branches(tuple(params["branches"]))
+    if name in ("shard_map", "pallas_call"):
+        return None
+    programs = [value for value in params.values() if isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))]
+    if len(programs) != 1:
+        return None
+    body = programs[0] if isinstance(programs[0], jex_core.ClosedJaxpr) else jex_core.ClosedJaxpr(programs[0], ())
+    # A reduction's or a scatter's program takes two elements, not the operands.
+    inside, outside = (*body.jaxpr.invars, *body.jaxpr.outvars), (*eqn.invars, *eqn.outvars)
+    same = [_shape(var) for var in inside] == [_shape(var) for var in outside]
+    return Call(body) if same and len(body.jaxpr.constvars) == len(body.consts) else None
+
+
+def _shape(var: Any) -> tuple[int, ...] | None:
+    return getattr(var.aval, "shape", None)
+
+
+def evaluate(eqn: jex_core.JaxprEqn, jaxpr: jex_core.Jaxpr, values: list[Any]) -> list[Any]:
+    """One operation of a program, applied to the values of its operands."""
+    given = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex_core.Literal)}
+    alone: Any = jaxpr.replace(constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
+    return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(alone, ()))(*given.values())

@@ -1,6 +1,7 @@
 """One loss computed in two ways, with rematerialisation and without: what the proofs of `verify_remat` compare."""
 
 import dataclasses
+import enum
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
@@ -9,26 +10,67 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from llamem.memory.compiling import compile_report
+from llamem.memory.compiling import compile_report, report_compiled
+from llamem.memory.jaxprs import DRAWS, equations
 from llamem.memory.report import Report
+from llamem.verify.closeness import TOLERANCE, dtype_of, moved_by_rounding
+from llamem.verify.marks import Traced
 from llamem.verify.placement import faults
-from llamem.verify.runs import Runs, count_traced
+from llamem.verify.runs import Draw, Log, Replay, Runs, runs_of
 
-_TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
+
+class Title(enum.StrEnum):
+    """What each proof says; also how it is waived."""
+
+    CHECKPOINTS = "checkpoints reach the program"
+    OPTIONS = "policies and options mean what they say"
+    LOSS = "the loss is the same"
+    RESULTS = "all other results are the same"
+    GRADIENTS = "every gradient is the same"
+    RUNS = "the layer runs again in the backward pass"
+    CHOICES = "it draws and chooses the same again"
+    COMPILER = "the compiler leaves them"
+    MEMORY = "memory falls"
+    OFFLOAD = "offloaded bytes arrive on the host"
+    RANDOMNESS = "random numbers are fresh"
+    PARAMETERS = "parameters are what they seem"
+    EVALUATION = "evaluation is untouched"
+    TRACED = "it can be traced"
+    COMPUTED = "it can be computed"
 
 
 @dataclasses.dataclass(frozen=True)
 class Proof:
-    """One thing to be proved: whether it holds (None: could not be told here), what was seen, and the usual cause."""
+    """One thing to be proved: whether it holds (None: not proved, `seen` says why), what was seen, the usual cause.
+
+    `waived` is the reason given for accepting a failure, or "".
+    """
 
     name: str
     holds: bool | None
     seen: str
     cause: str = ""
+    waived: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether it does not hold, and nobody gave a reason to accept that."""
+        return self.holds is False and not self.waived
+
+    @property
+    def mark(self) -> str:
+        """One or two words: ok, FAILED, waived, not proved."""
+        if self.holds is False:
+            return "waived" if self.waived else "FAILED"
+        return "ok" if self.holds else "not proved"
 
     def __str__(self) -> str:
-        mark = {True: "ok    ", False: "FAILED", None: "      "}[self.holds]
-        return f"{mark} {self.name}: {self.seen}" + (f"\n       {self.cause}" if self.cause else "")
+        lines = [
+            f"{self.mark:<10} {self.name}: {self.seen}",
+            self.cause,
+            f"waived: {self.waived}" if self.waived else "",
+        ]
+        return f"\n{'':11}".join(line for line in lines if line)
 
 
 class CannotGo(Exception):
@@ -67,8 +109,8 @@ class BothWays:
     @cached_property
     def tolerance(self) -> float:
         """How far results may be apart, relatively: by the coarsest type among parameters and loss."""
-        dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(self.params) if jnp.issubdtype(leaf.dtype, jnp.floating)}
-        return max(_TOLERANCE.get(dtype, 1e-4) for dtype in {*dtypes, str(self.expected[0].dtype)})
+        dtypes = [dtype_of(leaf) for leaf in (*jax.tree.leaves(self.params), self.plain.out_avals[0])]
+        return max(TOLERANCE.get(str(dtype), 1e-4) for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating))
 
     @cached_property
     def plain(self) -> jex_core.ClosedJaxpr:
@@ -87,7 +129,7 @@ class BothWays:
                     "A flag or size became a traced value inside the checkpoint: jax.checkpoint(f, "
                     "static_argnums=...), or close over it."
                 )
-            raise CannotGo(Proof("it can be traced", False, _told(error), cause)) from error
+            raise CannotGo(Proof(Title.TRACED, False, _told(error), cause)) from error
 
     @cached_property
     def faults(self) -> list[str]:
@@ -97,16 +139,24 @@ class BothWays:
     @cached_property
     def expected(self) -> tuple[Any, Any, Any]:
         """Loss, other results and gradients without, computed."""
-        return self._computed(self.without)
+        return self._computed(self._programs[1], self.params, self.batch)
 
     @cached_property
     def found(self) -> tuple[Any, Any, Any]:
         """Loss, other results and gradients with rematerialisation, computed. Raises CannotGo."""
         wrong = self.faults
         try:
-            return self._computed(self.with_)
+            return self._computed(self._programs[0], self.params, self.batch)
         except (TypeError, ValueError, jax.errors.JaxRuntimeError) as error:
-            raise CannotGo(Proof("it can be computed", False, _told(error), " ".join(wrong))) from error
+            raise CannotGo(Proof(Title.COMPUTED, False, _told(error), " ".join(wrong))) from error
+
+    @cached_property
+    def rounded(self) -> list[tuple[Any, Any, Any]]:
+        """`expected` twice more, from parameters and batch whose last bits fell otherwise: what rounding does."""
+        dtypes = {getattr(var.aval, "dtype", None) for eqn, _ in equations(self.plain.jaxpr) for var in eqn.outvars}
+        bits = min((jnp.finfo(dtype).nmant for dtype in dtypes if str(dtype) in TOLERANCE), default=23)
+        moved = (moved_by_rounding((self.params, self.batch), seed, bits) for seed in (1, 2))
+        return [self._computed(self._programs[1], *arguments) for arguments in moved]
 
     @cached_property
     def devices(self) -> int:
@@ -117,33 +167,72 @@ class BothWays:
     @cached_property
     def runs(self) -> Runs:
         """What the loss with rematerialisation did when it ran."""
-        return count_traced(self.traced, self.gradients[0], self.params, self.batch)
+        return runs_of(self._log, Replay(self.gradients[0], Traced.GRADIENT).run(self.params, self.batch))
+
+    @cached_property
+    def replay(self) -> Replay:
+        """The loss with rematerialisation, run with callbacks."""
+        return Replay(self.traced, Traced.LOSS)
+
+    @cached_property
+    def draws(self) -> tuple[list[Draw], list[Draw]]:
+        """The random numbers that the loss draws in this step, and in another, with other keys and counters."""
+        if not any(eqn.primitive.name in DRAWS for eqn, _ in equations(self.traced.jaxpr)):
+            return [], []
+        return self._log.draws, self.replay.run(*jax.tree.map(_of_next_step, (self.params, self.batch))).draws
 
     @cached_property
     def reports(self) -> tuple[Report, Report]:
         """What the target's compiler says of the gradients: with rematerialisation, and without."""
-        mine, plain = (
-            compile_report(self.gradient(how), self.params, self.batch, target=self.target)
-            for how in (self.with_, self.without)
-        )
+        if self.target == "local":
+            programs = zip(self._programs, self.gradients, strict=True)
+            mine, plain = (report_compiled(program, traced) for program, traced in programs)
+        else:
+            mine, plain = (
+                compile_report(self.gradient(how), self.params, self.batch, target=self.target)
+                for how in (self.with_, self.without)
+            )
         return mine, plain
 
     @cached_property
     def gradients(self) -> tuple[jex_core.ClosedJaxpr, jex_core.ClosedJaxpr]:
         """The gradients, traced: with rematerialisation, and without."""
-        mine, plain = (
-            jax.make_jaxpr(self.gradient(how))(self.params, self.batch) for how in (self.with_, self.without)
-        )
-        return mine, plain
+        mine, plain = self._traces
+        return mine.jaxpr, plain.jaxpr
 
     @cached_property
     def _plain(self) -> tuple[jex_core.ClosedJaxpr, Any]:
         return jax.make_jaxpr(self.loss(self.without), return_shape=True)(self.params, self.batch)
 
-    def _computed(self, how: Any) -> tuple[Any, Any, Any]:
-        value, grads = jax.jit(self.gradient(how))(self.params, self.batch)
+    @cached_property
+    def _traces(self) -> tuple[jax.stages.Traced, jax.stages.Traced]:
+        mine, plain = (
+            jax.jit(self.gradient(how), keep_unused=True).trace(self.params, self.batch)
+            for how in (self.with_, self.without)
+        )
+        return mine, plain
+
+    @cached_property
+    def _programs(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
+        mine, plain = (traced.lower().compile() for traced in self._traces)
+        return mine, plain
+
+    @cached_property
+    def _log(self) -> Log:
+        return self.replay.run(self.params, self.batch)
+
+    def _computed(self, program: jax.stages.Compiled, params: Any, batch: Any) -> tuple[Any, Any, Any]:
+        value, grads = program(params, batch)
         loss, aux = value if self.has_aux else (value, None)
         return loss, aux, grads
+
+
+def _of_next_step(leaf: Any) -> Any:
+    """What a leaf could be in another step: keys, seeds and counters are others; of data, only integers change."""
+    dtype = dtype_of(leaf)
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jax.random.key_data(leaf) + 1, impl=jax.random.key_impl(leaf))
+    return leaf + 1 if jnp.issubdtype(dtype, jnp.integer) else leaf
 
 
 def _told(error: Exception) -> str:

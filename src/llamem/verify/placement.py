@@ -1,13 +1,25 @@
 """Where the checkpoints of a traced program stand, and what is wrong with their places and policies."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
 
-from llamem.memory.jaxprs import equations, given_name, inner_jaxprs
+from llamem.memory.jaxprs import (
+    PRODUCTS,
+    checkpoint_call,
+    equations,
+    given_name,
+    inner_jaxprs,
+    is_names,
+    names_in,
+    names_when_differentiated,
+    policy_arguments,
+    tells_the_host,
+)
 
 _POLICIES = jax.checkpoint_policies
 _FACTORIES = tuple(
@@ -25,61 +37,53 @@ _FACTORIES = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint of a program: its body, its options, and what surrounds it, outermost first."""
+    """One checkpoint of a program: its body, its options, and what surrounds it, outermost first.
+
+    `in_loop`: inside any loop; `repeats`: how often scans make it run, all loops multiplied.
+    """
 
     body: jex_core.Jaxpr
     policy: Any
     prevent_cse: bool
     in_loop: bool
+    repeats: int
     outer: tuple["Checkpoint", ...]
 
 
 def find_checkpoints(
-    jaxpr: jex_core.Jaxpr, in_loop: bool = False, outer: tuple[Checkpoint, ...] = ()
+    jaxpr: jex_core.Jaxpr, in_loop: bool = False, repeats: int = 1, outer: tuple[Checkpoint, ...] = ()
 ) -> Iterator[Checkpoint]:
     """Every checkpoint of a traced function, those inside loops, calls and other checkpoints included."""
     for eqn in jaxpr.eqns:
-        body = checkpoint_body(eqn)
-        if body is not None:
-            params = _options(eqn)
-            found = Checkpoint(body, params["policy"], bool(params.get("prevent_cse", True)), in_loop, outer)
+        call = checkpoint_call(eqn)
+        if call is not None:
+            found = Checkpoint(call.body, call.policy, call.prevent_cse, in_loop, repeats, outer)
             yield found
-            yield from find_checkpoints(body, in_loop, (*outer, found))
+            yield from find_checkpoints(call.body, in_loop, repeats, (*outer, found))
             continue
+        loops = in_loop or eqn.primitive.name in ("scan", "while")
+        times = repeats * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
         for inner in inner_jaxprs(eqn):
-            yield from find_checkpoints(inner, in_loop or eqn.primitive.name in ("scan", "while"), outer)
-
-
-def checkpoint_body(eqn: jex_core.JaxprEqn) -> jex_core.Jaxpr | None:
-    """The program under a checkpoint, or None for any other operation."""
-    prim = eqn.params.get("_prim")
-    if eqn.primitive.name in ("checkpoint", "remat", "remat2") or type(prim).__name__.startswith("Remat"):
-        body = _options(eqn)["jaxpr"]
-        return getattr(body, "jaxpr", body)
-    return None
-
-
-def _options(eqn: jex_core.JaxprEqn) -> dict[str, Any]:
-    # With jax_remat3 a checkpoint is an object inside one kind of operation.
-    return getattr(eqn.params.get("_prim"), "params", eqn.params)
+            yield from find_checkpoints(inner, loops, times, outer)
 
 
 def faults(jaxpr: jex_core.Jaxpr) -> list[str]:
     """What is certainly wrong with a program's checkpoints, in words: each makes one of them useless or different."""
-    found = []
-    for checkpoint in find_checkpoints(jaxpr):
+    checkpoints = list(find_checkpoints(jaxpr))
+    found = _name_faults(jaxpr, checkpoints)
+    for checkpoint in checkpoints:
         found += _policy_faults(checkpoint)
         if not checkpoint.prevent_cse and not checkpoint.in_loop:
             found.append(
                 "prevent_cse=False outside a loop: the compiler may merge the second computation with the first. Leave "
                 "it out; only inside lax.scan is it harmless."
             )
-        if any(_acts(eqn) for eqn, _ in equations(checkpoint.body)):
+        if any(tells_the_host(eqn) for eqn, _ in equations(checkpoint.body)):
             found.append(
                 "a host callback inside a checkpoint: it runs again in the backward pass, so that what it counts or "
                 "averages is counted twice. Return the value from the layer, and update outside."
             )
-        if checkpoint.outer and _saves_nothing(checkpoint.outer[-1].policy) and not _saves_nothing(checkpoint.policy):
+        if _kept_in_vain(checkpoint, checkpoints):
             found.append(
                 "a policy inside a checkpoint that saves nothing: while the outer one waits, what the inner one "
                 "would save is not kept. Give the policy to the outer checkpoint."
@@ -87,9 +91,28 @@ def faults(jaxpr: jex_core.Jaxpr) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def layers_left_out(jaxpr: jex_core.Jaxpr) -> tuple[int, int]:
+    """How many layers run under the commonest checkpoint, and how many with the same products run without any.
+
+    A layer is told by its matrix products and convolutions: shapes and types, how often each. (0, 0) without products.
+    """
+    checkpoints = [checkpoint for checkpoint in find_checkpoints(jaxpr) if not checkpoint.outer]
+    everywhere, under = _products(jaxpr), Counter()
+    runs: Counter[tuple[Any, ...]] = Counter()
+    for checkpoint in checkpoints:
+        own = _products(checkpoint.body)
+        under.update({product: times * checkpoint.repeats for product, times in own.items()})
+        if own:
+            runs[tuple(sorted(own.items()))] += checkpoint.repeats
+    if not runs:
+        return 0, 0
+    layer, covered = runs.most_common(1)[0]
+    return covered, min((everywhere[product] - under[product]) // times for product, times in layer)
+
+
 def offloads(jaxpr: jex_core.Jaxpr) -> bool:
     """Whether a policy of the program means to offload, wherever to."""
-    return any("offload_dst" in _contents(checkpoint.policy) for checkpoint in find_checkpoints(jaxpr))
+    return any("offload_dst" in policy_arguments(checkpoint.policy) for checkpoint in find_checkpoints(jaxpr))
 
 
 def placements(jaxpr: jex_core.Jaxpr) -> list[str]:
@@ -121,12 +144,25 @@ def _has_scan(jaxpr: jex_core.Jaxpr) -> bool:
     return any(eqn.primitive.name == "scan" for eqn, _ in equations(jaxpr))
 
 
-def _acts(eqn: jex_core.JaxprEqn) -> bool:
-    # Before 0.8, jax.debug.print was such a callback too; printing twice does no harm.
-    callback = eqn.params.get("callback")
-    cells = getattr(callback, "__closure__", None) or ()
-    prints = any("_format_print_callback" in repr(cell.cell_contents) for cell in cells)
-    return eqn.primitive.name in ("debug_callback", "io_callback") and not prints
+def _products(jaxpr: jex_core.Jaxpr) -> Counter[str]:
+    """The products and convolutions of a program, by shapes and types, and how often each is computed."""
+    found: Counter[str] = Counter()
+    for eqn, times in equations(jaxpr):
+        if eqn.primitive.name in PRODUCTS:
+            found[" ".join(str(var.aval) for var in (*eqn.invars, *eqn.outvars))] += times
+    return found
+
+
+def _kept_in_vain(checkpoint: Checkpoint, all_checkpoints: list[Checkpoint]) -> bool:
+    """Whether what a policy saves is thrown away by the checkpoint around it.
+
+    Around several layers, or a loop of them, an inner policy says what is kept while the group is computed again.
+    """
+    if not checkpoint.outer or _saves_nothing(checkpoint.policy) or not _saves_nothing(checkpoint.outer[-1].policy):
+        return False
+    outer = checkpoint.outer[-1]
+    beside = [other for other in all_checkpoints if other.outer and other.outer[-1] is outer]
+    return len(beside) == 1 and checkpoint.repeats == outer.repeats and checkpoint.in_loop == outer.in_loop
 
 
 def _policy_faults(checkpoint: Checkpoint) -> list[str]:
@@ -141,40 +177,38 @@ def _policy_faults(checkpoint: Checkpoint) -> list[str]:
             "save_anything_except_these_names saves what it should except, since a name is the last of three copies. "
             "Use save_only_these_names, or llamem.Policy(save_all_but=...)."
         ]
-    found = []
-    contents = _contents(policy)
-    mentioned = {name for value in contents.values() if _is_names(value) for name in value}
-    produced = {name for name, used in _names(checkpoint.body) if used}
-    unused = {name for name, used in _names(checkpoint.body) if not used} - produced
-    for name in sorted(mentioned - produced):
-        found.append(
-            f"the policy names {name!r}, which is given to a value that nobody uses: write y = checkpoint_name(y, "
-            f"{name!r}) and go on with y."
-            if name in unused
-            else f"the policy names {name!r}, but the function names only {sorted(produced)}: misspelled or renamed."
-        )
-    target = contents.get("offload_dst")
+    target = policy_arguments(policy).get("offload_dst")
     if target is not None and target != "pinned_host":
-        found.append(f"the policy offloads to {target!r}, which is not the host's memory: 'pinned_host' is.")
+        return [f"the policy offloads to {target!r}, which is not the host's memory: 'pinned_host' is."]
+    return []
+
+
+def _name_faults(jaxpr: jex_core.Jaxpr, checkpoints: list[Checkpoint]) -> list[str]:
+    """Names that a policy mentions and nothing bears. One policy may serve several layers: any of them may name it."""
+    found, mentioned_by = [], {}
+    for checkpoint in checkpoints:
+        arguments = policy_arguments(checkpoint.policy).values()
+        mentioned = frozenset(name for value in arguments if is_names(value) for name in value)
+        if mentioned and not _policy_faults(checkpoint):
+            mentioned_by.setdefault(mentioned, []).append(checkpoint.body)
+    for mentioned, bodies in mentioned_by.items():
+        given = [pair for body in bodies for pair in _names(body)]
+        produced = {name for name, used in given if used}
+        if not mentioned <= produced:
+            rules = (names_when_differentiated(jex_core.ClosedJaxpr(body, ())) for body in bodies)
+            produced |= {name for names in rules for name in names if (name, False) not in given}
+        unused = {name for name, used in given if not used} - produced
+        # A layer that has no checkpoint, such as the last of an unrolled stack, may bear the rest.
+        elsewhere = set(names_in(jaxpr)) - unused if produced & mentioned else set()
+        for name in sorted(mentioned - produced - elsewhere):
+            found.append(
+                f"the policy names {name!r}, which is given to a value that nobody uses: write y = checkpoint_name(y, "
+                f"{name!r}) and go on with y."
+                if name in unused
+                else f"the policy names {name!r}, but the function names only {sorted(produced)}: misspelled, or "
+                "renamed."
+            )
     return found
-
-
-def _contents(policy: Any) -> dict[str, Any]:
-    # What a factory was called with: attributes in newer JAX, a closure in older.
-    if policy is None or isinstance(policy, type):
-        return {}
-    code, cells = getattr(policy, "__code__", None), getattr(policy, "__closure__", None)
-    found = dict(vars(policy)) if hasattr(policy, "__dict__") else {}
-    if code is not None and cells:
-        found |= {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
-    for name in ("policy_1", "policy_2"):
-        inner = _contents(found[name]) if name in found else {}
-        found |= {f"{name} {key}" if _is_names(value) else key: value for key, value in inner.items()}
-    return found
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, (set, frozenset, list, tuple)) and all(isinstance(name, str) for name in value)
 
 
 def _saves_nothing(policy: Any) -> bool:

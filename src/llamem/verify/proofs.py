@@ -1,6 +1,6 @@
 """The proofs that make up `verify_remat`. Each takes `BothWays` and can be used alone, in a test for instance."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,135 +9,153 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from llamem.memory.compiling import matmul_flops, moved_to_host
-from llamem.memory.jaxprs import equations
+from llamem.memory.jaxprs import CHOICES, DRAWS, FUNCTIONS, equations
 from llamem.memory.residuals import saved_residuals
-from llamem.verify.case import BothWays, Proof
-from llamem.verify.keys import key_faults
-from llamem.verify.placement import find_checkpoints, offloads, placements
-
-_FUNCTIONS = {"tanh", "sin", "cos", "exp", "log", "logistic", "erf", "rsqrt", "sqrt", "max", "integer_pow", "div"}
+from llamem.verify.case import BothWays, Proof, Title
+from llamem.verify.closeness import Row, differing_rows
+from llamem.verify.parameters import parameter_faults
+from llamem.verify.placement import find_checkpoints, layers_left_out, offloads, placements
+from llamem.verify.randomness import draw_faults
 
 
 def checkpoints_are_there(both: BothWays) -> Proof:
-    """A checkpoint reaches the traced program."""
+    """A checkpoint reaches the traced program, and most of the layers that are alike."""
     there = len(list(find_checkpoints(both.traced.jaxpr)))
     extra = there - len(list(find_checkpoints(both.plain.jaxpr)))
-    cause = ""
-    if extra <= 0:
+    covered, left_out = layers_left_out(both.traced.jaxpr)
+    seen, cause = f"{there} of them with {both.with_!r}", ""
+    if there and extra <= 0:
+        seen += f", and {there - extra} with {both.without!r}"
+        cause = "The layer is checkpointed whatever the flag says: there is no plain program to compare with."
+    elif extra <= 0:
         reasons = ["The flag does not reach the layer: filtered by a caller, or the model is in eval mode."]
         cause = " ".join(reasons + placements(both.traced.jaxpr))
-    return Proof("checkpoints reach the program", extra > 0, f"{there} of them with {both.with_!r}", cause)
+    elif left_out > covered:
+        seen += f"; {covered} layers are under one, and {left_out} with the same products are not"
+        cause = "The flag reaches some of the layers only. If that is meant, waive it."
+    return Proof(Title.CHECKPOINTS, not cause, seen, cause)
 
 
 def options_are_sound(both: BothWays) -> Proof:
     """Policies name what is there, options do what they say, and nothing with a side effect runs twice."""
     wrong = both.faults
-    return Proof("policies and options mean what they say", not wrong, _first(wrong, "nothing odd"))
+    return Proof(Title.OPTIONS, not wrong, " ".join(wrong) or "nothing odd")
 
 
 def loss_is_the_same(both: BothWays) -> Proof:
-    """The loss is that without, within the tolerance of its type."""
-    found, expected = float(both.found[0]), float(both.expected[0])
-    close = abs(found - expected) <= both.tolerance * abs(expected) + 1e-30
-    cause = "" if close else "Dropout drawn anew, state updated twice, or another computation altogether."
-    return Proof("the loss is the same", bool(close), f"{found:.6g} and {expected:.6g}", cause)
+    """The loss is that without, within the tolerance of its type and what rounding does to it."""
+    found, expected = (_values(way[0]) for way in (both.found, both.expected))
+    seen = f"{float(found):.6g} and {float(expected):.6g}"
+    if not np.isfinite(expected).all():
+        return Proof(Title.LOSS, None, f"{seen}: without rematerialisation it is not finite either", "")
+    off = differing_rows(found, expected, both.tolerance, lambda: [_values(way[0]) for way in both.rounded])
+    cause = "Dropout drawn anew, state updated twice, or another computation altogether." if off else ""
+    return Proof(Title.LOSS, not off, seen, cause)
 
 
 def results_are_the_same(both: BothWays) -> Proof | None:
     """What the loss returns besides is that without: hidden states, statistics and counts updated once, choices."""
     if not both.has_aux:
         return None
-    name, tolerance = "all other results are the same", both.tolerance
     found, expected = (jax.tree.leaves_with_path(way[1]) for way in (both.found, both.expected))
     if [path for path, _ in found] != [path for path, _ in expected]:
         seen = f"{len(found)} arrays instead of {len(expected)}"
-        return Proof(name, False, seen, "A result is lost on its way through the checkpoint.")
+        return Proof(Title.RESULTS, False, seen, "A result is lost on its way through the checkpoint.")
     off = []
-    for (path, got), (_, want) in zip(found, expected, strict=True):
+    for i, ((path, got), (_, want)) in enumerate(zip(found, expected, strict=True)):
+        name = jax.tree_util.keystr(path)
         if got.shape != want.shape or got.dtype != want.dtype:
-            off.append(f"{jax.tree_util.keystr(path)} is {got.dtype}{got.shape}, not {want.dtype}{want.shape}")
-        elif not _alike(got, want, tolerance):
-            off.append(jax.tree_util.keystr(path))
+            off.append(f"{name} is {got.dtype}{got.shape}, not {want.dtype}{want.shape}")
+            continue
+        # Integers are equal or not, and so is what chose them; only rounding excuses another choice.
+        tolerance = both.tolerance if jnp.issubdtype(want.dtype, jnp.inexact) else 0.0
+        others = lambda i=i: [_values(jax.tree.leaves(way[1])[i]) for way in both.rounded]  # noqa: E731
+        if differing_rows(_values(got), _values(want), tolerance, others):
+            off.append(name)
     cause = (
         "State that a layer changes (batch statistics, counts of draws) was lost in the checkpoint or updated twice: "
         "return it from the layer (has_aux=True), or use nnx.remat."
     )
     seen = f"different: {', '.join(off[:3])}" if off else f"{len(found)} arrays"
-    return Proof(name, not off, seen, cause if off else "")
+    return Proof(Title.RESULTS, not off, seen, cause if off else "")
 
 
 def gradients_are_the_same(both: BothWays) -> Proof:
-    """Every parameter has the gradient that it has without; one that is not zero there is not zero here."""
-    tolerance = both.tolerance
-    lost, off, zero, worst = [], [], [], 0.0
-    wanted = jax.tree.leaves_with_path(both.expected[2])
-    for (path, want), got in zip(wanted, jax.tree.leaves(both.found[2]), strict=True):
+    """Every parameter has the gradient that it has without, each layer of it; one that is not zero is not zero here."""
+    lost, off, judged, zero, not_finite = [], [], 0, 0, 0
+    largest = 0.0
+    found, expected = (jax.tree.leaves_with_path(way[2]) for way in (both.found, both.expected))
+    for i, ((path, got), (_, want)) in enumerate(zip(found, expected, strict=True)):
         if want.dtype == jax.dtypes.float0:
             continue
-        name = jax.tree_util.keystr(path)
-        want, got = np.asarray(want, np.float64), np.asarray(got, np.float64)
-        size = np.linalg.norm(want)
-        if not size:  # an expert without a token, a layer that is not used
-            zero.append(name)
-            if np.linalg.norm(got):
-                off.append(f"{name}, which has none without")
+        name, got, want = jax.tree_util.keystr(path), _values(got), _values(want)
+        if not np.isfinite(want).all():
+            not_finite += 1
             continue
-        lost += [f"{name}{row}" for row in _lost_rows(got, want)]
-        error = np.linalg.norm(got - want) / size
-        worst = max(worst, error)
-        if not error <= tolerance:
-            off.append(f"{name} by {error:.1e}, norms {np.linalg.norm(got):.3g} and {size:.3g}")
-    seen = f"largest difference {worst:.1e}" + (f", {len(zero)} zero in both" if zero else "")
-    cause = ""
+        judged += 1
+        zero += not want.any()
+        others = lambda i=i: [_values(jax.tree.leaves(way[2])[i]) for way in both.rounded]  # noqa: E731
+        rows = differing_rows(got, want, both.tolerance, others)
+        lost += [f"{name}{row.index}" for row in rows if row.size and not _at(got, row).any()]
+        off += [f"{name}{row.index} {_difference(row)}" for row in rows if not row.size or _at(got, row).any()]
+        largest = max(largest, float(np.linalg.norm(got - want) / (np.linalg.norm(want) or 1.0)))
+    counted = [f"{zero} zero in both"] * bool(zero) + [f"{not_finite} not finite even without"] * bool(not_finite)
+    seen = ", ".join([f"largest difference {largest:.1e} in {judged} arrays", *counted])
     if lost:
         seen, cause = f"no gradient at {', '.join(lost[:3])}", "A stop_gradient, or weights closed over and not passed."
     elif off:
-        seen = f"{'; '.join(off[:3])}"
+        seen = "; ".join(off[:3])
         cause = "A custom backward pass without the outer cotangent, or randomness that differs between the passes."
-    return Proof("every gradient is the same", not (lost or off), seen, cause)
+    else:
+        return Proof(Title.GRADIENTS, True if judged and not not_finite else None, seen)
+    return Proof(Title.GRADIENTS, False, seen, cause)
 
 
 def layer_runs_again(both: BothWays) -> Proof:
     """The layer runs again in the backward pass: executions counted at run time, operations in the traced program."""
     runs, (mine, plain) = both.runs, both.gradients
-    products, functions = (count(mine.jaxpr) - count(plain.jaxpr) for count in (matmul_flops, _elements))
+    products, functions = (count(mine.jaxpr) - count(plain.jaxpr) for count in (matmul_flops, _evaluations))
     more = products > 0 or functions > 0
-    # Inside a while loop or a shard_map executions are not seen, so that the program alone must do.
-    unseen = not runs.forward and more
     seen = (
         f"{runs.forward} runs of checkpointed functions, {runs.again} again; {products:,} more FLOPs of "
-        f"products, {functions:,} more elements of functions"
+        f"products, {functions:,} more evaluations of functions"
     )
-    holds = more and (unseen or runs.again > 0)
+    if more and not runs.forward:
+        return Proof(Title.RUNS, None, f"{seen}. Runs inside a shard_map are not counted, and not one was seen")
+    holds = more and runs.again > 0
     cause = "" if holds else "A policy that saves everything, or a checkpoint around what costs nothing."
-    return Proof("the layer runs again in the backward pass", holds, seen, cause)
+    return Proof(Title.RUNS, holds, seen, cause)
 
 
 def choices_are_the_same(both: BothWays) -> Proof | None:
     """Dropout masks, experts and what host functions answer are the same when the layer runs again."""
     runs = both.runs
     if not runs.choices:
-        return None
+        hidden = both.replay.unseen(CHOICES)
+        seen = f"{hidden} draws and choices are inside a shard_map, where they are not seen"
+        return Proof(Title.CHOICES, None, seen) if hidden else None
     seen = f"{runs.choices} draws and choices made again, {f'others by {runs.changed}' if runs.changed else 'the same'}"
     cause = "The layer asks the host, or state, for something that changes. Pass it as an input of the layer."
-    return Proof("it draws and chooses the same again", not runs.changed, seen, cause if runs.changed else "")
+    return Proof(Title.CHOICES, not runs.changed, seen, cause if runs.changed else "")
 
 
 def compiler_leaves_them(both: BothWays) -> Proof:
     """The compiler has not merged the second computation with the first."""
     mine, plain = both.reports
-    again, left = mine.matmul_flops - plain.matmul_flops, None
-    if mine.compiled_matmul_flops is not None and plain.compiled_matmul_flops is not None:
-        left = both.devices * (mine.compiled_matmul_flops - plain.compiled_matmul_flops)
-    undone = left is not None and again > 0 and left < 0.5 * again
-    seen = "not counted in this compiler's program" if left is None else f"{left:,} of them in the compiled program"
+    again = mine.matmul_flops - plain.matmul_flops
+    if again <= 0:
+        return Proof(Title.COMPILER, None, "no matrix product is computed again, and only those are counted")
+    if mine.compiled_matmul_flops is None or plain.compiled_matmul_flops is None:
+        return Proof(Title.COMPILER, None, f"products cannot be counted in the program for {mine.target.name}")
+    left = both.devices * (mine.compiled_matmul_flops - plain.compiled_matmul_flops)
+    undone = left < 0.5 * again
     cause = (
         f"The program asked for them, and the compiler of {mine.target.name} merged both computations: checkpoints "
         "outside a loop on a CPU, or prevent_cse=False. Scan over the layers, or judge on a TPU or GPU."
         if undone
         else ""
     )
-    return Proof("the compiler leaves them", None if left is None or again <= 0 else not undone, seen, cause)
+    return Proof(Title.COMPILER, not undone, f"{left:,} FLOPs of {again:,} in the compiled program", cause)
 
 
 def memory_falls(both: BothWays) -> Proof:
@@ -156,14 +174,16 @@ def memory_falls(both: BothWays) -> Proof:
     fell = both.devices * (plain.parts["temporaries"] - mine.parts["temporaries"])
     # Compilers recompute cheap residuals by themselves, so that less falls than was kept.
     holds = less > 0 and fell > 0.1 * less
-    if 0 < less < 2**20 and not holds:
-        holds = None  # so small that a compiler's own workspace covers it
     seen = f"residuals less by {less:,} bytes, temporaries on {mine.target.name} by {fell:,}"
+    if 0 < less < 2**20 and not holds:
+        return Proof(
+            Title.MEMORY, None, f"{seen}: below 1 MiB a compiler's own workspace decides. Judge with larger shapes"
+        )
     cause = ""
-    if holds is False:
+    if not holds:
         places = " ".join(placements(both.traced.jaxpr))
         cause = places or "The policy saves as much as no policy, or what it drops is not at the peak."
-    return Proof("memory falls", holds, seen, cause)
+    return Proof(Title.MEMORY, holds, seen, cause)
 
 
 def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
@@ -174,7 +194,7 @@ def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
     mine, _ = both.reports
     seen = f"{asked:,} bytes offloaded, {mine.host_bytes:,} on the host of {mine.target.name}"
     if asked and mine.target.platform == "cpu":
-        return Proof("offloaded bytes arrive on the host", None, f"{seen}: a CPU's memory is the host's", "")
+        return Proof(Title.OFFLOAD, None, f"{seen}: a CPU's memory is the host's", "")
     arrived = asked > 0 and mine.host_bytes >= 0.9 * asked / both.devices
     cause = ""
     if not arrived:
@@ -183,38 +203,46 @@ def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
             if asked
             else "The program does not ask for the host: a name that nobody gives, or a place other than 'pinned_host'."
         )
-    return Proof("offloaded bytes arrive on the host", arrived, seen, cause)
+    return Proof(Title.OFFLOAD, arrived, seen, cause)
 
 
 def randomness_is_fresh(both: BothWays) -> Proof:
-    """Random numbers differ from step to step and from layer to layer."""
-    wrong = key_faults(both.traced)
-    return Proof("random numbers are fresh", not wrong, _first(wrong, "no key used twice"))
+    """The random numbers that the loss drew, here and in another step, differ from step to step and layer to layer."""
+    this_step, other_step = both.draws
+    if wrong := draw_faults(this_step, other_step):
+        return Proof(Title.RANDOMNESS, False, " ".join(wrong))
+    if hidden := both.replay.unseen(DRAWS):
+        return Proof(Title.RANDOMNESS, None, f"{hidden} draws are inside a shard_map, where they are not seen")
+    if idle := both.replay.places(DRAWS) - {draw.place for draw in this_step}:
+        return Proof(Title.RANDOMNESS, None, f"{len(idle)} draws did not run with this batch: in a branch not taken")
+    return Proof(Title.RANDOMNESS, True, f"{len(this_step)} draws, none twice" if this_step else "nothing is drawn")
 
 
 def parameters_are_sound(both: BothWays) -> Proof:
-    """Stacked layers differ from one another, and no weight is there twice."""
-    wrong = list(_parameter_faults(both.params))
-    return Proof("parameters are what they seem", not wrong, _first(wrong, "layers differ, nothing is double"))
+    """Stacked layers differ from one another, and no weight that is trained is there twice."""
+    wrong = parameter_faults(both.params, lambda: both.expected[2])
+    return Proof(Title.PARAMETERS, not wrong, " ".join(wrong) or "layers differ, nothing is double")
 
 
 def evaluation_is_untouched(both: BothWays) -> Proof | None:
     """`evaluate(params, batch, how)` has no checkpoint, and returns the same arrays, a KV cache included."""
     if both.evaluate is None:
         return None
-    name, evaluate = "evaluation is untouched", both.evaluate
+    evaluate = both.evaluate
     ways = [lambda p, b, how=how: evaluate(p, b, how) for how in (both.with_, both.without)]
-    traced, plain = (jax.make_jaxpr(way)(both.params, both.batch) for way in ways)
-    there = len(list(find_checkpoints(traced.jaxpr))) - len(list(find_checkpoints(plain.jaxpr)))
-    if there > 0:
+    traces = [jax.jit(way).trace(both.params, both.batch) for way in ways]
+    there = [len(list(find_checkpoints(traced.jaxpr.jaxpr))) for traced in traces]
+    if any(there):
         cause = (
             "The model stays in training mode, or the layer checkpoints whatever the mode: no gradient is taken here."
         )
-        return Proof(name, False, f"checkpoints in it: {there}", cause)
-    found, expected = (jax.tree.leaves(jax.jit(way)(both.params, both.batch)) for way in ways)
-    same = len(found) == len(expected) and all(map(lambda a, b: _alike(a, b, 0.0), found, expected))
+        return Proof(Title.EVALUATION, False, f"checkpoints in it: {there[0]}, without {there[1]}", cause)
+    found, expected = (jax.tree.leaves(traced.lower().compile()(both.params, both.batch)) for traced in traces)
+    same = len(found) == len(expected) and all(map(_identical, found, expected))
     cause = "" if same else "A cache or a keyword argument got lost on the way through the checkpoint."
-    return Proof(name, same, f"no checkpoint, {len(found)} arrays {'as' if same else 'not as'} without", cause)
+    return Proof(
+        Title.EVALUATION, same, f"no checkpoint, {len(found)} arrays {'as' if same else 'not as'} without", cause
+    )
 
 
 PROOFS: tuple[Callable[[BothWays], Proof | None], ...] = (
@@ -234,59 +262,31 @@ PROOFS: tuple[Callable[[BothWays], Proof | None], ...] = (
 )
 
 
-def _first(faults: list[str], otherwise: str) -> str:
-    return " ".join(faults) if faults else otherwise
-
-
-def _alike(got: Any, want: Any, tolerance: float) -> bool:
+def _identical(got: Any, want: Any) -> bool:
     if got.shape != want.shape or got.dtype != want.dtype:
         return False
-    if jnp.issubdtype(got.dtype, jax.dtypes.prng_key):
-        got, want = jax.random.key_data(got), jax.random.key_data(want)
-    if not jnp.issubdtype(got.dtype, jnp.inexact):
-        return bool(jnp.array_equal(got, want))
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return bool(np.linalg.norm(got - want) <= tolerance * np.linalg.norm(want))
+    return bool(np.array_equal(_values(got), _values(want), equal_nan=True))
 
 
-def _lost_rows(got: np.ndarray, want: np.ndarray) -> Iterator[str]:
-    """Where a gradient is zero and should not be: everywhere, or in some layers (or experts) of a stacked array."""
-    if not got.any():
-        yield ""
-    elif got.ndim > 2:
-        for i in range(len(got)):
-            if want[i].any() and not got[i].any():
-                yield f"[{i}]"
+def _values(array: Any) -> np.ndarray:
+    """On the host, wide enough to compare: keys as the numbers they are made of."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    return np.asarray(array, np.complex128 if jnp.issubdtype(array.dtype, jnp.complexfloating) else np.float64)
 
 
-def _elements(jaxpr: jex_core.Jaxpr) -> int:
+def _at(values: np.ndarray, row: Row) -> np.ndarray:
+    return values[row.place]
+
+
+def _difference(row: Row) -> str:
+    return f"by {row.error:.1e} of {row.size:.3g}" if row.size else f"is {row.error:.1e}, and zero without"
+
+
+def _evaluations(jaxpr: jex_core.Jaxpr) -> int:
     """How many values of functions a program computes, loops multiplied out: what runs again without any product."""
     return sum(
         times * eqn.outvars[0].aval.size  # pyrefly: ignore[missing-attribute]
         for eqn, times in equations(jaxpr)
-        if eqn.primitive.name in _FUNCTIONS
+        if eqn.primitive.name in FUNCTIONS
     )
-
-
-def _parameter_faults(params: Any) -> Iterator[str]:
-    alike, double = [], []
-    large: dict[Any, str] = {}
-    for path, leaf in jax.tree.leaves_with_path(params):
-        if not hasattr(leaf, "ndim") or leaf.ndim < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
-            continue
-        name, values = jax.tree_util.keystr(path), np.asarray(leaf)
-        if not np.ptp(values):
-            continue  # zeros and ones may well be alike
-        if leaf.ndim > 2 and len(values) > 1 and (values == values[:1]).all():
-            alike.append(name)
-        same = values.shape, values.tobytes()
-        if same in large:
-            double.append(f"{name} and {large[same]}")
-        large[same] = name
-    if alike:
-        yield (
-            f"all layers are identical in {', '.join(alike)}: made by a vmap that did not split the key "
-            "(nnx.split_rngs), they begin as one layer."
-        )
-    if double:
-        yield f"equal: {', '.join(double)}. A tied weight was split in two, and each gets half of the gradient."

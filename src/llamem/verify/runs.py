@@ -1,20 +1,16 @@
 """What a checkpointed program does when it runs: its traced form, run again with a host callback at what matters."""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Callable, Hashable
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from llamem.memory.jaxprs import equations, scan_parts
-from llamem.verify.placement import checkpoint_body
-
-# Where a layer decides something: dropout masks, experts, what a host function answers.
-_CHOICES = ("top_k", "argmax", "argmin", "sort", "random_bits", "pure_callback")
+from llamem.memory.jaxprs import CHOICES, DRAWS, Branches, Scan, While, equations, evaluate, inner_jaxprs
+from llamem.verify.marks import Block, Step, Traced, mark
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,121 +28,170 @@ class Runs:
     changed: tuple[str, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """Random numbers drawn with one key, once: at which place of the program, their shape, type and a digest."""
+
+    place: int
+    shape: tuple[int, ...]
+    dtype: str
+    digest: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a layer decided, once: which kind of operation, which of its outputs, its shape and a digest."""
+
+    kind: str
+    output: int
+    shape: tuple[int, ...]
+    digest: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Log:
+    """What the callbacks of one execution told."""
+
+    runs: int = 0
+    draws: list[Draw] = dataclasses.field(default_factory=list)
+    chosen: list[Choice] = dataclasses.field(default_factory=list)
+    chosen_again: list[Choice] = dataclasses.field(default_factory=list)
+
+
 def count_runs(fn: Callable[..., Any], *args: Any) -> Runs:
     """Runs `fn(*args)`, which returns a scalar (or a scalar and more), forward and backward, and counts.
 
     The count is of this run, on the present device: an operation tells the host each time that it is executed, inside
-    loops and taken branches too. What runs inside a while loop or a shard_map is not seen. The gradient is that of the
-    first argument.
+    loops and taken branches too. What runs inside a shard_map or a Pallas kernel is not seen. The gradient is that of
+    the first argument.
     """
     loss, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     gradient = jax.make_jaxpr(jax.value_and_grad(fn, has_aux=isinstance(shape, tuple), allow_int=True))(*args)
-    return count_traced(loss, gradient, *args)
+    return runs_of(Replay(loss, Traced.LOSS).run(*args), Replay(gradient, Traced.GRADIENT).run(*args))
 
 
-def count_traced(loss: jex_core.ClosedJaxpr, gradient: jex_core.ClosedJaxpr, *args: Any) -> Runs:
-    """`count_runs` of a loss that is traced already, and so are its value and gradient, both with these arguments."""
-    seen: Counter[tuple[Hashable, ...]] = Counter()
-
-    def tell(*what: Hashable) -> None:
-        seen[what] += 1
-
-    for way, traced in (("forward", loss), ("backward", gradient)):
-        jax.block_until_ready(jax.jit(partial(_Replay(way, tell).run, traced))(*jax.tree.leaves(args)))
-    jax.effects_barrier()
-
-    first = {what[1:] for what in seen if what[0] == "chosen"}
-    again = [what[1:] for what in seen if what[0] == "chosen again"]
-    changed = tuple(sorted({str(what[0]) for what in again if what not in first}))
-    return Runs(seen["forward",], seen["backward",], sum(seen["chosen again", *what] for what in again), changed)
+def runs_of(loss: Log, gradient: Log) -> Runs:
+    """Counts what a loss and its gradient told."""
+    first, again = set(gradient.chosen), gradient.chosen_again
+    changed = sorted({choice.kind for choice in again if choice not in first})
+    return Runs(loss.runs, gradient.runs, len(again), tuple(changed))
 
 
-class _Replay:
-    """Evaluates a traced program operation by operation, with callbacks added. Nothing differentiates it any more."""
+class Replay:
+    """A traced loss, or a traced gradient, that can be run with a callback at every operation that matters."""
 
-    def __init__(self, way: str, tell: Callable[..., None]) -> None:
-        self.way, self.tell = way, tell
-        self.inside = False  # a checkpoint, while its body is traced
+    def __init__(self, program: jex_core.ClosedJaxpr, traced: Traced) -> None:
+        self.block = mark(program, traced)
+        self.traced = traced
+        self._log = Log()
 
-    def run(self, program: Any, *args: Any, again: bool = False) -> list[Any]:
-        jaxpr, consts = getattr(program, "jaxpr", program), getattr(program, "consts", ())
-        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    def run(self, *args: Any) -> Log:
+        """Runs the program with these arguments, and returns what it told."""
+        self._log = Log()
+        jax.block_until_ready(self._compiled(*jax.tree.leaves(args)))
+        jax.effects_barrier()
+        return self._log
+
+    def unseen(self, primitives: Sequence[str]) -> int:
+        """How many of these operations are in programs run in a way not known here (shard_map), so that none tells."""
+        hidden = [step.eqn for step in self.block.all_steps() if step.flow is None]
+        inside = [eqn for outer in hidden for inner in inner_jaxprs(outer) for eqn, _ in equations(inner)]
+        return sum(eqn.primitive.name in primitives for eqn in inside)
+
+    def places(self, primitives: Sequence[str]) -> set[int]:
+        """Where in the program these operations stand, except where they are computed a second time."""
+        steps = self.block.all_steps()
+        return {step.place for step in steps if step.eqn.primitive.name in primitives and not step.again}
+
+    @cached_property
+    def _compiled(self) -> Callable[..., Any]:
+        # It runs once or twice, so it is compiled quickly rather than well.
+        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        return jax.jit(partial(self._block, self.block), compiler_options=options)
+
+    def _block(self, block: Block, *args: Any) -> list[Any]:
+        jaxpr = block.program.jaxpr
+        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*block.program.consts, *args), strict=True))
 
         def look(var: Any) -> Any:
             return var.val if isinstance(var, jex_core.Literal) else known[var]
 
-        last = again
-        for eqn in jaxpr.eqns:
-            # With jax_remat3 no checkpoint is left around what is computed a second time.
-            second = again or _marked(eqn)
-            if second and not last and not self.inside and checkpoint_body(eqn) is None and self.way == "backward":
-                jax.debug.callback(partial(self.tell, self.way))
-            last = second
-            outs = self._apply(jaxpr, eqn, list(map(look, eqn.invars)), second)
-            if eqn.primitive.name in _CHOICES and self.way == "backward":
-                self._tell_choice(eqn, outs, "chosen again" if second else "chosen")
-            known |= dict(zip(eqn.outvars, outs, strict=True))
-        return list(map(look, jaxpr.outvars))
+        for step in block.steps:
+            outs = self._step(step, jaxpr, [look(var) for var in step.eqn.invars])
+            known |= dict(zip(step.eqn.outvars, outs, strict=True))
+        return [look(var) for var in jaxpr.outvars]
 
-    def _apply(self, jaxpr: Any, eqn: Any, values: list[Any], again: bool) -> list[Any]:
-        run, name, params = partial(self.run, again=again), eqn.primitive.name, eqn.params
-        body = checkpoint_body(eqn)
-        if body is not None:
-            within = [eqn for eqn, _ in equations(body)]
-            if self.way == "forward" or any(map(_marked, within)):
-                if all(checkpoint_body(eqn) is None for eqn in within):
-                    jax.debug.callback(partial(self.tell, self.way))
-                # Without a checkpoint to keep them apart, the compiler would merge this with the forward pass.
-                values = list(jax.lax.optimization_barrier(tuple(values)))
-            outside, self.inside = self.inside, True
-            outs = run(body, *values)
-            self.inside = outside
-            return outs
-        if name == "scan":
-            n_consts, n_carry = scan_parts(eqn)
-            consts, varying = values[:n_consts], values[n_consts:]
+    def _step(self, step: Step, jaxpr: jex_core.Jaxpr, values: list[Any]) -> list[Any]:
+        if step.starts_run:
+            jax.debug.callback(self._ran)
+        if step.fenced and values:
+            # Without a checkpoint to keep them apart, the compiler would merge this with the first time.
+            values = list(jax.lax.optimization_barrier(tuple(values)))
+        outs = self._flow(step, values) if step.inner else evaluate(step.eqn, jaxpr, values)
+        name = step.eqn.primitive.name
+        if self.traced is Traced.LOSS and name in DRAWS and not step.again:
+            self._tell_draw(step, values, outs)
+        elif self.traced is Traced.GRADIENT and name in CHOICES:
+            self._tell_choices(step, outs)
+        return outs
 
-            def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-                outs = run(params["jaxpr"], *consts, *carry, *xs)
-                return outs[:n_carry], outs[n_carry:]
+    def _flow(self, step: Step, values: list[Any]) -> list[Any]:
+        flow, inner = step.flow, [partial(self._block, block) for block in step.inner]
+        if isinstance(flow, Scan):
+            return self._scan(flow, inner[0], values)
+        if isinstance(flow, While):
+            n = flow.n_condition_consts
+            m = n + flow.n_body_consts
+            condition, body = inner
+            return jax.lax.while_loop(
+                lambda carry: condition(*values[:n], *carry)[0], lambda carry: body(*values[n:m], *carry), values[m:]
+            )
+        if isinstance(flow, Branches):
+            return jax.lax.switch(values[0], inner, *values[1:])
+        return inner[0](*values)
 
-            options = {option: params[option] for option in ("length", "reverse", "unroll")}
-            carry, ys = jax.lax.scan(step, varying[:n_carry], varying[n_carry:], **options)
-            return [*carry, *ys]
-        if name == "cond":
-            return jax.lax.switch(values[0], [partial(run, branch) for branch in params["branches"]], *values[1:])
-        inner = [value for value in params.values() if isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))]
-        if name not in ("while", "shard_map", "pallas_call") and len(inner) == 1:
-            arguments = len(getattr(inner[0], "jaxpr", inner[0]).invars)
-            if arguments == len(values):
-                return run(inner[0], *values)
-        return _evaluate(jaxpr, eqn, values)
+    def _scan(self, flow: Scan, body: Callable[..., list[Any]], values: list[Any]) -> list[Any]:
+        consts, varying = values[: flow.n_consts], values[flow.n_consts :]
 
-    def _tell_choice(self, eqn: Any, outs: list[Any], how: str) -> None:
+        def iteration(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            outs = body(*consts, *carry, *xs)
+            return outs[: flow.n_carry], outs[flow.n_carry :]
+
+        options = {"length": flow.length, "reverse": flow.reverse, "unroll": flow.unroll}
+        carry, ys = jax.lax.scan(iteration, varying[: flow.n_carry], varying[flow.n_carry :], **options)
+        return [*carry, *ys]
+
+    def _ran(self) -> None:
+        self._log.runs += 1
+
+    def _tell_draw(self, step: Step, values: list[Any], outs: list[Any]) -> None:
+        bits = outs[-1]
+        # vmap draws with many keys at once: one row for each.
+        keys = values[0].shape if step.eqn.primitive.name == "random_bits" else ()
+        rows = bits.reshape(-1, *bits.shape[len(keys) :])
+        told = partial(self._drew, step.place, rows.shape[1:], str(bits.dtype))
+        jax.debug.callback(told, jax.vmap(_digest)(rows))
+
+    def _drew(self, place: int, shape: tuple[int, ...], dtype: str, digests: Any) -> None:
+        self._log.draws += [Draw(place, shape, dtype, tuple(map(int, digest))) for digest in digests]
+
+    def _tell_choices(self, step: Step, outs: list[Any]) -> None:
+        kind = step.eqn.primitive.name
         for i, out in enumerate(outs):
-            if not jnp.issubdtype(out.dtype, jnp.integer) and eqn.primitive.name != "pure_callback":
-                continue
-            tell = partial(self._told, how, eqn.primitive.name, i, out.shape)
-            jax.debug.callback(tell, _digest(out))
+            if jnp.issubdtype(out.dtype, jnp.integer) or kind == "pure_callback":
+                jax.debug.callback(partial(self._chose, step.again, kind, i, out.shape), _digest(out))
 
-    def _told(self, how: str, name: str, i: int, shape: tuple[int, ...], digest: Any) -> None:
-        self.tell(how, name, i, shape, int(digest))
-
-
-def _evaluate(jaxpr: Any, eqn: Any, values: list[Any]) -> list[Any]:
-    given = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex_core.Literal)}
-    alone = jaxpr.replace(constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
-    return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(alone, ()))(*given.values())
+    def _chose(self, again: bool, kind: str, output: int, shape: tuple[int, ...], digest: Any) -> None:
+        log = self._log.chosen_again if again else self._log.chosen
+        log.append(Choice(kind, output, shape, tuple(map(int, digest))))
 
 
 def _digest(out: Any) -> Any:
-    """One number that tells arrays apart, whatever their size: only it travels to the host."""
+    """Two numbers that tell arrays apart, whatever their size: only they travel to the host."""
     if jnp.issubdtype(out.dtype, jnp.floating):
         out = jax.lax.bitcast_convert_type(out.astype(jnp.float32), jnp.uint32)
-    bits = out.astype(jnp.uint32).ravel()
-    return jnp.sum((bits + 1) * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
-
-
-def _marked(eqn: jex_core.JaxprEqn) -> bool:
-    """Whether JAX marked the operation as what a checkpoint computes a second time."""
-    return "rematted_computation" in str(eqn.source_info.name_stack)
+    bits = out.astype(jnp.uint32).ravel() + 1
+    i = jnp.arange(bits.size, dtype=jnp.uint32)
+    weights = jnp.stack([2 * i + 1, (i + 7919) * jnp.uint32(2654435761) | 1])
+    mixed = jnp.stack([bits, bits ^ (bits >> 15)])
+    return jnp.sum(mixed * weights, axis=1, dtype=jnp.uint32)

@@ -1,11 +1,11 @@
 """Proof that rematerialisation is on, right and worth it, for any loss: what was asked for, compiled and computed."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llamem.memory.show import html_table
-from llamem.verify.case import BothWays, CannotGo, Proof
+from llamem.verify.case import BothWays, CannotGo, Proof, Title
 from llamem.verify.proofs import PROOFS
 
 
@@ -17,22 +17,20 @@ class Verification:
 
     @property
     def holds(self) -> bool:
-        """Whether no proof failed."""
+        """Whether no proof failed, but for those waived."""
         return not self.failed
 
     @property
     def failed(self) -> tuple[Proof, ...]:
-        """The proofs that failed."""
-        return tuple(proof for proof in self.proofs if proof.holds is False)
+        """The proofs that failed, without those waived."""
+        return tuple(proof for proof in self.proofs if proof.failed)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.proofs))
 
     def _repr_html_(self) -> str:
-        mark = {True: "ok", False: "FAILED", None: "not told"}
-        return html_table(
-            ("", "proof", "seen", "usual cause"), [(mark[p.holds], p.name, p.seen, p.cause) for p in self.proofs]
-        )
+        rows = [(p.mark, p.name, p.seen, f"waived: {p.waived}" if p.waived else p.cause) for p in self.proofs]
+        return html_table(("", "proof", "seen", "usual cause"), rows)
 
 
 def verify_remat(
@@ -45,6 +43,7 @@ def verify_remat(
     target: str = "local",
     evaluate: Callable[[Any, Any, Any], Any] | None = None,
     proofs: Sequence[Callable[[BothWays], Proof | None]] = PROOFS,
+    waive: Mapping[str, str] | None = None,
 ) -> Verification:
     """Compares `loss_fn(params, batch, with_)` with `loss_fn(params, batch, without)`: is the first rematerialised?
 
@@ -60,9 +59,15 @@ def verify_remat(
     again; the compiler leaves it; residuals and memory fall; what is offloaded arrives on the host; random numbers are
     fresh in every step and layer; stacked layers differ and tied weights are one. A failure says what was seen and what
     usually causes it. `proofs` takes some of them alone, as in `proofs=[llamem.verify.layer_runs_again]`; those that a
-    program gives no occasion for are left out of the answer. Raises what `loss_fn(params, batch, without)` raises.
+    program gives no occasion for are left out of the answer. What a proof could not see is "not proved", with the
+    reason. `waive={"random numbers are fresh": "one mask for all time steps, as Gal and Ghahramani do"}` accepts a
+    failure that is meant; the answer shows it with its reason, and says where nothing had to be waived.
+
+    Raises what `loss_fn(params, batch, without)` raises, and ValueError for a waiver of no known proof or without a
+    reason.
     Source: the test battery of Hugging Face transformers (PR 41818), extended to compiled programs.
     """
+    _check_waivers(waive or {})
     both = BothWays(loss_fn, params, batch, with_, without, target, evaluate)
     found: list[Proof] = []
     try:
@@ -71,7 +76,7 @@ def verify_remat(
                 found.append(proof)
     except CannotGo as stop:
         found.append(stop.proof)
-    return Verification(tuple(found))
+    return Verification(tuple(_waived(proof, (waive or {}).get(proof.name, "")) for proof in found))
 
 
 def assert_remat(loss_fn: Callable[[Any, Any, Any], Any], params: Any, batch: Any, **options: Any) -> None:
@@ -79,3 +84,24 @@ def assert_remat(loss_fn: Callable[[Any, Any, Any], Any], params: Any, batch: An
     verification = verify_remat(loss_fn, params, batch, **options)
     if not verification.holds:
         raise AssertionError("rematerialisation is not proved.\n" + "\n".join(map(str, verification.failed)))
+
+
+def _check_waivers(waive: Mapping[str, str]) -> None:
+    names = [title.value for title in Title if title not in (Title.TRACED, Title.COMPUTED)]
+    for name, reason in waive.items():
+        if name not in names:
+            raise ValueError(f"waive={{{name!r}: ...}}: there is no such proof. Known: {'; '.join(names)}.")
+        if not isinstance(reason, str) or not reason.strip():
+            raise ValueError(
+                f"waive={{{name!r}: {reason!r}}}: expected the reason, in words, for whoever reads the report."
+            )
+
+
+def _waived(proof: Proof, reason: str) -> Proof:
+    if not reason:
+        return proof
+    if proof.holds is False:
+        return dataclasses.replace(proof, waived=reason)
+    return dataclasses.replace(
+        proof, seen=f"{proof.seen} (waived, {reason!r}, and nothing failed: take the waiver out)"
+    )
