@@ -72,14 +72,23 @@ def compile_report(
     else:
         start, depth = time.perf_counter(), "code"
         compiled = jax.jit(flat, donate_argnums=donated, keep_unused=True).lower(*leaves).compile()
-        seconds = {"compile_seconds": time.perf_counter() - start}
-        answer = analysed_bytes(compiled.memory_analysis()) | describe(optimised_text(compiled)) | seconds
+        answer = _described(compiled, time.perf_counter() - start)
     with traced_for(chip, mesh):
         jaxpr = jax.make_jaxpr(flat)(*leaves)
     return _report(chip, depth, answer, jaxpr, leaves, donated)
 
 
 _target = target  # the function, where a parameter has its name
+
+
+def report_compiled(compiled: jax.stages.Compiled, traced: jex_core.ClosedJaxpr) -> Report:
+    """The report of a program that was compiled for the devices at hand, `traced` being what was traced of it."""
+    return _report(_target("local"), "code", _described(compiled, 0.0), traced, [], ())
+
+
+def _described(compiled: jax.stages.Compiled, seconds: float) -> dict[str, Any]:
+    read = analysed_bytes(compiled.memory_analysis()) | describe(optimised_text(compiled))
+    return {**read, "compile_seconds": seconds}
 
 
 def matmul_flops(jaxpr: jex_core.Jaxpr) -> int:
@@ -251,9 +260,3 @@ def _report(
         buffers=tuple(Buffer(**row) for row in answer["buffers"]),
         warnings=tuple(warnings),
     )
-
-
-def report_compiled(compiled: jax.stages.Compiled, traced: jex_core.ClosedJaxpr) -> Report:
-    """The report of a program that was compiled for the devices at hand, `traced` being what was traced of it."""
-    answer = {**describe(compiled, optimised_text(compiled)), "compile_seconds": 0.0}
-    return _report(_target("local"), answer, traced, [], ())
