@@ -45,7 +45,15 @@ def remat3(request):
         yield
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--weekly", action="store_true", help="run the tests marked weekly, too")
+
+
+def pytest_collection_modifyitems(config, items):
     """Files with slow tests first, so that no worker is left with one of them at the end."""
+    if not config.getoption("--weekly"):
+        weekly = [item for item in items if item.get_closest_marker("weekly")]
+        items[:] = [item for item in items if item not in weekly]
+        config.hook.pytest_deselected(items=weekly)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

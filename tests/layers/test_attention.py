@@ -47,8 +47,10 @@ def test_values_and_gradients_equal_float64(T, K, implementation):
     out, got = value_and_gradients(attend, *arrays(T, K=K))
     expected, wanted = expected_of(T, K)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=5e-5)
+    # With one key the gradients of queries and keys are 0, and what is found is what rounding leaves of larger terms.
+    rounding = 2e-6 * max(np.linalg.norm(b) for b in wanted)
     for a, b in zip(got, wanted, strict=True):
-        assert np.linalg.norm(np.asarray(a, np.float64) - b) < 1e-5 * np.linalg.norm(b) + 1e-5
+        assert np.linalg.norm(np.asarray(a, np.float64) - b) < 1e-5 * np.linalg.norm(b) + rounding
 
 
 @pytest.mark.parametrize("implementation", ["xla", "tiled"])
@@ -60,16 +62,31 @@ def test_queries_at_given_positions(implementation):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
+# Of the packed documents; the last one is padding. A tile of keys is hidden from whole tiles of queries.
+ENDS = (3, 300, 1000, 1111)
+
+
+@functools.cache
+def each_document_alone(dtype):
+    """Start, end, output and gradients of each document, in float64."""
+    found = []
+    with reference.float64():
+        for start, end in zip((0, *ENDS), ENDS[:3], strict=False):
+            exact = [jnp.asarray(np.asarray(a[:, start:end], np.float64)) for a in arrays(ENDS[-1], dtype=dtype)]
+            attend = functools.partial(reference.attention, positions=np.arange(end - start))
+            found.append((start, end, *value_and_gradients(attend, *exact)))
+    return found
+
+
 @pytest.mark.parametrize("implementation", ["xla", "tiled"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_packed_documents_and_padding_equal_each_document_alone(implementation, dtype):
-    ends = (3, 300, 1000, 1111)  # the last one is padding; a tile of keys is hidden from whole tiles of queries
-    q, k, v, weights = arrays(ends[-1], dtype=dtype)
-    segments = jnp.broadcast_to(jnp.array(np.repeat([7, 2, 5, 0], np.diff([0, *ends]))), (2, ends[-1]))
+    q, k, v, weights = arrays(ENDS[-1], dtype=dtype)
+    segments = jnp.broadcast_to(jnp.array(np.repeat([7, 2, 5, 0], np.diff([0, *ENDS]))), (2, ENDS[-1]))
 
     def value(q, k, v):
         out = causal_attention(q, k, v, segments_BT=segments, implementation=implementation)
-        return jnp.sum((out * weights)[:, : ends[2]].astype(jnp.float32)), out
+        return jnp.sum((out * weights)[:, : ENDS[2]].astype(jnp.float32)), out
 
     (_, out), got = jax.jit(jax.value_and_grad(value, argnums=(0, 1, 2), has_aux=True))(q, k, v)
     tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
@@ -77,18 +94,11 @@ def test_packed_documents_and_padding_equal_each_document_alone(implementation, 
     def assert_close(mine, exact, where):
         assert np.linalg.norm(np.asarray(mine, np.float64) - exact) < tolerance * np.linalg.norm(exact), where
 
-    def alone(q, k, v, weights):
-        out = reference.attention(q, k, v, np.arange(q.shape[1]))
-        return jnp.sum(out * weights), out
-
-    with reference.float64():
-        for start, end in zip((0, *ends), ends[:3], strict=False):
-            exact = [jnp.asarray(np.asarray(a[:, start:end], np.float64)) for a in (q, k, v, weights)]
-            (_, wanted), grads = jax.value_and_grad(alone, argnums=(0, 1, 2), has_aux=True)(*exact)
-            assert_close(out[:, start:end], wanted, start)
-            for mine, theirs in zip(got, grads, strict=True):
-                assert_close(mine[:, start:end], theirs, start)
-    assert all(np.isfinite(np.float32(a)).all() and not np.any(np.float32(a[:, ends[2] :])) for a in got)
+    for start, end, wanted, grads in each_document_alone(dtype):
+        assert_close(out[:, start:end], wanted, start)
+        for mine, theirs in zip(got, grads, strict=True):
+            assert_close(mine[:, start:end], theirs, start)
+    assert all(np.isfinite(np.float32(a)).all() and not np.any(np.float32(a[:, ENDS[2] :])) for a in got)
 
 
 def temporaries(implementation, T, target="cpu", heads=4, kv_heads=4, size=16, dtype=jnp.float32):

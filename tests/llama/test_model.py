@@ -95,11 +95,11 @@ def test_eval_turns_rematerialisation_off_and_train_on():
 def test_decoding_with_the_cache_equals_reading_at_once(name, remat):
     config = VARIANTS[name]
     model, tokens = model_of(config, remat=remat), tokens_of(config, T=13)
-    cache = model.empty_cache(2, 16)
-    logits, cache = model.decode(tokens[:, :6], cache)
+    at_once = nnx.jit(lambda model, t: model(t))(model, tokens)
     decode = nnx.jit(lambda model, t, cache: model.decode(t, cache))
+    logits, cache = decode(model, tokens[:, :6], model.empty_cache(2, 16))
     for i in range(6, 13):
-        np.testing.assert_allclose(logits, model(tokens[:, :i])[:, -1], rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(logits, at_once[:, i - 1], rtol=1e-4, atol=1e-4)
         logits, cache = decode(model, tokens[:, i : i + 1], cache)
     assert cache.length == 13 and cache.k_LBSKh.shape == (3, 2, 16, config.n_kv_heads, 8)
     np.testing.assert_array_equal(cache.k_LBSKh[:, :, 13:], 0)
@@ -107,10 +107,10 @@ def test_decoding_with_the_cache_equals_reading_at_once(name, remat):
 
 def test_greedy_generation_equals_reading_everything_again():
     model, prompt = model_of(SMALL), tokens_of(SMALL, T=5)
-    seen = prompt
-    for _ in range(7):
-        seen = jnp.concatenate([seen, jnp.argmax(model(seen)[:, -1], axis=-1)[:, None]], axis=1)
-    np.testing.assert_array_equal(generate(model, prompt, 7, temperature=0), seen[:, 5:])
+    generated = generate(model, prompt, 7, temperature=0)
+    everything = jnp.concatenate([prompt, generated], axis=1)
+    logits = nnx.jit(lambda model, t: model(t))(model, everything[:, :-1])
+    np.testing.assert_array_equal(generated, jnp.argmax(logits, axis=-1)[:, 4:])
 
 
 def test_top_p_draws_from_the_likeliest_only_and_in_proportion():
