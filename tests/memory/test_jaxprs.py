@@ -1,0 +1,94 @@
+"""Canaries: what this package reads in JAX's traced programs, and JAX does not promise. Each says what broke."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from llamem.memory import jaxprs
+from llamem.memory.residuals import saved_residuals
+from llamem.memory.targets import compiling_for
+
+X = jax.ShapeDtypeStruct((8, 8), "float32")
+
+
+def traced(fn, *shapes):
+    return jax.make_jaxpr(fn)(*shapes).jaxpr
+
+
+def test_loops_say_how_often_they_run():
+    def fn(x):
+        return jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, None, length=7)[0]
+
+    assert [times for eqn, times in jaxprs.equations(traced(fn, X)) if eqn.primitive.name == "sin"] == [7]
+
+
+def test_scans_say_what_they_carry():
+    def fn(a, b, c, xs):
+        return jax.lax.scan(lambda carry, x: ((carry[0] * a + x, jnp.sin(carry[1])), None), (b, c), xs)[0]
+
+    program = traced(fn, X, X, X, jax.ShapeDtypeStruct((3, 8, 8), "float32"))
+    (scan,) = (eqn for eqn in program.eqns if eqn.primitive.name == "scan")
+    assert jaxprs.scan_parts(scan) == (1, 2)
+
+
+def test_products_say_what_they_contract():
+    def fn(a, b):
+        return jnp.einsum("bij,bkj->bik", a, b)
+
+    shapes = (jax.ShapeDtypeStruct(s, "float32") for s in ((2, 3, 5), (2, 7, 5)))
+    assert jaxprs.matmul_flops(traced(fn, *shapes)) == 2 * 2 * 3 * 7 * 5
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.remat])
+def test_names_are_found_in_calls_and_checkpoints(wrap, remat3):
+    def fn(x):
+        return wrap(lambda x: jnp.sin(checkpoint_name(x * 2, "given")))(x).sum()
+
+    assert set(jaxprs.names_in(traced(jax.grad(fn), X))) == {"given"}
+
+
+def test_moves_to_the_host_name_their_destination():
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
+    if "pinned_host" not in kinds:
+        pytest.skip(f"this device has no pinned_host memory, only {kinds}")
+    assert jaxprs.moved_to_host(traced(lambda x: jax.device_put(x, host), X)) == 4 * 64
+    assert jaxprs.moved_to_host(traced(lambda x: jax.device_put(x, jax.devices()[0]), X)) == 0
+
+
+def test_python_that_is_called_back_is_seen():
+    def prints(x):
+        jax.debug.print("{}", x)
+
+    def calls(x):
+        return jax.pure_callback(lambda x: x, X, x)
+
+    def observed(x):
+        jax.experimental.io_callback(lambda x: None, None, x)
+
+    for fn in (prints, calls, observed, lambda x: jax.debug.callback(lambda x: None, x)):
+        assert len(list(jaxprs.callbacks_in(traced(fn, X)))) == 1, fn
+    assert not list(jaxprs.callbacks_in(traced(jnp.sin, X)))
+
+
+def test_what_a_residual_was_and_where():
+    def body(x):
+        return jnp.sin(jnp.exp(x))
+
+    def fn(x):
+        return jax.jit(body)(x).sum()
+
+    kept = {row.operation: row.source for row in saved_residuals(fn, X).rows}
+    assert kept == dict.fromkeys(("exp", "cos"), f"test_jaxprs.py:{body.__code__.co_firstlineno + 1}")
+    # A checkpoint inside a call hands its input on, and casts it to its own precision to keep it.
+    remat = jax.jit(lambda x: jax.checkpoint(body)(jnp.tanh(x)))
+    assert "tanh" in {row.operation for row in saved_residuals(lambda x: remat(x).sum(), X).rows}
+
+
+def test_a_mesh_of_an_absent_chip_says_for_which_chip_one_traces():
+    from llamem.memory.targets import TARGETS
+
+    assert compiling_for() == jax.devices()[0].device_kind
+    with jax.sharding.use_abstract_mesh(TARGETS["v6e-1"].mesh(x=1)):
+        assert compiling_for() == "TPU v6 lite"
