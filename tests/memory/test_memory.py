@@ -22,6 +22,7 @@ from llamem.memory import cross_compile as absent
 from llamem.memory.dump import memory_is_assigned, read_dump
 from llamem.memory.hlo import parse
 from llamem.memory.hlo_counts import largest_buffers
+from llamem.memory.shapes import key_implementation
 from llamem.train.step import init_state, make_model, make_train_step
 
 HERE = Path(__file__).resolve().parent
@@ -86,7 +87,9 @@ def test_loops_are_multiplied_out():
     unit = 2 * 11 * 16 * 16
 
     def scanned(x, w, remat=False):
-        body = lambda x, w: (jnp.tanh(x @ w), None)  # noqa: E731
+        def body(x, w):
+            return jnp.tanh(x @ w), None
+
         return jax.lax.scan(jax.checkpoint(body) if remat else body, x, w)[0].sum()
 
     assert flops(scanned, x, w) == 5 * unit
@@ -103,7 +106,10 @@ def test_loops_are_multiplied_out():
 
 def test_batched_products_and_branches_are_counted():
     assert flops(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), shape(3, 4, 5), shape(3, 5, 6)) == 2 * 3 * 4 * 5 * 6
-    branches = lambda p, a: jax.lax.cond(p, lambda a: a @ a, lambda a: a @ a @ a, a)  # noqa: E731
+
+    def branches(p, a):
+        return jax.lax.cond(p, lambda a: a @ a, lambda a: a @ a @ a, a)
+
     assert flops(branches, shape(dtype=bool), shape(4, 4)) == 2 * 2 * 4**3
 
 
@@ -374,7 +380,7 @@ def test_the_cache_knows_a_program_by_what_it_computes_and_for_which_chip(compil
 
 @needs_tpu_compiler
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("content", ["", '{"argument_by', "\x00"])
+@pytest.mark.parametrize("content", ["", '{"argument_by', "\x00", "{}", "null", "[1]"])
 def test_a_broken_cache_file_is_replaced(compiled, empty_cache, content):
     def report():
         return llamem.compile_report(cell(0), shape(8, 8), shape(8, 8), target="v5e-1")
@@ -389,10 +395,30 @@ def test_a_broken_cache_file_is_replaced(compiled, empty_cache, content):
 
 @needs_tpu_compiler
 @pytest.mark.tpu_compile
+def test_without_a_cache_folder_it_compiles_each_time_and_says_so_once(compiled, tmp_path, monkeypatch):
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setenv("LLAMEM_CACHE", str(tmp_path / "a file"))  # where no folder can be made
+    with pytest.warns(UserWarning, match="cannot be kept in .*a file.*Set LLAMEM_CACHE to a folder") as heard:
+        for _ in range(3):
+            llamem.compile_report(cell(0), shape(8, 8), shape(8, 8), target="v5e-1")
+    assert len(compiled) == 3 and len(heard) == 1
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
+def test_answers_that_other_code_read_are_not_taken(compiled, monkeypatch):
+    for code in ("old", "new", "old", "new"):
+        monkeypatch.setattr("llamem.memory.report_cache._reading_code", lambda code=code: code)
+        llamem.compile_report(cell(0), shape(8, 8), shape(8, 8), target="v5e-1")
+    assert len(compiled) == 2
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
 def test_a_tpu_program_takes_splash_where_its_blocks_divide():
     def exported(T: int) -> str:
         chip, q = llamem.target("v5e-1"), shape(1, T, 4, 128, dtype=jnp.bfloat16)
-        return absent.export_for(chip, lambda q: causal_attention(q, q, q), [q]).mlir_module()
+        return absent.export_for(chip, jax.jit(lambda q: causal_attention(q, q, q)), [q]).mlir_module()
 
     assert "tpu_custom_call" in exported(512)
     assert "tpu_custom_call" not in exported(640)
@@ -491,3 +517,64 @@ def test_keys_are_arguments_and_results_like_any_other():
     assert 0 <= report.output_bytes - (8 + 4 * 128 * 128) <= 32  # and the table of a tuple
     kept = llamem.saved_residuals(lambda x: jnp.sum(draw(jax.random.key(0), x)[1]), jnp.float32(1))
     assert kept.bytes >= 4 * 128 * 128
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_keys_of_every_kind_given_or_closed_over(impl):
+    key = jax.random.key(0, impl=impl)
+
+    def draw(key, x):
+        return jax.random.split(key)[0], x + jax.random.normal(key, (128, 128))
+
+    data = jax.random.key_data(key).nbytes
+    for given in (key, jax.ShapeDtypeStruct((), key.dtype)):
+        report = llamem.compile_report(draw, given, shape())
+        assert report.argument_bytes == data + 4
+        assert 0 <= report.output_bytes - (data + 4 * 128 * 128) <= 32
+    closed = llamem.compile_report(lambda x: draw(key, x)[1], shape())
+    assert closed.argument_bytes == 4 and not closed.warnings
+    kept = llamem.saved_residuals(lambda keys, x: jnp.sum(jnp.sin(x) * draw(keys[0], x)[1]), key[None], jnp.float32(1))
+    assert kept.bytes >= 4 * 128 * 128
+    assert key_implementation(jax.ShapeDtypeStruct((2,), key.dtype)) == impl
+
+
+@pytest.mark.parametrize("number", [2.0, 3, True, np.float32(2), np.float64(2), jnp.float32(2)], ids=repr)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+def test_outputs_have_the_types_that_jit_gives_them(number, dtype):
+    def scale(x, by):
+        return x * by
+
+    report = llamem.compile_report(scale, shape(64, 128, dtype=dtype), number)
+    out = jax.jit(scale)(jnp.ones((64, 128), dtype), number)
+    assert report.output_bytes == out.nbytes
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "error", "message"),
+    [
+        ((1.0, "bf16"), {}, TypeError, r"args\[1\] is 'bf16', of type str: .*functools\.partial"),
+        (({"a": np.array(["x"])}, 1.0), {}, TypeError, r"args\[0\]\['a'\] is .*, of type ndarray"),
+        ((1.0, 2.0), {"donate": 0}, TypeError, r"donate=0: expected .* such as donate=\(0,\)"),
+    ],
+)
+def test_arguments_that_are_none(as_a_user, args, options, error, message):
+    with pytest.raises(error, match=message):
+        llamem.compile_report(lambda x, y: x, *args, **options)
+
+
+def printing(x):
+    jax.debug.print("{}", x.sum())
+    return x
+
+
+def calling(x):
+    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
+@pytest.mark.parametrize("fn", [printing, calling, jax.checkpoint(calling)])
+def test_a_chip_that_is_not_there_has_no_python_to_call(fn):
+    assert llamem.compile_report(fn, shape(3)).fits
+    with pytest.raises(ValueError, match=r"calls back into Python \(.+\).*v5e-1.*leave out jax\.debug\.print"):
+        llamem.compile_report(fn, shape(3), target="v5e-1")

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from llamem.layers.tiled_attention import tiled_causal_attention
+from llamem.memory.targets import compiling_for
 
 Implementation = Literal["auto", "xla", "tiled", "splash", "cudnn"]
 
@@ -66,16 +67,9 @@ def causal_attention(
 
 
 def _choose(T: int, whole: bool) -> Implementation:
-    if whole and T % SPLASH_BLOCK == 0 and _compiling_for_tpu():
+    if whole and T % SPLASH_BLOCK == 0 and "TPU" in compiling_for():
         return "splash"
     return "tiled" if T > 1024 else "xla"
-
-
-def _compiling_for_tpu() -> bool:
-    # A program for an absent chip is traced under that chip's abstract mesh; otherwise the default device is the
-    # target.
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return "TPU" in device.device_kind if device else jax.default_backend() == "tpu"
 
 
 def _xla(q_BTHh: Array, k_BSKh: Array, v_BSKh: Array, positions_BT: Array | None, segments_BT: Array | None) -> Array:

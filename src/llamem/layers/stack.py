@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from llamem.layers.remat import Policy, check_names, checkpoint
+from llamem.memory.shapes import shape_of
 
 Mode = Literal["scan", "unroll", "nested"]
 
@@ -127,13 +128,13 @@ def _common_length(tree: Any) -> int:
 
 
 def _check_layer(body: Callable, x: Any, xs: Any, remat: str | Policy | None) -> None:
-    def shape_of(a: Any, drop_first: bool = False) -> jax.ShapeDtypeStruct:
-        dtype = a.dtype if hasattr(a, "dtype") else jnp.result_type(a)  # result_type does not know PRNG keys
-        return jax.ShapeDtypeStruct(jnp.shape(a)[drop_first:], dtype)
+    def strong(shape: jax.ShapeDtypeStruct, axes: int = 0) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape.shape[axes:], shape.dtype)
 
-    x_in = jax.tree.map(shape_of, x)
-    jaxpr, (x_out, _) = jax.make_jaxpr(body, return_shape=True)(x_in, jax.tree.map(lambda a: shape_of(a, True), xs))
-    x_out = jax.tree.map(shape_of, x_out)
+    x_in = jax.tree.map(lambda a: strong(shape_of(a)), x)
+    one_layer = jax.tree.map(lambda a: strong(shape_of(a), axes=1), xs)
+    jaxpr, (x_out, _) = jax.make_jaxpr(body, return_shape=True)(x_in, one_layer)
+    x_out = jax.tree.map(strong, x_out)
     if x_out != x_in:
         raise TypeError(
             f"a layer must return x as it came, so that the next layer can take it. In: {x_in}. Out: {x_out}. "

@@ -6,10 +6,9 @@ A tile must be large enough that its matrix products outlast its memory traffic,
 import dataclasses
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 
-from llamem.memory.targets import TARGETS, Target
+from llamem.memory.targets import TARGETS, Target, compiling_for
 
 __all__ = ["TileChoice", "choose_tiles"]
 
@@ -36,9 +35,7 @@ class TileChoice:
 
 def _chip(name: str | None) -> Target:
     if name is None:
-        # A program compiled for an absent chip carries that chip in its mesh.
-        absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-        kind = absent.device_kind if absent is not None else jax.devices()[0].device_kind
+        kind = compiling_for()
         known = (chip for chip in (_CPU, *TARGETS.values()) if chip.device_kind.lower() == kind.lower())
         return next(known, _UNKNOWN)
     chips = {"cpu": _CPU, **TARGETS}

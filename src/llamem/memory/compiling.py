@@ -1,15 +1,12 @@
 """The truth about memory: what a program needs on a chip, as that chip's own compiler says."""
 
-import functools
-import hashlib
-import json
 import math
 import re
 import time
 import typing
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -18,14 +15,17 @@ import jaxlib
 import numpy as np
 from jax.extend import core as jex_core
 
-from llamem._files import cache_folder, write_whole
 from llamem.memory.cross_compile import compile_absent, export_for, traced_for
 from llamem.memory.dump import analysed_bytes
 from llamem.memory.hlo import optimised_text
 from llamem.memory.hlo_counts import describe
-from llamem.memory.jaxprs import equations, inner_jaxprs
+from llamem.memory.jaxprs import callbacks_in, matmul_flops, moved_to_host
 from llamem.memory.report import Buffer, Collective, Depth, Report
+from llamem.memory.report_cache import cached
+from llamem.memory.shapes import is_key, key_implementation, shape_of
 from llamem.memory.targets import Target, target
+
+__all__ = ["compile_report", "matmul_flops", "moved_to_host"]
 
 
 def compile_report(
@@ -53,28 +53,33 @@ def compile_report(
     chip = _target(target)
     if depth not in typing.get_args(Depth):
         raise ValueError(f"depth={depth!r}: expected 'memory', as soon as memory is assigned, or 'code', to the end.")
-    leaves, tree = jax.tree.flatten(args)
-    is_key = [_is_key(leaf) for leaf in leaves]
-    leaves = [_shape_of(leaf, chip) for leaf in leaves]
     donated = _donated_leaves(args, donate)
+    paths, tree = jax.tree.flatten_with_path(args)
+    given = [shape_of(leaf, f"args{jax.tree_util.keystr(path)}") for path, leaf in paths]
+    keys = [key_implementation(leaf) if is_key(leaf.dtype) else None for leaf in given]
+    leaves = [_placed(shape, leaf, chip) for shape, (_, leaf) in zip(given, paths, strict=True)]
     mesh = _mesh(leaves, chip)
 
     def flat(*leaves: Any) -> list[Any]:
         # Compilers know no keys, only the numbers they are made of.
-        wrapped = [jax.random.wrap_key_data(a) if key else a for a, key in zip(leaves, is_key, strict=True)]
+        wrapped = [jax.random.wrap_key_data(a, impl=key) if key else a for a, key in zip(leaves, keys, strict=True)]
         outputs = jax.tree.leaves(fn(*jax.tree.unflatten(tree, wrapped)))
-        return [jax.random.key_data(out) if _is_key(out) else out for out in outputs]
+        return [jax.random.key_data(out) if is_key(getattr(out, "dtype", None)) else out for out in outputs]
 
+    # The one trace serves the compiler, too. What is donated is for the child process to say, where there is one.
+    jitted = jax.jit(flat, donate_argnums=() if chip.absent else donated, keep_unused=True)
+    with traced_for(chip, mesh):
+        jaxpr = jitted.trace(*leaves).jaxpr
     if chip.absent:
-        program, axes = export_for(chip, flat, leaves, mesh), dict(mesh.shape) if mesh else None
+        _refuse_callbacks(jaxpr.jaxpr, chip)
+        program, axes = export_for(chip, jitted, leaves, mesh), dict(mesh.shape) if mesh else None
         compiling = partial(compile_absent, chip, bytes(program.serialize()), donated, axes, depth)
-        answer = _cached(compiling, program, (chip, donated, axes, depth)) if cache else compiling()
+        options = (_versions(chip), chip, donated, axes, depth)
+        answer = cached(f"{options} {_without_lines(program)}", compiling) if cache else compiling()
     else:
         start, depth = time.perf_counter(), "code"
-        compiled = jax.jit(flat, donate_argnums=donated, keep_unused=True).lower(*leaves).compile()
+        compiled = jitted.lower(*leaves).compile()
         answer = _described(compiled, time.perf_counter() - start)
-    with traced_for(chip, mesh):
-        jaxpr = jax.make_jaxpr(flat)(*leaves)
     return _report(chip, depth, answer, jaxpr, leaves, donated)
 
 
@@ -91,56 +96,15 @@ def _described(compiled: jax.stages.Compiled, seconds: float) -> dict[str, Any]:
     return {**read, "compile_seconds": seconds}
 
 
-def matmul_flops(jaxpr: jex_core.Jaxpr) -> int:
-    """FLOPs of the matrix products of a jaxpr, those in scans times their length; a cond counts its largest branch.
-
-    `while` loops of unknown length are counted once, as the compilers do.
-    """
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            (contract, _), _ = eqn.params["dimension_numbers"]
-            lhs = eqn.invars[0].aval.shape  # pyrefly: ignore[missing-attribute]
-            out = eqn.outvars[0].aval.shape  # pyrefly: ignore[missing-attribute]
-            total += 2 * int(np.prod(out)) * int(np.prod([lhs[axis] for axis in contract]))
-        inner = [matmul_flops(jaxpr) for jaxpr in inner_jaxprs(eqn)]
-        if eqn.primitive.name == "cond":
-            total += max(inner, default=0)
-        elif eqn.primitive.name != "pallas_call":
-            total += sum(inner) * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else sum(inner)
-    return total
-
-
-def moved_to_host(jaxpr: jex_core.Jaxpr) -> int:
-    """Bytes that a program asks to be put into the host's memory, as offloading policies write it, loops multiplied."""
-    total = 0
-    for eqn, times in equations(jaxpr):
-        if eqn.primitive.name == "device_put" and "host" in str(eqn.params["devices"]).lower():
-            avals: list[Any] = [var.aval for var in eqn.outvars]
-            total += times * sum(aval.size * aval.dtype.itemsize for aval in avals)
-    return total
-
-
 def _shard(array: Any) -> tuple[int, ...]:
     """The shape of what one device holds."""
     sharding = getattr(array, "sharding", None)
     return sharding.shard_shape(array.shape) if isinstance(sharding, jax.sharding.NamedSharding) else array.shape
 
 
-def _dtype(leaf: Any) -> Any:
-    return leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
-
-
-def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(_dtype(leaf), jax.dtypes.prng_key)
-
-
-def _numbers(array: Any) -> Any:
-    """An array, or what a key is made of."""
-    return jax.random.key_data(array) if _is_key(array) else np.asarray(array)
-
-
 def _donated_leaves(args: tuple[Any, ...], donate: tuple[int, ...]) -> tuple[int, ...]:
+    if not isinstance(donate, tuple):
+        raise TypeError(f"donate={donate!r}: expected the positions of the arguments as a tuple, such as donate=(0,).")
     wrong = [i for i in donate if not 0 <= i < len(args)]
     if wrong:
         raise ValueError(f"donate={donate} names argument {wrong[0]}, but there are {len(args)}: 0 to {len(args) - 1}.")
@@ -149,15 +113,16 @@ def _donated_leaves(args: tuple[Any, ...], donate: tuple[int, ...]) -> tuple[int
     return tuple(int(leaf) for i in donate for leaf in range(starts[i], starts[i + 1]))
 
 
-def _shape_of(leaf: Any, chip: Target) -> jax.ShapeDtypeStruct:
+def _placed(shape: jax.ShapeDtypeStruct, leaf: Any, chip: Target) -> jax.ShapeDtypeStruct:
+    """The shape with the sharding that its leaf names, if any, on the chips of the target; a key as its numbers."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding):
         sharding = None
     elif chip.absent:  # the same axes, of the absent chips
         sharding = jax.sharding.NamedSharding(chip.mesh(**sharding.mesh.shape), sharding.spec)
-    if _is_key(leaf):
-        leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return jax.ShapeDtypeStruct(np.shape(leaf), jax.dtypes.canonicalize_dtype(_dtype(leaf)), sharding=sharding)
+    if is_key(shape.dtype):
+        shape = jax.eval_shape(jax.random.key_data, shape)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding, weak_type=shape.weak_type)
 
 
 def _mesh(leaves: list[jax.ShapeDtypeStruct], chip: Target) -> Any:
@@ -171,37 +136,23 @@ def _mesh(leaves: list[jax.ShapeDtypeStruct], chip: Target) -> Any:
     return meshes.pop() if chip.devices > 1 else None
 
 
-def _cached(
-    compiling: Callable[[], dict[str, Any]],
-    program: jax.export.Exported,
-    options: tuple[Target, tuple[int, ...], dict[str, int] | None, Depth],
-) -> dict[str, Any]:
-    versions = (jax.__version__, jaxlib.__version__, _compiler_version(options[0]), _reading_code())
-    # Without source lines: the same cell finds its report again in another kernel, or after an edit above it.
-    text = re.sub(r"^#loc.*$|loc\([^)]*\)", "", program.mlir_module(), flags=re.MULTILINE)
-    identity = repr((versions, options)) + text
-    key = hashlib.sha256(identity.encode()).hexdigest()
-    file = cache_folder("reports") / f"{key[:32]}.json"
-    try:
-        return json.loads(file.read_text())
-    except (FileNotFoundError, ValueError):  # never compiled, or a file cut short by a full disk: compile
-        pass
-    answer = compiling()
-    write_whole(file, json.dumps(answer))
-    return answer
+def _refuse_callbacks(jaxpr: jex_core.Jaxpr, chip: Target) -> None:
+    if calling := sorted(set(callbacks_in(jaxpr))):
+        raise ValueError(
+            f"the program calls back into Python ({', '.join(calling)}), and a program for {chip.name}, which is not "
+            "here, has no Python to call: leave out jax.debug.print, jax.debug.callback, jax.pure_callback and "
+            "io_callback, or compile for target='local'."
+        )
 
 
-@functools.cache
-def _reading_code() -> str:
-    """A fingerprint of the code that reads what compilers say: an answer read by other code is no answer of this."""
-    texts = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
-    return hashlib.sha256(b"\0".join(texts)).hexdigest()
+def _versions(chip: Target) -> tuple[str, ...]:
+    compiler = {"tpu": "libtpu", "cuda": "jax-cuda12-plugin"}[chip.platform]
+    return jax.__version__, jaxlib.__version__, metadata.version(compiler)
 
 
-def _compiler_version(chip: Target) -> str:
-    from importlib import metadata
-
-    return metadata.version({"tpu": "libtpu", "cuda": "jax-cuda12-plugin"}[chip.platform])
+def _without_lines(program: jax.export.Exported) -> str:
+    """Its text without lines of source: the same cell is the same program in another kernel, or further down."""
+    return re.sub(r"^#loc.*$|loc\([^)]*\)", "", program.mlir_module(), flags=re.MULTILINE)
 
 
 def _report(
@@ -213,7 +164,7 @@ def _report(
     donated: tuple[int, ...],
 ) -> Report:
     def size(shapes: Iterable[Any]) -> int:
-        return sum(math.prod(_shard(s)) * np.dtype(s.dtype).itemsize for s in shapes)
+        return sum(math.prod(_shard(s)) * s.dtype.itemsize for s in shapes)
 
     flops = matmul_flops(jaxpr.jaxpr)
     if "error" in answer:
@@ -232,7 +183,7 @@ def _report(
     # own peak is no such number: it ignores temporaries on a CPU, and counts the host's memory where arguments are.
     peak = answer["argument_bytes"] + answer["output_bytes"] - answer["alias_bytes"] + answer["temp_bytes"]
     warnings = []
-    if jaxpr.consts and (closed := size(map(_numbers, jaxpr.consts))) > 2**20:
+    if jaxpr.consts and (closed := size(map(shape_of, jaxpr.consts))) > 2**20:
         warnings.append(
             f"{closed / 2**20:.0f} MiB of arrays are closed over: constants, which no line here counts. Pass them."
         )

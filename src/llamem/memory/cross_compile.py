@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,17 +36,6 @@ _ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
 
-# XLA's `GpuTargetConfigProto`, from its own specs (h100, a100-40) and NVIDIA's data sheets. Fields, in order: shared
-# memory per core, per block by request, threads per core, cores, FPUs per core, L2 bytes, clock in GHz, compute
-# capability.
-_GPU = {
-    "Tesla T4": (65_536, 65_536, 1024, 40, 64, 4_194_304, 1.59, (7, 5)),
-    "NVIDIA L4": (102_400, 101_376, 1536, 58, 128, 50_331_648, 2.04, (8, 9)),
-    "NVIDIA A100-SXM4-40GB": (167_936, 166_912, 2048, 108, 64, 41_943_040, 1.41, (8, 0)),
-    "NVIDIA A100-SXM4-80GB": (167_936, 166_912, 2048, 108, 64, 41_943_040, 1.41, (8, 0)),
-    "NVIDIA H100 80GB HBM3": (233_472, 232_448, 2048, 132, 128, 52_428_800, 1.98, (9, 0)),
-}
-
 
 def traced_for(target: Target, mesh: Any = None) -> contextlib.AbstractContextManager[Any]:
     """Within it, tracing sees the target as its chip: Pallas kernels, attention and tile choices ask for it."""
@@ -54,11 +43,11 @@ def traced_for(target: Target, mesh: Any = None) -> contextlib.AbstractContextMa
 
 
 def export_for(
-    target: Target, fn: Callable[..., Any], leaves: Sequence[jax.ShapeDtypeStruct], mesh: Any = None
+    target: Target, jitted: jax.stages.Wrapped, leaves: Sequence[jax.ShapeDtypeStruct], mesh: Any = None
 ) -> jax.export.Exported:
-    """`fn(*leaves)`, traced and lowered for the target's platform."""
+    """`jitted(*leaves)`, traced and lowered for the target's platform."""
     with traced_for(target, mesh):
-        exported = jax.export.export(jax.jit(fn, keep_unused=True), platforms=(target.platform,))(*leaves)
+        exported = jax.export.export(jitted, platforms=(target.platform,))(*leaves)
     # A `checkify.debug_check` that is switched off leaves an effect behind, without a serialised form or a meaning.
     return dataclasses.replace(exported, ordered_effects=(), unordered_effects=())
 
@@ -116,13 +105,17 @@ def _topology(target: Target) -> dict[str, Any]:
 
 def gpu_description(target: Target) -> str:
     """The text form of XLA's GPU description, which stands in for asking a driver."""
-    shared, shared_optin, threads, cores, fpus, l2, clock, (major, minor) = _GPU[target.device_kind]
+    gpu = target.gpu
+    assert gpu is not None, target
+    major, minor = gpu.compute_capability
     extension = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""
 gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {threads}
-  shared_memory_per_block: 49152 shared_memory_per_core: {shared} shared_memory_per_block_optin: {shared_optin}
-  core_count: {cores} fpus_per_core: {fpus} l2_cache_size: {l2} clock_rate_ghz: {clock}
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {gpu.threads_per_core}
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: {gpu.shared_memory_per_block}
+  shared_memory_per_core: {gpu.shared_memory_per_core}
+  core_count: {gpu.cores} fpus_per_core: {gpu.fpus_per_core}
+  l2_cache_size: {gpu.l2_bytes} clock_rate_ghz: {gpu.clock_ghz}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
   memory_bandwidth: {int(target.bandwidth or 0)} device_memory_size: {target.capacity_bytes}

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex_core
 
 
@@ -223,3 +224,75 @@ def evaluate(eqn: jex_core.JaxprEqn, jaxpr: jex_core.Jaxpr, values: list[Any]) -
     given = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex_core.Literal)}
     alone: Any = jaxpr.replace(constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
     return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(alone, ()))(*given.values())
+
+
+def matmul_flops(jaxpr: jex_core.Jaxpr) -> int:
+    """FLOPs of the matrix products of a jaxpr, those in scans times their length; a cond counts its largest branch.
+
+    `while` loops of unknown length are counted once, as the compilers do.
+    """
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contract, _), _ = eqn.params["dimension_numbers"]
+            lhs = eqn.invars[0].aval.shape  # pyrefly: ignore[missing-attribute]
+            out = eqn.outvars[0].aval.shape  # pyrefly: ignore[missing-attribute]
+            total += 2 * int(np.prod(out)) * int(np.prod([lhs[axis] for axis in contract]))
+        inner = [matmul_flops(jaxpr) for jaxpr in inner_jaxprs(eqn)]
+        if eqn.primitive.name == "cond":
+            total += max(inner, default=0)
+        elif eqn.primitive.name != "pallas_call":
+            total += sum(inner) * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else sum(inner)
+    return total
+
+
+def moved_to_host(jaxpr: jex_core.Jaxpr) -> int:
+    """Bytes that a program asks to be put into the host's memory, as offloading policies write it, loops multiplied."""
+    total = 0
+    for eqn, times in equations(jaxpr):
+        if eqn.primitive.name == "device_put" and "host" in str(eqn.params["devices"]).lower():
+            avals: list[Any] = [var.aval for var in eqn.outvars]
+            total += times * sum(aval.size * aval.dtype.itemsize for aval in avals)
+    return total
+
+
+def callbacks_in(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
+    """Names of the operations that call Python while the program runs, `jax.debug.print` among them."""
+    for eqn, _ in equations(jaxpr):
+        if "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print":
+            yield eqn.primitive.name
+
+
+def same_value_before(
+    jaxpr: jex_core.Jaxpr, eqn: jex_core.JaxprEqn, var: jex_core.Var
+) -> tuple[jex_core.Jaxpr, jex_core.Var] | None:
+    """Where the value of `var`, a result of `eqn` in `jaxpr`, stood before: inside a loop or call, or as its operand.
+
+    None where `eqn` itself computed it, gave it a name, or hands it out of a loop in which nothing changes it.
+    """
+    if given_name(eqn) is not None:
+        return None
+    inner = inner_program(eqn)
+    if inner is None:
+        # Casting to the same precision is how JAX marks a residual; what it casts is the answer.
+        operand = eqn.invars[0] if eqn.primitive.name == "reduce_precision" else None
+        return (jaxpr, operand) if isinstance(operand, jex_core.Var) else None
+    inside = inner.outvars[eqn.outvars.index(var)]
+    if not isinstance(inside, jex_core.Var):
+        return None
+    if inside not in inner.invars or len(inner.invars) != len(eqn.invars):
+        return inner, inside
+    operand = eqn.invars[inner.invars.index(inside)]
+    passes_on = eqn.primitive.name != "scan" and isinstance(operand, jex_core.Var)
+    return (jaxpr, operand) if passes_on else None
+
+
+def inner_program(eqn: jex_core.JaxprEqn) -> Any:
+    """The program inside a loop, call or checkpoint that computes its results, or None."""
+    return next((inner for inner in inner_jaxprs(eqn) if len(inner.outvars) == len(eqn.outvars)), None)
+
+
+def lines_of(eqn: jex_core.JaxprEqn) -> Iterator[tuple[str, int]]:
+    """File and line of each call that led to an operation, the innermost first."""
+    for frame in getattr(eqn.source_info.traceback, "frames", ()):
+        yield frame.file_name, frame.line_num

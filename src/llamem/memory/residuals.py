@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend import core as jex_core
 
-from llamem.memory.jaxprs import given_name, inner_jaxprs
+from llamem.memory.jaxprs import given_name, inner_program, lines_of, same_value_before
+from llamem.memory.shapes import shape_of
 from llamem.memory.show import html_table, line_of_source
 
 _LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
@@ -28,15 +28,10 @@ class Residual:
 
     shape: tuple[int, ...]
     dtype: str
+    bytes: int
     operation: str
     source: str
     argument: str = ""
-
-    @property
-    def bytes(self) -> int:
-        """Its size."""
-        words = 8 if self.dtype.startswith("key<") else np.dtype(self.dtype).itemsize  # a key is two 32-bit words
-        return math.prod(self.shape) * words
 
     def __str__(self) -> str:
         origin = f"argument {self.argument}" if self.argument else f"{self.operation}  {self.source}"
@@ -79,7 +74,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any) -> Residuals:
     cheap one, and a `scan` stacks those of all its iterations. Where `jax.ad_checkpoint.print_saved_residuals` says
     "output of scan", this says which line of the loop's body.
     """
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(np.shape(a), _dtype(a)), args)
+    shapes = jax.tree.map(shape_of, args)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(shapes)]
     closed, (_, backward) = jax.make_jaxpr(lambda *args: jax.vjp(fn, *args), return_shape=True)(*shapes)
     jaxpr = closed.jaxpr
@@ -88,11 +83,12 @@ def saved_residuals(fn: Callable[..., Any], *args: Any) -> Residuals:
     for var in kept:
         if isinstance(var, jex_core.Literal) or var in rows:
             continue
-        shape, dtype = tuple(var.aval.shape), str(var.aval.dtype)
+        shape, dtype = tuple(var.aval.shape), var.aval.dtype
+        array = shape, str(dtype), math.prod(shape) * dtype.itemsize
         if var in jaxpr.invars:
-            rows[var] = Residual(shape, dtype, "", "", argument=paths[jaxpr.invars.index(var)])
+            rows[var] = Residual(*array, "", "", argument=paths[jaxpr.invars.index(var)])
         else:
-            rows[var] = Residual(shape, dtype, *_producer(jaxpr, var))
+            rows[var] = Residual(*array, *_producer(jaxpr, var))
     return Residuals(tuple(sorted(rows.values(), key=lambda row: -row.bytes)))
 
 
@@ -102,42 +98,36 @@ def _size(n_bytes: int) -> str:
 
 
 def _producer(jaxpr: jex_core.Jaxpr, var: Any) -> tuple[str, str]:
-    # Into loops, calls and checkpoints, down to the equation that computed the value.
-    eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
+    """What made a value, and on which line, down through loops, calls and checkpoints."""
+    eqn = _maker(jaxpr, var)
+    while eqn is not None and (before := same_value_before(jaxpr, eqn, var)) is not None:
+        jaxpr, var = before
+        eqn = _maker(jaxpr, var)
     if eqn is None:
         return ("constant" if var in jaxpr.constvars else "input of the loop or call"), ""
+    return _made_by(eqn, var), _source(eqn)
+
+
+def _maker(jaxpr: jex_core.Jaxpr, var: Any) -> jex_core.JaxprEqn | None:
+    return next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
+
+
+def _made_by(eqn: jex_core.JaxprEqn, var: Any) -> str:
     if (name := given_name(eqn)) is not None:
-        return f"named {name!r}", _source(eqn)
-    inner = [p for p in inner_jaxprs(eqn) if len(p.outvars) == len(eqn.outvars)]
-    if not inner:
-        # Casting to the same precision is how JAX marks a residual; what it casts is the answer.
-        if eqn.primitive.name == "reduce_precision" and isinstance(eqn.invars[0], jex_core.Var):
-            return _producer(jaxpr, eqn.invars[0])
-        return eqn.primitive.name, _source(eqn)
-    inside = inner[0].outvars[eqn.outvars.index(var)]
-    if isinstance(inside, jex_core.Literal):
-        return "constant", _source(eqn)
-    if inside in inner[0].invars and len(inner[0].invars) == len(eqn.invars):
-        outside = eqn.invars[inner[0].invars.index(inside)]
-        if eqn.primitive.name != "scan" and not isinstance(outside, jex_core.Literal):
-            return _producer(jaxpr, outside)
-        return "the loop's input of each iteration", _source(eqn)
-    return _producer(inner[0], inside)
+        return f"named {name!r}"
+    inner = inner_program(eqn)
+    if inner is None:
+        return eqn.primitive.name
+    is_constant = isinstance(inner.outvars[eqn.outvars.index(var)], jex_core.Literal)
+    return "constant" if is_constant else "the loop's input of each iteration"
 
 
-def _source(eqn: Any) -> str:
-    frames = getattr(eqn.source_info.traceback, "frames", ())
-    for frame in frames:
-        if not _is_library(frame.file_name):
-            return line_of_source(frame.file_name, frame.line_num)
-    return ""
+def _source(eqn: jex_core.JaxprEqn) -> str:
+    own = next(((file, line) for file, line in lines_of(eqn) if not _is_library(file)), None)
+    return "" if own is None else line_of_source(*own)
 
 
 @functools.cache
 def _is_library(file: str) -> bool:
     own = str(Path(__file__))
     return file == own or file.startswith(_LIBRARIES) or file.startswith("<frozen")
-
-
-def _dtype(leaf: Any) -> Any:
-    return leaf.dtype if hasattr(leaf, "dtype") else jax.dtypes.canonicalize_dtype(np.asarray(leaf).dtype)

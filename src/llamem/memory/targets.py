@@ -11,13 +11,27 @@ import jax
 
 
 @dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What XLA's compiler asks a GPU's driver for: bytes, counts, and the clock in GHz."""
+
+    shared_memory_per_core: int
+    shared_memory_per_block: int  # at most, where a kernel asks for it
+    threads_per_core: int
+    cores: int
+    fpus_per_core: int
+    l2_bytes: int
+    clock_ghz: float
+    compute_capability: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
 class Target:
     """A chip, or several equal ones: what their compiler calls them, what one holds and how fast one is.
 
     `devices` is how many there are, connected as `topology` says. `capacity_bytes` is the memory of one that a program
     can use; None where nothing limits it but this machine. `peak_flops` is dense bf16 matrix FLOP/s (f16 on a T4),
     `bandwidth` bytes/s of its memory; None for the chip at hand, which is measured instead. `absent` chips are compiled
-    for in a child process.
+    for in a child process. `gpu` is the description of a GPU that stands in for its driver.
     """
 
     name: str
@@ -30,6 +44,7 @@ class Target:
     cores: int = 1
     absent: bool = True
     devices: int = 1
+    gpu: Gpu | None = None
 
     def mesh(self, **axes: int) -> jax.sharding.AbstractMesh:
         """The chips as a mesh with these axes, `target("v5e-8").mesh(data=2, model=4)`, for shardings of shapes.
@@ -47,6 +62,12 @@ class Target:
 
 _GiB = 2**30
 
+# XLA's own specifications (`GpuTargetConfigProto`: H100, A100-40), and NVIDIA's data sheets.
+_T4 = Gpu(65_536, 65_536, 1024, 40, 64, 4_194_304, 1.59, (7, 5))
+_L4 = Gpu(102_400, 101_376, 1536, 58, 128, 50_331_648, 2.04, (8, 9))
+_A100 = Gpu(167_936, 166_912, 2048, 108, 64, 41_943_040, 1.41, (8, 0))
+_H100 = Gpu(233_472, 232_448, 2048, 132, 128, 52_428_800, 1.98, (9, 0))
+
 # TPU capacities: what the compiler (libtpu 0.0.51) says is available. Speeds: Google Cloud's TPU pages.
 # GPU memory, bandwidth and speeds: NVIDIA's data sheets.
 TARGETS: dict[str, Target] = {
@@ -55,11 +76,11 @@ TARGETS: dict[str, Target] = {
         Target("v5e-1", "tpu", "TPU v5 lite", int(15.75 * _GiB), 197e12, 819e9, "v5e:1x1"),
         Target("v6e-1", "tpu", "TPU v6 lite", int(31.24 * _GiB), 918e12, 1640e9, "v6e:1x1"),
         Target("v5p-1", "tpu", "TPU v5", int(95.73 * _GiB), 459e12, 2765e9, "v5p:1x1x1", cores=2),
-        Target("t4", "cuda", "Tesla T4", 15_655_829_504, 65e12, 320e9),
-        Target("l4", "cuda", "NVIDIA L4", 23_580_639_232, 121e12, 300e9),
-        Target("a100-40", "cuda", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 312e12, 1555e9),
-        Target("a100-80", "cuda", "NVIDIA A100-SXM4-80GB", 84_974_239_744, 312e12, 2039e9),
-        Target("h100", "cuda", "NVIDIA H100 80GB HBM3", 84_942_979_072, 989e12, 3352e9),
+        Target("t4", "cuda", "Tesla T4", 15_655_829_504, 65e12, 320e9, gpu=_T4),
+        Target("l4", "cuda", "NVIDIA L4", 23_580_639_232, 121e12, 300e9, gpu=_L4),
+        Target("a100-40", "cuda", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 312e12, 1555e9, gpu=_A100),
+        Target("a100-80", "cuda", "NVIDIA A100-SXM4-80GB", 84_974_239_744, 312e12, 2039e9, gpu=_A100),
+        Target("h100", "cuda", "NVIDIA H100 80GB HBM3", 84_942_979_072, 989e12, 3352e9, gpu=_H100),
     )
 }
 # Several chips. Google counts a v5p's two cores: a v5p-8 has four chips.
@@ -96,6 +117,15 @@ def target(name: str) -> Target:
         here = "" if _is_linux_x86() else f" It exists for Linux on x86-64 only; this is {sys.platform}."
         raise ImportError(f"compiling for {name!r} needs {', '.join(missing)}: `pip install 'llamem[{extra}]'`.{here}")
     return found
+
+
+def compiling_for() -> str:
+    """The kind of chip that the program being traced is for, "TPU v5 lite" or "cpu", as its `device_kind` says.
+
+    A program for an absent chip is traced under a mesh that carries that chip; any other is for the default device.
+    """
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return device.device_kind if device is not None else jax.devices()[0].device_kind
 
 
 def available(name: str) -> bool:

@@ -1,0 +1,147 @@
+"""Compares the quick answer of an absent TPU's compiler with the whole one: peaks, and seconds of both.
+
+`python benchmarks/quick_answers.py` compiles 20 programs for four chips and writes quick_answers.md beside itself: hours on
+two cores. `--targets v5e-1 --programs "loss, plain" ...` takes a part. Exits with 1 where peaks differ by over 1 %.
+"""
+
+import argparse
+import datetime
+import functools
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import llamem
+from llamem.memory import Target
+
+TABLE = Path(__file__).with_suffix(".md")
+TARGETS = ("v5e-1", "v6e-1", "v5p-1", "v5e-8")
+BF16 = jnp.bfloat16
+OFFLOAD = llamem.Policy(offload=("block_in",))
+Program = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]  # function, shapes, what is donated
+
+
+def array(*sizes: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def step(model: str, seq_len: int, **plan: Any) -> Program:
+    """An AdamW step on one sequence, its state donated."""
+    config = llamem.LlamaConfig.from_name(model, param_dtype=BF16, compute_dtype=BF16)
+    settings = llamem.TrainSettings(batch_size=1, seq_len=seq_len)
+    fn, state, batch = llamem.abstract_step(config, settings, llamem.Plan(**plan))
+    return fn, (state, batch), (0,)
+
+
+def loss(**options: Any) -> Program:
+    """Cross-entropy of 8,192 tokens and a vocabulary of 128,256, with both gradients."""
+
+    def whole(x, head, targets):
+        logp = jax.nn.log_softmax((x @ head.T).astype(jnp.float32))
+        return -jnp.mean(jnp.take_along_axis(logp, targets[:, None], 1))
+
+    fn = functools.partial(llamem.tiled_cross_entropy, **options) if options else whole
+    shapes = array(8192, 1024), array(128_256, 1024), array(8192, dtype=jnp.int32)
+    return jax.value_and_grad(fn, argnums=(0, 1)), shapes, ()
+
+
+def stack(**options: Any) -> Program:
+    """Eight residual layers of two products on 16,384 tokens, and all gradients."""
+
+    def layer(w, x):
+        return x + jnp.tanh(x @ w["in"]) @ w["out"]
+
+    def total(w, x):
+        return jnp.sum(llamem.apply_stack(layer, w, x, **options).astype(jnp.float32) ** 2)
+
+    w = {"in": array(8, 1024, 4096), "out": array(8, 4096, 1024)}
+    return jax.value_and_grad(total, argnums=(0, 1)), (w, array(16_384, 1024)), ()
+
+
+PROGRAMS: dict[str, Callable[[], Program]] = {
+    "loss, plain": loss,
+    "loss, 8 tiles of tokens": lambda: loss(num_tiles=8),
+    "loss, 8 tiles of the vocabulary": lambda: loss(num_tiles=8, axis="vocab"),
+    "stack, keep all": stack,
+    "stack, keep nothing": lambda: stack(remat="nothing"),
+    "stack, nested": lambda: stack(mode="nested", remat="nothing"),
+    "stack, unrolled": lambda: stack(mode="unroll"),
+    "stack, unrolled, keep nothing": lambda: stack(mode="unroll", remat="nothing"),
+    "donated sum": lambda: (lambda a, b: a + b, (array(16_384, 32_768), array(32_768)), (0,)),
+    "sorted rows": lambda: (lambda a: jnp.sort(a, axis=-1)[:, :8], (array(4096, 16_384),), ()),
+    "1B, 512 tokens, both": lambda: step("llama3.2-1b", 512),
+    "1B, 2,048 tokens, both": lambda: step("llama3.2-1b", 2048),
+    "1B, 8,192 tokens, both": lambda: step("llama3.2-1b", 8192),
+    "1B, 8,192 tokens, neither": lambda: step("llama3.2-1b", 8192, remat=None, loss_tiles=None),
+    "1B, 8,192 tokens, remat alone": lambda: step("llama3.2-1b", 8192, loss_tiles=None),
+    "1B, 8,192 tokens, offloaded": lambda: step("llama3.2-1b", 8192, remat=OFFLOAD),
+    "1B, 32,768 tokens, both": lambda: step("llama3.2-1b", 32_768),
+    "8B, 2,048 tokens, both": lambda: step("llama3.1-8b", 2048),
+    "8B, 16,384 tokens, both": lambda: step("llama3.1-8b", 16_384),
+    "8B, 16,384 tokens, offloaded": lambda: step("llama3.1-8b", 16_384, remat=OFFLOAD),
+}
+# Training steps hold Pallas kernels, which the compiler does not spread over several chips by itself.
+ON_ONE_CHIP = tuple(name for name in PROGRAMS if name[0] in "18")
+
+
+def spread(shapes: Any, chip: Target) -> Any:
+    """Each array by its first axis over the chips, where that divides; whole on every chip where it does not."""
+    mesh = chip.mesh(data=chip.devices)
+
+    def placed(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        divides = shape.ndim and shape.shape[0] % chip.devices == 0
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data" if divides else None))
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, shapes)
+
+
+def compared(name: str, target: str) -> tuple[str, float]:
+    """A line of the table, and by how many percent the two peaks differ."""
+    fn, shapes, donate = PROGRAMS[name]()
+    chip = llamem.target(target)
+    shapes = spread(shapes, chip) if chip.devices > 1 else shapes
+    compiling = functools.partial(llamem.compile_report, fn, *shapes, target=target, donate=donate, cache=False)
+    quick, whole = compiling(depth="memory"), compiling(depth="code")
+    assert quick.fits == whole.fits and quick.refused == whole.refused, (name, target)
+    difference = 100 * (quick.peak_bytes / whole.peak_bytes - 1)
+    peaks = f"{quick.peak_bytes / 2**30:.3f} | {whole.peak_bytes / 2**30:.3f} | {difference:+.3f}"
+    seconds = f"{quick.compile_seconds:.0f} | {whole.compile_seconds:.0f}"
+    return f"| {name} | {target} | {peaks} | {seconds} | {'refused' if quick.refused else ''} |", difference
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS)
+    parser.add_argument("--programs", nargs="+", default=tuple(PROGRAMS), choices=tuple(PROGRAMS))
+    chosen = parser.parse_args()
+    versions = f"jax {jax.__version__}, libtpu {metadata.version('libtpu')}, {platform.machine()}"
+    lines = [
+        "# Quick and whole answers of the TPU compiler",
+        "",
+        f"{datetime.date.today()}, {versions}, by `benchmarks/quick_answers.py`. Peaks in GiB per chip; seconds",
+        "from the start of the compiler's process. What the compiler refuses ends at the same place either way.",
+        "",
+        "| program | chip | quick | whole | difference in % | seconds, quick | seconds, whole | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    worst = 0.0
+    for target in chosen.targets:
+        for name in chosen.programs:
+            if llamem.TARGETS[target].devices > 1 and name in ON_ONE_CHIP:
+                continue
+            line, difference = compared(name, target)
+            print(line, flush=True)
+            lines.append(line)
+            worst = max(worst, abs(difference))
+            TABLE.write_text("\n".join(lines) + "\n")
+    raise SystemExit(f"peaks differ by up to {worst:.2f} %" if worst > 1 else 0)
+
+
+if __name__ == "__main__":
+    main()

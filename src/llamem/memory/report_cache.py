@@ -1,0 +1,48 @@
+"""Answers of compilers, kept on disk."""
+
+import functools
+import hashlib
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llamem._files import cache_folder, write_whole
+
+
+def cached(program: str, compile_it: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The answer kept for a program, or else that of `compile_it`, kept from now on.
+
+    `program` names all that an answer depends on. An answer that other code of this package read is no answer of this.
+    Where the cache cannot be read or written, it compiles, and a warning says so once.
+    """
+    key = hashlib.sha256(f"{_reading_code()} {program}".encode()).hexdigest()
+    file = cache_folder("reports") / f"{key[:32]}.json"
+    try:
+        answer = json.loads(file.read_text())
+        if isinstance(answer, dict) and "compile_seconds" in answer:
+            return answer
+    except (OSError, ValueError):  # never compiled, not to be read, or cut short by a full disk
+        pass
+    answer = compile_it()
+    try:
+        write_whole(file, json.dumps(answer))
+    except OSError as error:
+        _warn_once(str(file.parent), str(error))
+    return answer
+
+
+@functools.cache
+def _reading_code() -> str:
+    texts = [file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
+
+
+@functools.cache
+def _warn_once(folder: str, reason: str) -> None:
+    warnings.warn(
+        f"reports cannot be kept in {folder} ({reason}): each one is compiled anew, every time. Set LLAMEM_CACHE to a "
+        "folder that can be written.",
+        stacklevel=4,
+    )
