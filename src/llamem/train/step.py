@@ -72,6 +72,7 @@ class TrainState:
 
 def make_model(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()) -> Llama:
     """A freshly initialised model, computed as the plan says. Same seed, same parameters."""
+    _check_settings(settings)
     return Llama(config, rngs=nnx.Rngs(settings.seed), plan=plan)
 
 
@@ -93,6 +94,9 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
 
 def init_state(model: Llama, settings: TrainSettings) -> TrainState:
     """The state before the first step. Under `jax.eval_shape`, with an abstract model, it is shapes only."""
+    _check_settings(settings)
+    if not isinstance(model, Llama):
+        raise TypeError(f"init_state({type(model).__name__}, ...): expected a llamem.Llama.")
     params = nnx.state(model, nnx.Param)
     return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(settings).init(params))
 
@@ -104,6 +108,7 @@ def abstract_step(
 
     Returns `(step, state, batch)` for `llamem.compile_report(step, state, batch, donate=(0,), target=...)`.
     """
+    _check_settings(settings)
     model = nnx.eval_shape(lambda: make_model(config, settings, plan))
     tokens_BT = jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), jnp.int32)
     return make_train_step(nnx.graphdef(model), settings), abstract_state(config, settings), (tokens_BT, tokens_BT)
@@ -122,6 +127,8 @@ def loss_fn(
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Array:
     """Cross-entropy in nats of the targets under the model, tiled as the model's plan says."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"loss_fn(reduction={reduction!r}): expected 'mean' or 'sum'.")
     model = nnx.merge(graphdef, params)
     hidden_BTD = model.hidden(inputs_BT)
     head_VD = model.head.astype(hidden_BTD.dtype)
@@ -132,6 +139,11 @@ def loss_fn(
     logits_BTV = jnp.einsum("BTD,VD->BTV", hidden_BTD, head_VD, preferred_element_type=jnp.float32)
     losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
     return losses_BT.mean() if reduction == "mean" else losses_BT.sum()
+
+
+def _check_settings(settings: Any) -> None:
+    if not isinstance(settings, TrainSettings):
+        raise TypeError(f"settings={settings!r}: expected llamem.TrainSettings(steps=..., batch_size=..., ...).")
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:
@@ -149,6 +161,9 @@ def make_train_step(
     micro-batches, or a Python loop, would keep the residuals of all of them. Metrics: `loss` (mean over tokens, nats),
     `grad_norm`.
     """
+    _check_settings(settings)
+    if not isinstance(graphdef, nnx.GraphDef):
+        raise TypeError(f"make_train_step({type(graphdef).__name__}, ...): expected nnx.graphdef(model).")
     optimizer = make_optimizer(settings)
 
     def loss_and_grads(params: Any, batch: tuple[Array, Array]) -> tuple[Array, Any]:
