@@ -96,6 +96,7 @@ def stack_layers(layers: list[Any]) -> Any:
 
 def unstack_layers(stacked: Any) -> list[Any]:
     """The inverse of `stack_layers`: a list of L pytrees, for checkpoints of other projects."""
+    stacked = _arrays(stacked, "stacked")
     return [_index(stacked, i) for i in range(_common_length(stacked))]
 
 

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from llamem.llama.hf_config import fields_from_hf, fields_to_hf, read_config
@@ -176,10 +178,10 @@ def _check_positive(name: str, value: Any) -> None:
 
 def _floating(name: str, dtype: Any) -> Any:
     try:
-        found = jnp.dtype(dtype)
+        found = None if dtype is None or isinstance(dtype, (jax.Array, np.ndarray)) else jnp.dtype(dtype)
     except (TypeError, ValueError):
         found = None
-    if found is None or dtype is None or not jnp.issubdtype(found, jnp.floating):
+    if found is None or not jnp.issubdtype(found, jnp.floating):
         raise ValueError(f"{name}={dtype!r} is not a floating type: use jnp.bfloat16 or jnp.float32.")
     return found
 

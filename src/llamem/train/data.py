@@ -47,6 +47,8 @@ def read_documents(source: str | os.PathLike = STANDARD_LIBRARY) -> list[str]:
             f"read_documents({source!r}): expected a path, {HUGGING_FACE + 'owner/name'!r} or a known name."
         )
     name = os.fspath(source)
+    if not name:
+        raise ValueError(f"read_documents(''): expected a path, or a name such as {STANDARD_LIBRARY!r}.")
     if name == STANDARD_LIBRARY:
         root = Path(sysconfig.get_paths()["stdlib"])
         # `_sysconfigdata*` and `config-*/` hold the paths of the machine that built Python.
@@ -143,8 +145,8 @@ def load_corpus(
         raise ValueError(f"heldout_fraction is {heldout_fraction!r}; it must lie between 0 and 1, for instance 0.05.")
     if not isinstance(tokenizer, Tokenizer | None):
         raise TypeError(f"load_corpus(tokenizer={tokenizer!r}): expected a llamem.train.Tokenizer.")
-    tokenizer = tokenizer or Tokenizer()
     documents = read_documents(source)
+    tokenizer = tokenizer or Tokenizer()
     digest = hashlib.blake2b(f"{_CACHE_FORMAT} {tokenizer.fingerprint} {heldout_fraction}".encode(), digest_size=12)
     for document in documents:
         digest.update(hashlib.blake2b(document.encode("utf-8", "surrogatepass")).digest())
