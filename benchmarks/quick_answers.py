@@ -1,7 +1,8 @@
 """Compares the quick answer of an absent TPU's compiler with the whole one: peaks, and seconds of both.
 
-`python benchmarks/quick_answers.py` compiles 20 programs for four chips and writes quick_answers.md beside itself: hours on
-two cores. `--targets v5e-1 --programs "loss, plain" ...` takes a part. Exits with 1 where peaks differ by over 1 %.
+`python benchmarks/quick_answers.py` compiles 20 programs for four chips, which takes hours on two cores, and writes
+quick_answers.md beside itself. `--targets v5e-1 --programs "loss, plain" ...` takes a part. Exits with 1 where peaks
+differ by over 1 %.
 """
 
 import argparse

@@ -1,11 +1,19 @@
-"""Where this package caches, and files and folders that appear whole or not at all."""
+"""Where this package caches; files and folders that appear whole or not at all; JSON of others; a lock on a folder."""
 
 import contextlib
+import json
 import os
 import shutil
+import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO, Any
+
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None
 
 
 def cache_folder(kind: str) -> Path:
@@ -48,3 +56,88 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def read_json(
+    file: Path, max_bytes: int, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> dict[str, Any]:
+    """The JSON object in a file that someone else wrote. `pairs`: see `json.loads(object_pairs_hook=...)`.
+
+    Raises ValueError, with the file's name, for one that is longer than `max_bytes` (before it is read) or that does
+    not hold a JSON object.
+    """
+    size = file.stat().st_size
+    if size > max_bytes:
+        raise ValueError(f"{file} has {size:,} bytes: expected a JSON file of at most {max_bytes:,}.")
+    return parse_json(file.read_bytes(), f"{file}", pairs)
+
+
+def parse_json(
+    content: bytes, what: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
+) -> dict[str, Any]:
+    """The JSON object in some bytes. Raises ValueError that says `what` does not hold one, and why."""
+    try:
+        value = json.loads(content, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError(f"{what} is nested too deep for a JSON object of this kind.") from None
+    except ValueError as error:
+        raise ValueError(f"{what} holds no JSON object: {error}. Write or download it again.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} holds no JSON object, but {type(value).__name__} {str(value)[:60]!r}.")
+    return value
+
+
+@contextlib.contextmanager
+def locked(file: Path, why: str) -> Iterator[None]:
+    """Holds `file` for this process alone; the system gives it up with the process, however that ends.
+
+    Raises BlockingIOError, which says who holds it and `why` that matters. Where the system has no such locks, the
+    file's existence is the lock; a process that was killed then leaves it behind, and the message says so.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    me = f"process {os.getpid()} on {socket.gethostname()}"
+    with open(file, "a+") as held:
+        if not _flock(held, file, why):
+            with _existing(file.with_suffix(".pid"), me, why):
+                yield
+            return
+        # The file stays, empty: were it removed, another process could hold the removed one and a third a new one.
+        held.truncate(0)
+        held.write(me)
+        held.flush()
+        try:
+            yield
+        finally:
+            held.truncate(0)
+
+
+def _flock(held: IO[str], file: Path, why: str) -> bool:
+    """Whether the lock is held now; False where the system, or this file's file system, has none."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        held.seek(0)
+        raise BlockingIOError(_refusal(file, held.read(), why)) from None
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _existing(file: Path, me: str, why: str) -> Iterator[None]:
+    try:
+        with open(file, "x") as created:
+            created.write(me)
+    except FileExistsError:
+        message = _refusal(file, file.read_text(), why)
+        raise BlockingIOError(f"{message} If that process is gone, delete {file}.") from None
+    try:
+        yield
+    finally:
+        file.unlink()
+
+
+def _refusal(file: Path, holder: str, why: str) -> str:
+    return f"{file.parent} is in use by {holder or 'another process'}. {why} Wait for it, or choose another folder."

@@ -117,3 +117,17 @@ def test_offload_that_stays_is_said_aloud():
     report = llamem.compile_report(jax.grad(loss(Policy(offload=("up",)))), W, X, C)
     assert any("offloads to the host's memory" in warning for warning in report.warnings)
     assert not llamem.compile_report(jax.grad(loss(Policy(save=("up",)))), W, X, C).warnings
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("dots_saveable", "write 'dots_saveable'"),
+        ("checkpoint_dots", "write 'dots_saveable'"),
+        ("nothing_saveable", "write 'nothing_saveable'"),
+        ("save_only_these_names", r"write llamem\.Policy\(save="),
+    ],
+)
+def test_a_function_of_jax_is_answered_with_the_name_to_write(function, words, as_a_user):
+    with pytest.raises(TypeError, match=rf"checkpoint_policies\..*{words}.*Callables are not taken"):
+        llamem.Plan(remat=getattr(jax.checkpoint_policies, function))

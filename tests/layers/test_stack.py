@@ -1,4 +1,5 @@
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +8,12 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+import llamem
 from llamem import Policy, apply_stack, stack_layers, unstack_layers
 from llamem.layers.stack import group_count
 from llamem.memory.jaxprs import inner_jaxprs
 
+untyped: Any = llamem  # for what is wrong on purpose
 MODES = ("scan", "unroll", "nested")
 REMATS = (None, "nothing", Policy(save=("pre",)), Policy(save_all_but=("pre",)), "dots_saveable", "everything_saveable")
 
@@ -337,3 +340,60 @@ def test_bad_layers_and_parameters_are_refused():
 def test_contradictory_policies_are_refused(fields, error, words):
     with pytest.raises(error, match=words):
         Policy(**fields)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (
+            lambda p, x: untyped.apply_stack(layer, [p, p, p], x),
+            TypeError,
+            r"^call apply_stack\(layer, llamem\.stack_layers",
+        ),
+        (lambda p, x: untyped.apply_stack(layer, [p, {"w": p["w"][:3]}], x), ValueError, r"llamem\.stack_layers\("),
+        (
+            lambda p, x: untyped.apply_stack(lambda p, x, key: x, p, x),
+            TypeError,
+            r"\(p, x, key\)\. .*give them as per_layer",
+        ),
+        (
+            lambda p, x: untyped.apply_stack(layer, p, x, p["b"]),
+            TypeError,
+            r"layer\(params, x, inputs\).*\(params, x\)\. Give",
+        ),
+        (lambda p, x: untyped.apply_stack(None, p, x), TypeError, "layer is NoneType"),
+        (
+            lambda p, x: untyped.apply_stack(layer, {"w": "weights"}, x),
+            TypeError,
+            r"stacked .*\['w'\] is str 'weights'",
+        ),
+        (lambda p, x: untyped.apply_stack(layer, p, x, has_aux=True), TypeError, r"returns \(x, aux\)"),
+        (lambda p, x: untyped.stack_layers([p, {"w": p["w"]}]), ValueError, "layer 1 is not shaped as layer 0"),
+        (lambda p, x: untyped.stack_layers(p), TypeError, r"stack_layers\(dict\)"),
+        (lambda p, x: unstack_layers(None), ValueError, "common first axis"),
+        (lambda p, x: untyped.Policy(save=None), TypeError, "tuple of names"),
+        (lambda p, x: untyped.Policy(also=["dots"]), ValueError, "expected one of"),
+    ],
+)
+@pytest.mark.usefixtures("as_a_user")
+def test_mistakes_meet_a_sentence_with_the_remedy(call, error, words):
+    with pytest.raises(error, match=words):
+        call(stacked_params(5), inputs())
+
+
+def test_a_list_of_stacked_arrays_is_no_list_of_layers():
+    params, x = stacked_params(3), inputs()
+    as_list = apply_stack(lambda p, x: layer({"w": p[0], "b": p[1]}, x), [params["w"], params["b"]], x)
+    np.testing.assert_array_equal(as_list, apply_stack(layer, params, x))
+    twins = apply_stack(lambda p, x: layer(p[1], layer(p[0], x)), (params, params), x)
+    assert twins.shape == x.shape
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_numpy_s_wide_types_are_taken_as_a_scan_takes_them(mode):
+    params, x = stacked_params(4), inputs()
+    wide = jax.tree.map(lambda a: np.asarray(a, np.float64), (params, x))
+    out = apply_stack(layer, *wide, mode=mode)
+    np.testing.assert_array_equal(out, apply_stack(layer, params, x, mode=mode))
+    counted: Any = apply_stack(lambda p, i: i + p, np.arange(4), np.asarray(3), mode=mode)
+    assert counted == 9 and jnp.result_type(counted) == jnp.int32

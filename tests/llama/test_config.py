@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from llamem import PRESETS, Llama, LlamaConfig
+from llamem import PRESETS, Llama, LlamaConfig, RopeScaling
 
 PUBLISHED = {
     "llama3.2-1b": 1_235_814_400,
@@ -49,7 +49,13 @@ def test_hugging_face_names_of_transformers_5():
         ({"vocab_size": 0}, "vocab_size=0"),
         ({"n_layers": -1}, "n_layers=-1"),
         ({"d_model": 2.5}, "d_model=2.5"),
-        ({"param_dtype": jnp.int32}, "param_dtype=int32"),
+        ({"param_dtype": jnp.int32}, "param_dtype=.*int32.* is not a floating type"),
+        ({"compute_dtype": "banana"}, "compute_dtype='banana' is not a floating type"),
+        ({"compute_dtype": None}, "compute_dtype=None"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan"),
+        ({"norm_eps": -1.0}, r"norm_eps=-1\.0"),
+        ({"tied_head": "no"}, "tied_head='no'"),
+        ({"rope_scaling": 8.0}, r"rope_scaling=8\.0.*RopeScaling"),
     ],
 )
 @pytest.mark.usefixtures("as_a_user")
@@ -70,6 +76,66 @@ def test_bad_fields_are_refused(changes, words):
 def test_hugging_face_configs_we_cannot_compute_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         LlamaConfig.from_hf({**PRESETS["llama3-8b"].to_hf(), **changes})
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_default_rope_is_no_scaling(name, key):
+    config = PRESETS["llama3-8b"]
+    assert LlamaConfig.from_hf({**config.to_hf(), name: {key: "default"}}) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": "4096"}, "hidden_size='4096' in config.json: expected a whole number"),
+        ({"hidden_size": 2.5}, "hidden_size=2.5"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
+        ({"vocab_size": None}, "says no vocab_size"),
+        ({"vocab_size": 10**400}, r"vocab_size=\(a number of 1329 bits\)"),
+        ({"rms_norm_eps": 10**400}, r"rms_norm_eps=\(a number of 1329 bits\)"),
+        ({"rope_theta": "big"}, "rope_theta='big'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'.*true or false"),
+        ({"rope_scaling": "llama3"}, "rope_scaling='llama3'.*an object"),
+        ({"rope_scaling": {"factor": 8.0}}, "rope_type=None"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "says no factor"),
+    ],
+)
+def test_bad_values_of_a_config_file_are_named_with_the_file(changes, words, tmp_path):
+    content = {**PRESETS["llama3-8b"].to_hf(), **changes}
+    with pytest.raises(ValueError, match=words):
+        LlamaConfig.from_hf(content)
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=rf"{words}.*Read from {tmp_path}"):
+        LlamaConfig.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "null", "[1]", "[" * 100_000, '{"a": ' * 100_000, '{"a": \xff}', "1" * 5000]
+)
+def test_what_is_no_json_object_is_named_with_the_file(content, tmp_path):
+    (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    with pytest.raises(ValueError, match=rf"{tmp_path}/config.json (holds no JSON object|is nested too deep)"):
+        LlamaConfig.from_hf(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"There is no .*nowhere"):
+        LlamaConfig.from_hf(tmp_path / "nowhere")
+
+
+def test_a_config_file_beyond_all_measure_is_not_read(tmp_path):
+    with open(tmp_path / "config.json", "wb") as file:
+        file.truncate(10**11)  # a hole, which takes no room on the disk
+    with pytest.raises(ValueError, match=r"config.json has 100,000,000,000 bytes: expected .* at most 10,000,000"):
+        LlamaConfig.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"factor": 0.0}, r"factor=0\.0"), ({"high_freq_factor": 1.0}, "low_freq_factor=1.0 must be below")],
+)
+def test_bad_scaling_is_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(RopeScaling(8.0), **changes)
 
 
 def test_unknown_preset_lists_the_known():

@@ -65,7 +65,6 @@ def test_round_trip(tmp_path, config, max_shard_bytes):
     model = model_of(config)
     folder = llamem.save_pretrained(model, tmp_path / "saved", max_shard_bytes=max_shard_bytes)
     assert (folder / "model.safetensors.index.json").exists() == (max_shard_bytes < 10**6 and config.n_layers > 0)
-    assert not list(tmp_path.glob("*.unfinished"))
     again = llamem.load_pretrained(folder)
     assert again.config == config
     jax.tree.map(np.testing.assert_array_equal, *(nnx.to_pure_dict(nnx.state(m)) for m in (model, again)))
@@ -166,7 +165,7 @@ def test_damaged_folders(folder, tmp_path):
         llamem.load_pretrained(folder)
     for broken in (b"", b"abc", struct.pack("<Q", 10**15) + b"{}", struct.pack("<Q", 2) + b"{!"):
         file.write_bytes(broken)
-        with pytest.raises(ValueError, match="no complete safetensors file"):
+        with pytest.raises(ValueError, match=rf"{name}.*no complete safetensors file"):
             llamem.load_pretrained(folder)
     file.unlink()
     with pytest.raises(FileNotFoundError, match="Download it again"):

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,8 +71,19 @@ def wait_for_rows(process, folder, count):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    return train(CONFIG, corpus(), SETTINGS, tmp_path_factory.mktemp("whole"), progress=False)
+def whole_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("whole")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(whole_folder):
+    return train(CONFIG, corpus(), SETTINGS, whole_folder, progress=False)
+
+
+@pytest.fixture
+def finished(uninterrupted, whole_folder, tmp_path):
+    """A folder of its own with that finished run in it."""
+    return shutil.copytree(whole_folder, tmp_path / "finished")
 
 
 def test_it_learns(uninterrupted):
@@ -111,31 +123,37 @@ def test_ctrl_c_saves_and_the_next_call_goes_on(uninterrupted, tmp_path):
     assert [path.name for path in (tmp_path / "snapshots").iterdir() if path.is_dir()] == [str(steps)]
 
 
-def test_resuming_a_finished_run_computes_nothing(uninterrupted, tmp_path):
-    first = train(CONFIG, corpus(), SETTINGS, tmp_path, progress=False)
-    again = train(CONFIG, corpus(), SETTINGS, tmp_path, progress=False)
-    assert losses(again.metrics) == losses(first.metrics)
-    for a, b in zip(*(jax.tree.leaves(nnx.state(run.model)) for run in (first, again)), strict=True):
+def test_resuming_a_finished_run_computes_nothing(uninterrupted, finished):
+    # What a killed save leaves behind is not a snapshot.
+    (finished / "snapshots" / "19.orbax-checkpoint-tmp-1").mkdir()
+    again = train(CONFIG, corpus(), SETTINGS, finished, progress=False)
+    assert losses(again.metrics) == losses(uninterrupted.metrics)
+    for a, b in zip(*(jax.tree.leaves(nnx.state(run.model)) for run in (uninterrupted, again)), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_snapshots_of_another_run_are_refused_and_damage_is_named(tmp_path):
-    short = dataclasses.replace(SETTINGS, steps=2)
-    train(CONFIG, corpus(), short, tmp_path, progress=False)
+def test_snapshots_of_another_run_are_refused_and_damage_is_named(finished):
     with pytest.raises(ValueError, match="another run: model d_ff: snapshot '24', now '40'"):
-        train(CONFIG.replace(d_ff=40), corpus(), short, tmp_path, progress=False)
+        train(CONFIG.replace(d_ff=40), corpus(), SETTINGS, finished, progress=False)
     with pytest.raises(ValueError, match="seed: snapshot 0, now 1"):
-        train(CONFIG, corpus(), dataclasses.replace(short, seed=1), tmp_path, progress=False)
+        train(CONFIG, corpus(), dataclasses.replace(SETTINGS, seed=1), finished, progress=False)
     with pytest.raises(ValueError, match="training data"):
-        train(CONFIG, corpus(seed=5), short, tmp_path, progress=False)
-    # What a killed save leaves behind is not a snapshot.
-    (tmp_path / "snapshots" / "9.orbax-checkpoint-tmp-1").mkdir()
-    assert train(CONFIG, corpus(), short, tmp_path, progress=False).metrics[-1]["step"] == 2
-    for file in (tmp_path / "snapshots" / "2").rglob("*"):
+        train(CONFIG, corpus(seed=5), SETTINGS, finished, progress=False)
+    for name in ("steps", "learning_rate", "warmup_steps", "weight_decay", "clip_norm", "batch_size", "eval_batches"):
+        other = dataclasses.replace(SETTINGS, **{name: 2 * getattr(SETTINGS, name)})
+        with pytest.raises(ValueError, match=rf"another run: {name}: snapshot .*on_change='continue'"):
+            train(CONFIG, corpus(), other, finished, progress=False)
+    with pytest.raises(ValueError, match="another run: held-out data"):
+        text = dataclasses.replace(corpus(), heldout=corpus(seed=1).heldout)
+        train(CONFIG, text, SETTINGS, finished, progress=False)
+    with pytest.raises(ValueError, match="is of step 12, beyond steps=9"):
+        less = dataclasses.replace(SETTINGS, steps=9)
+        train(CONFIG, corpus(), less, finished, progress=False, on_change="continue")
+    for file in (finished / "snapshots" / "12").rglob("*"):
         if file.is_file() and "identity" not in str(file):
             file.write_bytes(b"")
-    with pytest.raises(ValueError, match=r"snapshots/2 cannot be read.*Delete that folder"):
-        train(CONFIG, corpus(), short, tmp_path, progress=False)
+    with pytest.raises(ValueError, match=r"snapshots/12 cannot be read.*Delete that folder"):
+        train(CONFIG, corpus(), SETTINGS, finished, progress=False)
 
 
 @pytest.mark.parametrize(
@@ -158,16 +176,35 @@ def test_bad_input_is_refused_before_anything_is_written(config, settings, token
         ({"steps": 0}, "steps=0"),
         ({"batch_size": 6, "accumulate": 4}, "batch_size=6.*accumulate=4"),
         ({"learning_rate": 0.0}, "learning_rate=0.0"),
+        ({"learning_rate": float("nan")}, "learning_rate=nan"),
+        ({"learning_rate": "1e-3"}, "learning_rate='1e-3'"),
+        ({"clip_norm": float("inf")}, "clip_norm=inf"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1.*at least 0"),
+        ({"eval_batches": 0}, "eval_batches=0"),
+        ({"eval_every": -1}, "eval_every=-1"),
+        ({"snapshot_every": -1}, "snapshot_every=-1"),
+        ({"snapshot_every": 2.0}, r"snapshot_every=2\.0"),
+        ({"warmup_steps": -3}, "warmup_steps=-3"),
+        ({"seed": -1}, "seed=-1"),
+        ({"seed": 2**70}, "seed=1180591620717411303424"),
+        ({"steps": True}, "steps=True"),
     ],
 )
+@pytest.mark.usefixtures("as_a_user")
 def test_bad_settings_are_refused(settings, words):
     with pytest.raises(ValueError, match=words):
         TrainSettings(**settings)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
-    with pytest.raises(FloatingPointError, match=r"loss is nan at step .*learning_rate below"):
-        train(CONFIG, corpus(), dataclasses.replace(SETTINGS, learning_rate=1e30), tmp_path, progress=False)
+def test_a_diverged_run_goes_on_from_the_last_good_snapshot(finished, tmp_path):
+    """A rate that ruins the parameters: the snapshot that holds them, finite as they are, is no place to go on from."""
+    ruinous = dataclasses.replace(SETTINGS, learning_rate=1e30, steps=20)
+    with pytest.raises(FloatingPointError, match=r"at step 2\. .*no good snapshot, so the next call begins at step 0"):
+        train(CONFIG, corpus(), ruinous, tmp_path / "new", progress=False)
+    assert not [path for path in (tmp_path / "new" / "snapshots").iterdir() if path.is_dir()]
+    with pytest.raises(FloatingPointError, match=r"at step 14\. The newest good snapshot is of step 12: .*'continue'"):
+        train(CONFIG, corpus(), ruinous, finished, progress=False, on_change="continue")
+    assert {path.name for path in (finished / "snapshots").iterdir() if path.is_dir()} == {"12"}
 
 
 def one_step(config=CONFIG, **changes):

@@ -33,7 +33,7 @@ class Policy:
     def __post_init__(self):
         for field in ("save", "offload", "save_all_but"):
             names = getattr(self, field)
-            if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+            if not isinstance(names, (tuple, list, set, frozenset)) or not all(isinstance(name, str) for name in names):
                 raise TypeError(f"Policy({field}={names!r}): expected a tuple of names, such as {field}=('attn',).")
             object.__setattr__(self, field, tuple(names))
         if both := set(self.save) & set(self.offload):
@@ -42,7 +42,7 @@ class Policy:
             )
         if self.save_all_but and (self.save or self.offload):
             raise ValueError("Policy: save_all_but stands alone; list what to keep in save= and offload= instead.")
-        if self.also is not None and (self.also not in _HEURISTICS or self.offload):
+        if self.also is not None and (not isinstance(self.also, str) or self.also not in _HEURISTICS or self.offload):
             raise ValueError(
                 f"Policy(also={self.also!r}): expected one of {', '.join(_HEURISTICS)}, and no offload= beside it, "
                 "which JAX cannot combine with another policy."
@@ -114,7 +114,7 @@ def check_policy(remat: str | Policy | None) -> Policy | Callable[..., Any] | No
         return remat
     if not isinstance(remat, str):
         raise TypeError(
-            f"remat={remat!r}: expected None, a policy's name or llamem.Policy(save=(...), offload=(...)). "
+            f"remat={_written(remat)}: expected None, a policy's name or llamem.Policy(save=(...), offload=(...)). "
             "Callables are not taken: newer JAX treats a hand-written policy as 'recompute everything', silently."
         )
     if remat in _INSTEAD:
@@ -124,6 +124,15 @@ def check_policy(remat: str | Policy | None) -> Policy | Callable[..., Any] | No
             f"no remat policy is called {remat!r}. Known: {', '.join(POLICIES)}; or llamem.Policy(save=(...))."
         )
     return POLICIES[remat]
+
+
+def _written(remat: Any) -> str:
+    """How to name one of JAX's own policies, or factories of policies, that was passed as a function."""
+    for name in dir(_JAX):
+        if getattr(_JAX, name) is remat and (name in POLICIES or name in _INSTEAD):
+            own = next((own for own, policy in POLICIES.items() if policy is remat), None)
+            return f"jax.checkpoint_policies.{name}: write {repr(own) if own else _INSTEAD[name]}. The function"
+    return repr(remat)
 
 
 def _jax_policy(remat: str | Policy | None) -> Callable[..., Any] | None:

@@ -1,5 +1,6 @@
 """One layer to L layers in one call: scanned, unrolled or nested, with rematerialisation."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -8,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from llamem.layers.remat import Policy, check_names, checkpoint
-from llamem.memory.shapes import shape_of
 
 Mode = Literal["scan", "unroll", "nested"]
 
@@ -32,10 +32,9 @@ def apply_stack(
     `mode`: "scan" compiles one layer and loops, "unroll" repeats it L times in the program, "nested" scans over about
     sqrt(L) groups of layers and rematerialises groups as well as layers, for one more forward pass. Nested holds the
     weights and gradients of one group a second time, so it pays where inputs outweigh weights: many layers on long
-    sequences. A prime L has no groups and is scanned. `remat`: None, a
-    name from `llamem.POLICIES` or a `llamem.Policy`. Neither changes a value; both change what is stored for the
-    backward pass. Unrolled, the last layer is left as it is: its backward pass begins at once, so recomputing it saves
-    nothing.
+    sequences. A prime L has no groups and is scanned. `remat`: None, a name from `llamem.POLICIES` or a
+    `llamem.Policy`. Neither changes a value; both change what is stored for the backward pass. Unrolled, the last layer
+    is left as it is: its backward pass begins at once, so recomputing it saves nothing.
 
     Returns `x`, then (if asked) `aux` stacked to `[L, ...]`, then (if asked) the hidden states `[L + 1, ...]`: what
     entered each layer, and the result. Raises ValueError for unequal L, unknown modes and unknown names in a policy,
@@ -44,12 +43,15 @@ def apply_stack(
     """
     if mode not in ("scan", "unroll", "nested"):
         raise ValueError(f"mode={mode!r}: expected 'scan', 'unroll' or 'nested'.")
-    xs = (stacked, per_layer)
+    _check_arguments(layer, per_layer)
+    xs, x = _arrays((stacked, per_layer), "stacked or per_layer"), _arrays(x, "x")
     n_layers = _common_length(xs)
 
     def body(x: Any, layer_xs: tuple[Any, Any]) -> tuple[Any, Any]:
         params, inputs = layer_xs
         result = layer(params, x) if per_layer is None else layer(params, x, inputs)
+        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(f"with has_aux=True a layer returns (x, aux), a tuple of two; got {type(result).__name__}.")
         new_x, aux = result if has_aux else (result, None)
         return new_x, (aux, x if return_hidden else None)
 
@@ -73,17 +75,28 @@ def stack_layers(layers: list[Any]) -> Any:
     """Stacks the parameters of L equal layers, once: leaves `[...]` of each become leaves `[L, ...]`.
 
     Do this when a model is made or loaded, never inside a training step: there it copies every weight in every step.
-    Raises ValueError for an empty list: without a layer there is nothing to take the shapes from.
+    Raises ValueError for an empty list, where there is nothing to take the shapes from, and for layers of other
+    structure or shape than the first.
     """
+    if not isinstance(layers, (list, tuple)):
+        raise TypeError(f"stack_layers({type(layers).__name__}): expected a list of the layers' parameters.")
     if not layers:
         raise ValueError(
             "stack_layers([]): there is no layer to take shapes from; build leaves of shape [0, ...] instead."
         )
+    layers = [_arrays(layer, f"layer {i}") for i, layer in enumerate(layers)]
+    for i, layer in enumerate(layers):
+        if (wrong := _shapes(layer)) != (first := _shapes(layers[0])):
+            raise ValueError(
+                f"stack_layers: layer {i} is not shaped as layer 0, so they cannot share one array. Layer 0: {first}. "
+                f"Layer {i}: {wrong}. Apply layers of another shape on their own, before or after the stack."
+            )
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
 def unstack_layers(stacked: Any) -> list[Any]:
     """The inverse of `stack_layers`: a list of L pytrees, for checkpoints of other projects."""
+    stacked = _arrays(stacked, "stacked")
     return [_index(stacked, i) for i in range(_common_length(stacked))]
 
 
@@ -115,29 +128,81 @@ def _index(tree: Any, i: int) -> Any:
     return jax.tree.map(lambda leaf: leaf[i], tree)
 
 
-def _common_length(tree: Any) -> int:
-    leaves = jax.tree.leaves_with_path(tree)
-    scalars = [jax.tree_util.keystr(path) for path, leaf in leaves if not jnp.ndim(leaf)]
-    lengths = {jax.tree_util.keystr(path): jnp.shape(leaf)[0] for path, leaf in leaves if jnp.ndim(leaf)}
+def _arrays(tree: Any, what: str) -> Any:
+    """Every leaf as JAX holds it: NumPy's float64 becomes float32 unless x64 is on."""
+
+    def array(path: tuple, leaf: Any) -> jax.Array:
+        try:
+            return jnp.asarray(leaf)
+        except (TypeError, ValueError):
+            place = f"{what}{jax.tree_util.keystr(path)}"
+            raise TypeError(f"{place} is {type(leaf).__name__} {str(leaf)[:60]!r}: expected an array.") from None
+
+    return jax.tree.map_with_path(array, tree)
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _common_length(xs: Any) -> int:
+    shapes = _shapes(xs)
+    scalars = [name for name, shape in shapes.items() if not shape]
+    lengths = {name: shape[0] for name, shape in shapes.items() if shape}
     if scalars or len(set(lengths.values())) != 1:
+        few = dict(list(lengths.items())[:6])
+        more = f" and {len(lengths) - 6} more" if len(lengths) > 6 else ""
         raise ValueError(
-            "stacked parameters and per-layer inputs need one common first axis, the layers. "
-            f"Seen: {lengths}{f', and scalars at {scalars}' if scalars else ''}. `stack_layers` makes it from a list."
+            "stacked parameters and per-layer inputs need one common first axis, the layers: make it from a list of "
+            f"layers with llamem.stack_layers(layers). First axes seen: {few}{more}"
+            f"{f', and scalars at {scalars[:6]}' if scalars else ''}."
         )
     return next(iter(lengths.values()))
 
 
-def _check_layer(body: Callable, x: Any, xs: Any, remat: str | Policy | None) -> None:
-    def strong(shape: jax.ShapeDtypeStruct, axes: int = 0) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape.shape[axes:], shape.dtype)
+def _check_arguments(layer: Any, per_layer: Any) -> None:
+    """Whether a layer can be called with what it will be given, as far as Python knows its arguments."""
+    if not callable(layer):
+        raise TypeError(f"layer is {type(layer).__name__}: expected a function layer(params, x) that returns x.")
+    try:
+        signature = inspect.signature(layer)
+    except (TypeError, ValueError):
+        return
+    given = ("params", "x") if per_layer is None else ("params", "x", "inputs")
+    try:
+        signature.bind(*given)
+    except TypeError:
+        remedy = (
+            "Where it takes inputs of its own for each layer, give them as per_layer, with leaves [L, ...]."
+            if per_layer is None
+            else "Give it a third argument, or leave per_layer out."
+        )
+        raise TypeError(
+            f"the layer is called as layer({', '.join(given)}), but its arguments are {signature}. {remedy}"
+        ) from None
 
-    x_in = jax.tree.map(lambda a: strong(shape_of(a)), x)
-    one_layer = jax.tree.map(lambda a: strong(shape_of(a), axes=1), xs)
-    jaxpr, (x_out, _) = jax.make_jaxpr(body, return_shape=True)(x_in, one_layer)
-    x_out = jax.tree.map(strong, x_out)
+
+def _check_layer(body: Callable, x: Any, xs: Any, remat: str | Policy | None) -> None:
+    x_in = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x)
+    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), xs)
+    try:
+        jaxpr, (x_out, _) = jax.make_jaxpr(body, return_shape=True)(x_in, one)
+    except Exception as error:
+        if _looks_like_a_list_of_layers(xs[0]):
+            raise TypeError(
+                "call apply_stack(layer, llamem.stack_layers(layers), x): stacked is a list of layers, and a layer was "
+                f"given all of them at once ({type(error).__name__}: {error})."
+            ) from error
+        raise
+    x_out = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x_out)
     if x_out != x_in:
         raise TypeError(
             f"a layer must return x as it came, so that the next layer can take it. In: {x_in}. Out: {x_out}. "
             "Cast or project the result back inside the layer; other outputs go through has_aux=True."
         )
     check_names(remat, jaxpr)
+
+
+def _looks_like_a_list_of_layers(stacked: Any) -> bool:
+    is_list = isinstance(stacked, (list, tuple)) and len(stacked) > 0
+    return is_list and all(_shapes(layer) == _shapes(stacked[0]) for layer in stacked)

@@ -1,13 +1,18 @@
-"""The shape of a Llama: presets by public name, validation, Hugging Face's `config.json` in and out."""
+"""The shape of a Llama: presets by public name, validation."""
 
 import dataclasses
-import json
-import pathlib
+import math
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
+
+from llamem.llama.hf_config import fields_from_hf, fields_to_hf, read_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +28,15 @@ class RopeScaling:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_seq_len: int = 8192
+
+    def __post_init__(self):
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            _check_positive(name, getattr(self, name))
+        _check_count("original_max_seq_len", self.original_max_seq_len, at_least=1)
+        if self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,16 +69,15 @@ class LlamaConfig:
     compute_dtype: DTypeLike = jnp.float32
 
     def __post_init__(self):
-        object.__setattr__(self, "param_dtype", jnp.dtype(self.param_dtype))
-        object.__setattr__(self, "compute_dtype", jnp.dtype(self.compute_dtype))
+        for name in ("param_dtype", "compute_dtype"):
+            object.__setattr__(self, name, _floating(name, getattr(self, name)))
         for name in ("vocab_size", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "max_seq_len"):
             _check_count(name, getattr(self, name), at_least=1)
         _check_count("n_layers", self.n_layers, at_least=0)
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}: every key/value head "
-                f"serves the "
-                f"same number of query heads. Choose n_kv_heads among the divisors of {self.n_heads}."
+                f"serves the same number of query heads. Choose n_kv_heads among the divisors of {self.n_heads}."
             )
         if self.head_dim % 2:
             raise ValueError(
@@ -77,11 +90,13 @@ class LlamaConfig:
                 f"n_experts={self.n_experts}, experts_per_token={self.experts_per_token}, moe_d_ff={self.moe_d_ff}: a "
                 "mixture needs all three, with experts_per_token at most n_experts; a dense model leaves them 0."
             )
-        for name in ("param_dtype", "compute_dtype"):
-            if not jnp.issubdtype(getattr(self, name), jnp.floating):
-                raise ValueError(
-                    f"{name}={getattr(self, name)} is not a floating type: use jnp.bfloat16 or jnp.float32."
-                )
+        for name in ("rope_theta", "norm_eps"):
+            _check_positive(name, getattr(self, name))
+        for name in ("tied_head", "qk_norm"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False.")
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise ValueError(f"rope_scaling={self.rope_scaling!r}: expected None or llamem.RopeScaling(factor=...).")
 
     def replace(self, **changes: Any) -> "LlamaConfig":
         """A copy with some fields changed, validated again. Raises TypeError for a field that does not exist."""
@@ -113,71 +128,41 @@ class LlamaConfig:
     @classmethod
     def from_name(cls, name: str, **changes: Any) -> "LlamaConfig":
         """A published architecture by name, such as `"llama3.2-1b"`. Raises ValueError that lists the known names."""
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"no preset is called {name!r}. Known: {', '.join(PRESETS)}.")
         return PRESETS[name].replace(**changes)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any] | str | pathlib.Path, **changes: Any) -> "LlamaConfig":
+    def from_hf(cls, config: Mapping[str, Any] | str | os.PathLike, **changes: Any) -> "LlamaConfig":
         """From a Hugging Face `config.json`: its content, its path, or its folder. Llama, Qwen3 and Qwen3-MoE.
 
-        Raises ValueError where the file describes what this package does not compute, rather than compute something
-        else.
+        Raises FileNotFoundError, and ValueError, with the file's name, for what is no such file or describes what this
+        package does not compute, rather than compute something else.
         """
-        if not isinstance(config, Mapping):
-            path = pathlib.Path(config)
-            config = json.loads((path / "config.json" if path.is_dir() else path).read_text())
-        return cls(**{**_from_hf_fields(config), **changes})
+        if isinstance(config, Mapping):
+            return cls._from_hf(config, changes)
+        if not isinstance(config, (str, os.PathLike)):
+            raise TypeError(f"from_hf({config!r}): expected the content of a config.json, its path, or its folder.")
+        path = Path(config).expanduser()
+        content = read_config(path)
+        try:
+            return cls._from_hf(content, changes)
+        except ValueError as error:
+            raise ValueError(f"{error} (Read from {path}.)") from None
+
+    @classmethod
+    def _from_hf(cls, content: Mapping[str, Any], changes: Mapping[str, Any]) -> "LlamaConfig":
+        fields = fields_from_hf(content)
+        if fields["rope_scaling"] is not None:
+            fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
+        return cls(**{**fields, **changes})
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a Hugging Face `config.json` for this architecture.
 
         Raises ValueError for experts without `qk_norm`: no family of this package's computes that.
         """
-        if self.n_experts and not self.qk_norm:
-            raise ValueError(
-                "a mixture of experts is written as Qwen3-MoE, which has qk_norm=True; this config has not."
-            )
-        family = ("Qwen3Moe" if self.n_experts else "Qwen3") if self.qk_norm else "Llama"
-        scaling = self.rope_scaling
-        experts = {
-            "num_experts": self.n_experts,
-            "num_experts_per_tok": self.experts_per_token,
-            "moe_intermediate_size": self.moe_d_ff,
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-        return {
-            "architectures": [f"{family}ForCausalLM"],
-            "model_type": _MODEL_TYPES[family],
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.d_model,
-            "num_hidden_layers": self.n_layers,
-            "num_attention_heads": self.n_heads,
-            "num_key_value_heads": self.n_kv_heads,
-            "head_dim": self.head_dim,
-            "intermediate_size": self.d_ff,
-            "max_position_embeddings": self.max_seq_len,
-            "rope_theta": self.rope_theta,
-            "rope_scaling": scaling
-            and {
-                "rope_type": "llama3",
-                "factor": scaling.factor,
-                "low_freq_factor": scaling.low_freq_factor,
-                "high_freq_factor": scaling.high_freq_factor,
-                "original_max_position_embeddings": scaling.original_max_seq_len,
-            },
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.tied_head,
-            "hidden_act": "silu",
-            "attention_bias": False,
-            "torch_dtype": str(self.param_dtype),
-            **(experts if self.n_experts else {}),
-        }
-
-
-_MODEL_TYPES = {"Llama": "llama", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe"}
+        return fields_to_hf(dataclasses.asdict(self))
 
 
 def _check_count(name: str, value: Any, at_least: int) -> None:
@@ -185,56 +170,20 @@ def _check_count(name: str, value: Any, at_least: int) -> None:
         raise ValueError(f"{name}={value!r}: expected a whole number of at least {at_least}.")
 
 
-def _from_hf_fields(hf: Mapping[str, Any]) -> dict[str, Any]:
-    family = hf.get("model_type")
-    if family not in _MODEL_TYPES.values():
-        known = ", ".join(map(repr, _MODEL_TYPES.values()))
-        raise ValueError(f"model_type={family!r} in config.json: this package computes {known} models.")
-    experts = family == "qwen3_moe"
-    if experts:
-        hf = {"norm_topk_prob": False, **hf}  # transformers' own default
-    only_experts = (("decoder_sparse_step", 1), ("mlp_only_layers", []), ("norm_topk_prob", True)) if experts else ()
-    for name, plain in (
-        *only_experts,
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("hidden_act", "silu"),
-        ("use_sliding_window", False),
-    ):
-        if hf.get(name, plain) != plain:
-            raise ValueError(f"{name}={hf[name]!r} in config.json: only {name}={plain!r} is computed here.")
-    rope = hf.get("rope_parameters") or {}  # transformers 5 moved theta and scaling in here
-    scaling = hf.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
-    if scaling is not None:
-        kind = scaling.get("rope_type", scaling.get("type"))
-        if kind != "llama3":
-            raise ValueError(f"rope_type={kind!r} in config.json: only 'llama3' scaling (or none) is computed here.")
-        scaling = RopeScaling(
-            factor=scaling["factor"],
-            low_freq_factor=scaling["low_freq_factor"],
-            high_freq_factor=scaling["high_freq_factor"],
-            original_max_seq_len=scaling["original_max_position_embeddings"],
-        )
-    heads = hf["num_attention_heads"]
-    return {
-        "vocab_size": hf["vocab_size"],
-        "d_model": hf["hidden_size"],
-        "n_layers": hf["num_hidden_layers"],
-        "n_heads": heads,
-        "n_kv_heads": hf.get("num_key_value_heads") or heads,
-        "head_dim": hf.get("head_dim") or hf["hidden_size"] // heads,
-        "d_ff": hf["intermediate_size"],
-        "max_seq_len": hf["max_position_embeddings"],
-        "rope_theta": float(hf.get("rope_theta") or rope.get("rope_theta") or 10_000.0),
-        "rope_scaling": scaling,
-        "norm_eps": hf["rms_norm_eps"],
-        "tied_head": hf.get("tie_word_embeddings", False),
-        "qk_norm": family != "llama",
-        # transformers 5 renamed it.
-        "n_experts": (hf["num_experts"] if "num_experts" in hf else hf["num_local_experts"]) if experts else 0,
-        "experts_per_token": hf["num_experts_per_tok"] if experts else 0,
-        "moe_d_ff": hf["moe_intermediate_size"] if experts else 0,
-    }
+def _check_positive(name: str, value: Any) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ValueError(f"{name}={value!r}: expected a finite number above 0.")
+
+
+def _floating(name: str, dtype: Any) -> Any:
+    try:
+        found = None if dtype is None or isinstance(dtype, (jax.Array, np.ndarray)) else jnp.dtype(dtype)
+    except (TypeError, ValueError):
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(f"{name}={dtype!r} is not a floating type: use jnp.bfloat16 or jnp.float32.")
+    return found
 
 
 _LLAMA3_8B = LlamaConfig()

@@ -12,6 +12,7 @@ from llamem.layers.attention import causal_attention
 from llamem.layers.stack import apply_stack
 from llamem.llama.block import Block, rms_norm, rope_tables
 from llamem.llama.config import LlamaConfig
+from llamem.llama.inputs import check_room, check_segments, check_tokens, count
 from llamem.llama.plan import Plan
 
 
@@ -39,6 +40,11 @@ class Llama(nnx.Module):
         rngs: nnx.Rngs,
         plan: Plan = Plan(),
     ):
+        if not isinstance(config, LlamaConfig) or not isinstance(rngs, nnx.Rngs) or not isinstance(plan, Plan):
+            raise TypeError(
+                f"Llama({config!r}, rngs={rngs!r}, plan={plan!r}): expected a llamem.LlamaConfig, such as "
+                "LlamaConfig.from_name('tiny'), an nnx.Rngs, such as nnx.Rngs(0), and a llamem.Plan."
+            )
         self.config, self.plan = config, plan
         self.deterministic = False  # the attribute that nnx's train() and eval() set
         V, D = config.vocab_size, config.d_model
@@ -74,8 +80,11 @@ class Llama(nnx.Module):
         Positions need not start again with each, since RoPE is relative.
         With `return_hidden=True` also `[L + 1, B, T, D]`, what entered each layer and what left the last, before the
         norm.
-        Raises ValueError for sequences beyond `config.max_seq_len`. A token id outside the vocabulary gives NaN.
+        Raises ValueError for sequences beyond `config.max_seq_len`, and for a token id outside the vocabulary where it
+        is known. In a program that is traced it is not: there such an id gives NaN.
         """
+        check_tokens(tokens_BT, self.config.vocab_size)
+        check_segments(segments_BT, tokens_BT)
         self._check_length(tokens_BT.shape[1])
         rope = rope_tables(self.config, jnp.arange(tokens_BT.shape[1]))
         graphdef, stacked = nnx.split(self.blocks)
@@ -104,6 +113,7 @@ class Llama(nnx.Module):
     def empty_cache(self, batch_size: int, max_len: int) -> KVCache:
         """A cache for `batch_size` sequences of up to `max_len` tokens: 2 L B S K h elements of the compute type."""
         c = self.config
+        batch_size, max_len = count("batch_size", batch_size), count("max_len", max_len)
         self._check_length(max_len)
         shape = (c.n_layers, batch_size, max_len, c.n_kv_heads, c.head_dim)
         # Two calls, two buffers: a donated cache may not hold one buffer twice.
@@ -112,9 +122,13 @@ class Llama(nnx.Module):
     def decode(self, tokens_BT: Int[Array, "B T"], cache: KVCache) -> tuple[Float[Array, "B V"], KVCache]:
         """Reads T more tokens after those in the cache: the logits that follow the last one, and the longer cache.
 
-        The caller keeps `cache.length + T` within the cache's S places. No training option touches this path.
+        Raises ValueError where `cache.length + T` is known to be beyond the cache's S places. In a program that is
+        traced the length is not known: there the logits are NaN. No training option touches this path.
         """
+        check_tokens(tokens_BT, self.config.vocab_size)
         T = tokens_BT.shape[1]
+        places = self._check_cache(cache, tokens_BT.shape[0])
+        check_room(cache.length, T, places)
         positions_T = cache.length + jnp.arange(T)
         rope = rope_tables(self.config, positions_T)
         graphdef, stacked = nnx.split(self.blocks)
@@ -133,19 +147,38 @@ class Llama(nnx.Module):
         start = (self._embed(tokens_BT), cache.k_LBSKh, cache.v_LBSKh)
         x_BTD, k_LBSKh, v_LBSKh = apply_stack(layer, stacked, start, jnp.arange(self.config.n_layers))
         x_BTD = rms_norm(x_BTD[:, -1:], self.norm[...], self.config.norm_eps)
-        return self._logits(x_BTD)[:, 0], KVCache(k_LBSKh, v_LBSKh, cache.length + T)
+        logits_BV = jnp.where(cache.length + T <= places, self._logits(x_BTD)[:, 0], jnp.nan)
+        return logits_BV, KVCache(k_LBSKh, v_LBSKh, cache.length + T)
 
     def _embed(self, tokens_BT: Array) -> Array:
-        return self.embedding[...].astype(self.config.compute_dtype)[tokens_BT]
+        ids_BT = tokens_BT.astype(jnp.promote_types(tokens_BT.dtype, jnp.int32))  # a narrow type cannot say V
+        # Beyond the table reading gives NaN; a negative id would count from its end.
+        ids_BT = jnp.where(ids_BT < 0, self.config.vocab_size, ids_BT)
+        return self.embedding[...].astype(self.config.compute_dtype).at[ids_BT].get(mode="fill", fill_value=jnp.nan)
 
     def _logits(self, x_BTD: Array) -> Array:
         head_VD = self.head.astype(self.config.compute_dtype)
         return jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, preferred_element_type=jnp.float32)
 
+    def _check_cache(self, cache: KVCache, batch_size: int) -> int:
+        """The cache's places; ValueError where it belongs to another model or batch."""
+        c = self.config
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cache={cache!r}: expected what model.empty_cache(batch_size, max_len) makes.")
+        shape = jnp.shape(cache.k_LBSKh)
+        places = shape[2] if len(shape) == 5 else 0
+        expected = (c.n_layers, batch_size, places, c.n_kv_heads, c.head_dim)
+        if shape != expected or jnp.shape(cache.v_LBSKh) != expected:
+            raise ValueError(
+                f"the cache's keys have the shape {shape}, its values {jnp.shape(cache.v_LBSKh)}; for {batch_size} "
+                f"sequences this model needs [L, B, S, K, h] = {expected}: model.empty_cache({batch_size}, max_len)."
+            )
+        return places
+
     def _check_length(self, T: int) -> None:
         if self.config.max_seq_len < T:
             raise ValueError(
                 f"a sequence of {T} tokens is longer than this model's max_seq_len={self.config.max_seq_len}: RoPE "
-                f"was not "
-                "set up for such positions. Shorten the sequence, or config.replace(max_seq_len=..., rope_scaling=...)."
+                "was not set up for such positions. Shorten the sequence, or "
+                "config.replace(max_seq_len=..., rope_scaling=...)."
             )

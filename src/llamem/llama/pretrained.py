@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from jax.typing import DTypeLike
 from llamem._extras import import_extra
 from llamem._files import whole_folder
 from llamem.llama.config import LlamaConfig
+from llamem.llama.hf_config import read_config
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
+from llamem.llama.safetensors_files import INDEX, WEIGHTS, Stored, few, stored_tensors
 
 # Of one layer: each parameter's name in the files, and how many of its axes are a linear map's inputs. Files store
 # such a map as `[outputs, inputs]`; 0 is for what is no linear map and stored as it is.
@@ -36,8 +39,6 @@ _LAYER = {
     "w_down": ("mlp.{expert}down_proj", 1),
 }
 _OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "untied_head": "lm_head"}
-_DTYPES = {"F32": jnp.float32, "BF16": jnp.bfloat16, "F16": jnp.float16, "F64": np.float64}
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,18 +52,8 @@ class _Tensor:
     linear: bool  # stored as [outputs, inputs]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stored:
-    """Where a tensor's bytes are."""
-
-    file: Path
-    dtype: Any
-    shape: tuple[int, ...]
-    offset: int
-
-
 def load_pretrained(
-    folder_or_hub_name: str | Path,
+    folder_or_hub_name: str | os.PathLike,
     *,
     dtype: DTypeLike | None = None,
     compute_dtype: DTypeLike | None = None,
@@ -80,34 +71,31 @@ def load_pretrained(
     tensor. Raises ValueError for what does not fit together, FileNotFoundError for what is not there, PermissionError
     for a model whose licence was not accepted. Pickles (`pytorch_model.bin`) are never read.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"load_pretrained(plan={plan!r}): expected llamem.Plan().")
     folder = _folder(folder_or_hub_name)
-    hf = json.loads((folder / "config.json").read_text())
-    dtype = jnp.dtype(dtype or hf.get("dtype") or hf.get("torch_dtype") or jnp.float32)
-    config = LlamaConfig.from_hf(hf, param_dtype=dtype, compute_dtype=jnp.dtype(compute_dtype or dtype))
+    config = _config(folder, dtype, compute_dtype)
+    stored = stored_tensors(folder)
+    _check_size(config, stored, folder)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), plan=plan)))
     abstract = nnx.to_pure_dict(state)
     tensors = list(_tensors(abstract))
-    stored = _stored(folder)
-    _check(tensors, stored, config, folder)
+    _check_tensors(tensors, stored, config, folder)
+    shardings = {path: _sharding_of(path, sharding) for path, _ in jax.tree.leaves_with_path(abstract)}
 
-    if sharding is None or isinstance(sharding, jax.sharding.Sharding):
-        sharding = jax.tree.map(lambda _: sharding, abstract)
     of_path: dict[tuple[str, ...], list[_Tensor]] = {}
     for tensor in tensors:
         of_path.setdefault(tensor.path, []).append(tensor)
 
     def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        keys = tuple(key.key for key in path)
-        where = sharding
-        for key in keys:
-            where = where[key]
-        return _fill(leaf, [(tensor, stored[tensor.name]) for tensor in of_path.get(keys, [])], where)
+        pieces = [(tensor, stored[tensor.name]) for tensor in of_path.get(tuple(key.key for key in path), [])]
+        return _fill(leaf, pieces, shardings[path])
 
     nnx.replace_by_pure_dict(state, jax.tree.map_with_path(load, abstract))
     return nnx.merge(graphdef, state)
 
 
-def save_pretrained(model: Llama, folder: str | Path, *, max_shard_bytes: int = 5_000_000_000) -> Path:
+def save_pretrained(model: Llama, folder: str | os.PathLike, *, max_shard_bytes: int = 5_000_000_000) -> Path:
     """Writes `config.json` and safetensors that transformers, vLLM and `load_pretrained` read; returns the folder.
 
     Tensors go to the host file by file, each file of at most `max_shard_bytes` (or one tensor). The folder appears
@@ -115,8 +103,12 @@ def save_pretrained(model: Llama, folder: str | Path, *, max_shard_bytes: int = 
     that of the model you started from.
     """
     safetensors = import_extra("safetensors.numpy", "writing models")
+    if not isinstance(model, Llama) or not isinstance(folder, (str, os.PathLike)):
+        raise TypeError(f"save_pretrained({type(model).__name__}, {folder!r}): expected a llamem.Llama and a folder.")
+    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes!r}: expected a whole number of at least 1.")
     folder = Path(folder)
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} exists and is not empty: nothing was written. Choose another folder.")
     config = json.dumps(model.config.to_hf(), indent=2)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -131,7 +123,7 @@ def save_pretrained(model: Llama, folder: str | Path, *, max_shard_bytes: int = 
         shards[-1].append(tensor)
         filled, total = filled + size, total + size
     names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    names = [_WEIGHTS] if len(shards) == 1 else names
+    names = [WEIGHTS] if len(shards) == 1 else names
 
     with whole_folder(folder) as unfinished:
         (unfinished / "config.json").write_text(config)
@@ -141,7 +133,7 @@ def save_pretrained(model: Llama, folder: str | Path, *, max_shard_bytes: int = 
         if len(shards) > 1:
             weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (unfinished / _INDEX).write_text(json.dumps(index, indent=2))
+            (unfinished / INDEX).write_text(json.dumps(index, indent=2))
     return folder
 
 
@@ -164,7 +156,7 @@ def _tensors(params: Mapping[str, Any]) -> Iterator[_Tensor]:
                 yield _Tensor(full_name, ("blocks", name), index, shape, linear=bool(n_inputs))
 
 
-def _fill(leaf: jax.ShapeDtypeStruct, pieces: list[tuple[_Tensor, _Stored]], sharding: Any) -> jax.Array:
+def _fill(leaf: jax.ShapeDtypeStruct, pieces: list[tuple[_Tensor, Stored]], sharding: Any) -> jax.Array:
     array = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
 
     def put(array: jax.Array, piece: jax.Array, index: tuple[Any, ...]) -> jax.Array:
@@ -175,8 +167,7 @@ def _fill(leaf: jax.ShapeDtypeStruct, pieces: list[tuple[_Tensor, _Stored]], sha
     # Donated, so that the parameter is written in place.
     put = jax.jit(put, donate_argnums=0, out_shardings=sharding)
     for tensor, stored in pieces:
-        piece = np.fromfile(stored.file, stored.dtype, math.prod(stored.shape), offset=stored.offset)
-        array = jax.block_until_ready(put(array, piece.reshape(stored.shape), tensor.index))
+        array = jax.block_until_ready(put(array, stored.read(), tensor.index))
     return array
 
 
@@ -188,59 +179,26 @@ def _take(params: Mapping[str, Any], tensor: _Tensor) -> np.ndarray:
     return np.ascontiguousarray(array.reshape(tensor.shape[::-1]).T if tensor.linear else array)
 
 
-def _stored(folder: Path) -> dict[str, _Stored]:
-    """Every tensor of the folder by name, from the files' headers alone."""
-    if (folder / _INDEX).exists():
-        weight_map = json.loads((folder / _INDEX).read_text())["weight_map"]
-        for name in set(weight_map.values()):
-            if Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
-                raise ValueError(f"{folder / _INDEX} names the file {name!r}: expected a .safetensors file beside it.")
-        files = {name: _header(folder / name) for name in sorted(set(weight_map.values()))}
-        lost = [tensor for tensor, name in weight_map.items() if tensor not in files[name]]
-        if lost:
-            raise ValueError(f"{folder / _INDEX} promises {_few(lost)}, which are not in the files that it names.")
-        return {tensor: files[name][tensor] for tensor, name in weight_map.items()}
-    if (folder / _WEIGHTS).exists():
-        return _header(folder / _WEIGHTS)
-    raise FileNotFoundError(
-        f"{folder} has neither {_WEIGHTS} nor {_INDEX}. Pickled weights (.bin, .pt) can run any code and are not read: "
-        "let transformers write the model again, with save_pretrained."
-    )
+def _config(folder: Path, dtype: Any, compute_dtype: Any) -> LlamaConfig:
+    content = read_config(folder)
+    dtype = dtype or content.get("dtype") or content.get("torch_dtype") or "float32"
+    return LlamaConfig.from_hf(folder, param_dtype=dtype, compute_dtype=compute_dtype or dtype)
 
 
-def _header(file: Path) -> dict[str, _Stored]:
-    # Read here, not through the library: that maps whole files into memory, and each tensor would be there twice.
-    if not file.exists():
-        raise FileNotFoundError(f"{file} is missing: the index names it. Download it again.")
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        try:
-            if length > size - 8:
-                raise ValueError
-            entries = json.loads(stream.read(length))
-        except ValueError:
-            raise ValueError(f"{file} is no complete safetensors file: its header cannot be read.") from None
-    entries.pop("__metadata__", None)
-    found = {}
-    for name, entry in entries.items():
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(
-                f"{name} in {file} is stored as {entry['dtype']}: expected one of {', '.join(_DTYPES)}. Quantised "
-                "weights are not read; take the model's unquantised original."
-            )
-        start, end = entry["data_offsets"]
-        stored = _Stored(file, np.dtype(_DTYPES[entry["dtype"]]), tuple(entry["shape"]), 8 + length + start)
-        if end - start != math.prod(stored.shape) * stored.dtype.itemsize or 8 + length + end > size:
-            raise ValueError(
-                f"{name} should end at byte {8 + length + end} of {file}, which has {size}: the file is cut off or "
-                "damaged. Download it again."
-            )
-        found[name] = stored
-    return found
+def _check_size(config: LlamaConfig, stored: Mapping[str, Stored], folder: Path) -> None:
+    """Refuses a config.json that no such files can belong to, before anything of its size is built."""
+    layers = config.n_layers * max(config.n_experts, 1)
+    elements = sum(math.prod(tensor.shape) for tensor in stored.values())
+    parameters = config.replace(n_layers=max(config.n_layers, 1)).n_params
+    if layers > len(stored) or parameters > 100 * elements:
+        raise ValueError(
+            f"config.json in {folder} describes n_layers={config.n_layers}, n_experts={config.n_experts} and "
+            f"{config.n_params:,} parameters in all; the files hold {len(stored):,} tensors of {elements:,} numbers. "
+            "They do not belong together, or files are missing."
+        )
 
 
-def _check(tensors: list[_Tensor], stored: Mapping[str, _Stored], config: LlamaConfig, folder: Path) -> None:
+def _check_tensors(tensors: list[_Tensor], stored: Mapping[str, Stored], config: LlamaConfig, folder: Path) -> None:
     expected = {tensor.name: tensor.shape for tensor in tensors}
     # Some writers repeat a tied head, and old ones store RoPE's frequencies.
     spare = "lm_head.weight" if config.tied_head else None
@@ -252,15 +210,28 @@ def _check(tensors: list[_Tensor], stored: Mapping[str, _Stored], config: LlamaC
         "of another shape": wrong,
     }
     if any(problems.values()):
-        told = "; ".join(f"{what}: {_few(names)}" for what, names in problems.items() if names)
+        told = "; ".join(f"{what}: {few(names)}" for what, names in problems.items() if names)
         raise ValueError(f"the tensors in {folder} are not those that its config.json describes. {told}.")
 
 
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+def _sharding_of(path: tuple[Any, ...], sharding: Any) -> Any:
+    keys = [key.key for key in path]
+    if isinstance(sharding, Mapping):
+        for key in keys:
+            if not isinstance(sharding, Mapping) or key not in sharding:
+                raise ValueError(
+                    f"sharding has no entry for {'/'.join(map(str, keys))}: expected a dict in the structure of "
+                    "nnx.to_pure_dict(nnx.state(model)), or one jax.sharding.Sharding for all."
+                )
+            sharding = sharding[key]
+    if not isinstance(sharding, jax.sharding.Sharding | None):
+        raise TypeError(f"sharding={sharding!r} of {'/'.join(map(str, keys))}: expected a jax.sharding.Sharding.")
+    return sharding
 
 
-def _folder(folder_or_hub_name: str | Path) -> Path:
+def _folder(folder_or_hub_name: str | os.PathLike) -> Path:
+    if not isinstance(folder_or_hub_name, (str, os.PathLike)):
+        raise TypeError(f"load_pretrained({folder_or_hub_name!r}): expected a folder, or the hub's 'owner/name'.")
     folder = Path(folder_or_hub_name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
@@ -269,10 +240,8 @@ def _folder(folder_or_hub_name: str | Path) -> Path:
     name = str(folder_or_hub_name)
     if name.count("/") != 1 or name[0] in "./~":
         raise FileNotFoundError(f"{name!r} is no folder, and no hub name of the form 'owner/name'.")
-    hub, errors = (
-        import_extra("huggingface_hub", "models of the hub"),
-        import_extra("huggingface_hub.errors", "the hub"),
-    )
+    hub = import_extra("huggingface_hub", "models of the hub")
+    errors = import_extra("huggingface_hub.errors", "models of the hub")
     try:
         patterns = ["config.json", "*.safetensors", "*.safetensors.index.json"]
         return Path(hub.snapshot_download(name, allow_patterns=patterns))

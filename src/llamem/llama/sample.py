@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from llamem.llama.inputs import check_key, check_tokens, count, finite
 from llamem.llama.model import Llama
 
 
@@ -23,21 +24,24 @@ def generate(
 
     `temperature=0` takes the likeliest token; above 0 tokens are drawn with `key` from `softmax(logits / temperature)`,
     of which `top_p` keeps the likeliest that together reach that probability (Holtzman et al. 2020). Raises ValueError
-    for a prompt without tokens, a temperature below 0, a top_p outside (0, 1], drawing without a key, and for more
-    tokens than `config.max_seq_len` in all.
+    for a prompt without tokens or with ids outside the vocabulary, a temperature below 0, a top_p outside (0, 1],
+    drawing without a key, and for more tokens than `config.max_seq_len` in all; TypeError for what is no key.
     """
-    if prompt_BT.shape[1] < 1 or max_new_tokens < 1:
-        raise ValueError(
-            f"a prompt of {prompt_BT.shape[1]} tokens and {max_new_tokens} new ones: both must be at least 1."
-        )
+    if not isinstance(model, Llama):
+        raise TypeError(f"generate({type(model).__name__}, ...): expected a llamem.Llama.")
+    check_tokens(prompt_BT, model.config.vocab_size, "the prompt")
+    max_new_tokens = count("max_new_tokens", max_new_tokens)
+    temperature, top_p = finite("temperature", temperature), finite("top_p", top_p)
     if temperature < 0 or not 0 < top_p <= 1:
         raise ValueError(f"temperature={temperature} must be at least 0, and top_p={top_p} above 0 and at most 1.")
     if temperature > 0 and key is None:
         raise ValueError("drawing at a temperature above 0 needs a key: pass key=jax.random.key(0), or temperature=0.")
+    if key is not None:
+        check_key(key)
     cache = model.empty_cache(prompt_BT.shape[0], prompt_BT.shape[1] + max_new_tokens)
     graphdef, state = nnx.split(model)
     key = jax.random.key(0) if key is None else key  # unused at temperature 0, where nothing is drawn
-    return _generate(graphdef, state, prompt_BT, cache, key, max_new_tokens, float(temperature), float(top_p))
+    return _generate(graphdef, state, prompt_BT, cache, key, max_new_tokens, temperature, top_p)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5, 6, 7))

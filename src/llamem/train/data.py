@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, Integer
@@ -42,7 +42,13 @@ def read_documents(source: str | os.PathLike = STANDARD_LIBRARY) -> list[str]:
 
     Errors: FileNotFoundError for a missing path, ValueError for bytes that are not UTF-8 or for a corpus without text.
     """
+    if not isinstance(source, (str, os.PathLike)):
+        raise TypeError(
+            f"read_documents({source!r}): expected a path, {HUGGING_FACE + 'owner/name'!r} or a known name."
+        )
     name = os.fspath(source)
+    if not name:
+        raise ValueError(f"read_documents(''): expected a path, or a name such as {STANDARD_LIBRARY!r}.")
     if name == STANDARD_LIBRARY:
         root = Path(sysconfig.get_paths()["stdlib"])
         # `_sysconfigdata*` and `config-*/` hold the paths of the machine that built Python.
@@ -135,10 +141,12 @@ def load_corpus(
 
     Default `cache_dir`: `corpora` under `$LLAMEM_CACHE`, or under `llamem` in `$XDG_CACHE_HOME` or `~/.cache`.
     """
-    if not 0 < heldout_fraction < 1:
-        raise ValueError(f"heldout_fraction is {heldout_fraction}; it must lie between 0 and 1, for instance 0.05.")
-    tokenizer = tokenizer or Tokenizer()
+    if not isinstance(heldout_fraction, (int, float)) or not 0 < heldout_fraction < 1:
+        raise ValueError(f"heldout_fraction is {heldout_fraction!r}; it must lie between 0 and 1, for instance 0.05.")
+    if not isinstance(tokenizer, Tokenizer | None):
+        raise TypeError(f"load_corpus(tokenizer={tokenizer!r}): expected a llamem.train.Tokenizer.")
     documents = read_documents(source)
+    tokenizer = tokenizer or Tokenizer()
     digest = hashlib.blake2b(f"{_CACHE_FORMAT} {tokenizer.fingerprint} {heldout_fraction}".encode(), digest_size=12)
     for document in documents:
         digest.update(hashlib.blake2b(document.encode("utf-8", "surrogatepass")).digest())
@@ -213,13 +221,20 @@ class Batches:
         *,
         vocab_size: int | None = None,
     ):
-        if batch_size < 1 or seq_len < 1:
-            raise ValueError(f"batch_size is {batch_size} and seq_len {seq_len}; both must be at least 1.")
+        _check_ids(tokens, "tokens")
+        if not _is_count(batch_size, 1) or not _is_count(seq_len, 1):
+            raise ValueError(
+                f"batch_size is {batch_size!r} and seq_len {seq_len!r}; both must be whole numbers of at least 1."
+            )
+        if not _is_count(seed, 0):
+            raise ValueError(f"seed is {seed!r}; expected a whole number of at least 0.")
         if len(tokens) < seq_len + 1:
             raise ValueError(
                 f"The corpus has {len(tokens):,} tokens, but one sequence of seq_len {seq_len:,} needs {seq_len + 1:,} "
                 "(a target for its last input). Take a shorter seq_len or a larger corpus."
             )
+        if vocab_size is not None and not _is_count(vocab_size, 1):
+            raise ValueError(f"vocab_size is {vocab_size!r}; expected a whole number of at least 1.")
         if vocab_size is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
             raise ValueError(
                 f"The tokens reach from {tokens.min()} to {tokens.max()}, but the vocabulary has {vocab_size:,} "
@@ -232,8 +247,8 @@ class Batches:
 
     def batch_at(self, step: int) -> Batch:
         """The batch of a step, counted from 0."""
-        if step < 0:
-            raise ValueError(f"step is {step}; steps are counted from 0.")
+        if not _is_count(step, 0):
+            raise ValueError(f"step is {step!r}; steps are whole numbers, counted from 0.")
         numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
         starts = [self._sequence(number) * self.seq_len for number in numbers]
         windows = np.stack([self.tokens[s : s + self.seq_len + 1] for s in starts]).astype(np.int32)
@@ -252,12 +267,27 @@ def unigram_entropy(
     """Cross-entropy in nats per token of held-out tokens under the training tokens' frequencies (each count plus one).
 
     What a model that looks at no context can reach: a validation loss above it has learned nothing about order.
-    Errors: ValueError for an id outside the vocabulary.
+    Errors: ValueError for an id outside the vocabulary and for a stream without tokens.
     """
+    for name, tokens in (("train", train), ("heldout", heldout)):
+        _check_ids(tokens, name)
+        if not len(tokens) or tokens.min() < 0:
+            raise ValueError(f"unigram_entropy: {name} has {len(tokens)} tokens; expected some, none of them negative.")
     largest = max(int(train.max()), int(heldout.max()))
-    if largest >= vocab_size:
+    if not _is_count(vocab_size, 1) or largest >= vocab_size:
         raise ValueError(
-            f"Token id {largest} is outside the vocabulary: vocab_size is {vocab_size:,}; use the tokenizer's."
+            f"Token id {largest} is outside the vocabulary: vocab_size is {vocab_size!r}; use the tokenizer's."
         )
     counts_V = np.bincount(train, minlength=vocab_size) + 1.0
     return float(-np.mean(np.log(counts_V[heldout] / counts_V.sum())))
+
+
+def _check_ids(tokens: Any, name: str) -> None:
+    is_array = isinstance(tokens, np.ndarray)
+    if not is_array or tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        kind = f"an array of shape {tokens.shape} and type {tokens.dtype}" if is_array else type(tokens).__name__
+        raise TypeError(f"{name} is {kind}; expected a NumPy array of whole numbers, [num_tokens], like Corpus.train.")
+
+
+def _is_count(value: Any, at_least: int) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= at_least

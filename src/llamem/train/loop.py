@@ -3,13 +3,13 @@
 import contextlib
 import dataclasses
 import math
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import numpy as np
@@ -20,8 +20,16 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.train.data import Batches, Corpus
-from llamem.train.snapshots import Snapshots, fingerprint
-from llamem.train.step import TrainSettings, abstract_state, init_state, loss_fn, make_model, make_train_step
+from llamem.train.snapshots import OnChange, Snapshots, fingerprint
+from llamem.train.step import (
+    TrainSettings,
+    TrainState,
+    abstract_state,
+    init_state,
+    loss_fn,
+    make_model,
+    make_train_step,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,82 +45,141 @@ def train(
     config: LlamaConfig,
     corpus: Corpus,
     settings: TrainSettings,
-    output_dir: str | Path,
+    output_dir: str | os.PathLike,
     *,
     plan: Plan = Plan(),
     progress: bool = True,
+    on_change: OnChange = "refuse",
 ) -> Run:
     """Trains on `corpus.train` and evaluates on `corpus.heldout`, from the newest snapshot in `output_dir` if there is
     one.
 
     A resumed run continues the very same curve: batches depend on the step number alone, and parameters, moments and
-    step are restored exactly. Ctrl-C (or "interrupt kernel") finishes the step, saves, and says how to go on.
+    step are restored exactly. Ctrl-C (or "interrupt kernel") finishes the step, saves, and says how to go on. With
+    other settings or another text the curve would be another one: that is refused, or, with `on_change="continue"`,
+    printed and done. The plan may change.
 
     Writes `output_dir/metrics.jsonl` (step, loss, val_loss where evaluated, grad_norm, tokens_per_second, memory_bytes)
-    and `output_dir/snapshots/`, training checkpoints by Orbax.
+    and `output_dir/snapshots/`, training checkpoints by Orbax. `output_dir/run.lock` keeps other processes out.
 
-    Raises, before anything is computed or written: ValueError for a sequence beyond `max_seq_len`, a corpus too short
-    or with ids outside the vocabulary, or a snapshot of another model or other data. FloatingPointError when the loss
-    is not finite.
+    Raises, before anything is computed: TypeError for arguments of another kind, ValueError for a sequence beyond
+    `max_seq_len`, a corpus too short or with ids outside the vocabulary, a damaged snapshot, or one of another model or
+    other settings, BlockingIOError for a folder in which another process trains. FloatingPointError when the loss, the
+    gradient or a parameter is not finite; what is not finite is never a snapshot to resume from.
     """
-    if settings.seq_len > config.max_seq_len:
-        raise ValueError(
-            f"seq_len={settings.seq_len} is longer than the model's max_seq_len={config.max_seq_len}: RoPE was not "
-            "set up for such positions. Shorten the sequences or choose a model with a longer context."
-        )
+    _check_arguments(config, corpus, settings, output_dir, plan, on_change)
     size = (settings.batch_size, settings.seq_len)
     batches = Batches(corpus.train, *size, settings.seed, vocab_size=config.vocab_size)
     heldout = Batches(corpus.heldout, *size, vocab_size=config.vocab_size)
-    snapshots = Snapshots(output_dir, identity=_identity(config, settings, corpus))
+    with Snapshots(output_dir, *_identity(config, settings, corpus)) as snapshots:
+        return _train(config, settings, plan, batches, heldout, snapshots, progress, on_change)
 
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, settings, plan)))
-    latest = snapshots.latest()
-    if latest is None:
-        state = init_state(make_model(config, settings, plan), settings)
-    else:
-        state = snapshots.restore(latest, abstract_state(config, settings))
-    first = int(state.step)
+
+def _train(
+    config: LlamaConfig,
+    settings: TrainSettings,
+    plan: Plan,
+    batches: Batches,
+    heldout: Batches,
+    snapshots: Snapshots,
+    progress: bool,
+    on_change: OnChange,
+) -> Run:
+    state = _first_state(config, settings, plan, snapshots, on_change)
+    first = done = int(state.step)
     metrics = snapshots.read_metrics(up_to=first)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, settings, plan)))
+    evaluate = jax.jit(lambda params, batch: loss_fn(graphdef, params, *batch))
 
     def validation_loss(params: Any) -> float:
         count = min(settings.eval_batches, max(1, heldout.num_sequences // settings.batch_size))
         return float(np.mean([evaluate(params, tuple(heldout.batch_at(i))) for i in range(count)]))
 
-    evaluate = jax.jit(lambda params, batch: loss_fn(graphdef, params, *batch))
     jitted_step = jax.jit(make_train_step(graphdef, settings), donate_argnums=0)
     # Compiled before the clock starts, so that the first step's speed is a step's speed.
     step = jitted_step.lower(state, tuple(batches.batch_at(0))).compile()
-    done = first
     with _interruptible() as interrupted, _progress_bar(first, settings.steps, progress) as bar:
         while done < settings.steps and not interrupted.is_set():
             start = time.perf_counter()
             state, values = step(state, tuple(batches.batch_at(done)))
             done += 1
             row = {"step": done, **{name: float(value) for name, value in values.items()}}
-            row["tokens_per_second"] = size[0] * size[1] / (time.perf_counter() - start)
+            row["tokens_per_second"] = settings.batch_size * settings.seq_len / (time.perf_counter() - start)
             row["memory_bytes"] = memory_in_use()
-            if not math.isfinite(row["loss"]):
-                newest = snapshots.latest() or 0
-                raise FloatingPointError(
-                    f"the loss is {row['loss']} at step {done}. The newest snapshot is of step {newest}; "
-                    f"resume from it with a learning_rate below {settings.learning_rate} or more warmup_steps."
-                )
+            if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"]):
+                # The parameters of the step before gave this, finite as they are: from there it would diverge again.
+                snapshots.delete(done - 1)
+                what = f"the loss is {row['loss']} and the gradient's norm {row['grad_norm']}"
+                raise _diverged(what, done, snapshots)
             if done == settings.steps or (settings.eval_every and done % settings.eval_every == 0):
                 row["val_loss"] = validation_loss(state.params)
+                if not math.isfinite(row["val_loss"]):
+                    raise _diverged(f"the validation loss is {row['val_loss']}", done, snapshots)
             metrics.append(row)
             snapshots.append_metrics(row)
             if settings.snapshot_every and done % settings.snapshot_every == 0:
-                snapshots.save(done, state)
-            bar.set_postfix_str(
-                f"loss {row['loss']:.3f}, {row['tokens_per_second']:,.0f} tokens/s, {row['memory_bytes'] / 2**30:.1f} "
-                f"GiB"
-            )
+                _save(snapshots, done, state)
+            loss, speed, memory = row["loss"], row["tokens_per_second"], row["memory_bytes"] / 2**30
+            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s, {memory:.1f} GiB")
             bar.update()
     if snapshots.latest() != done:
-        snapshots.save(done, state)
+        _save(snapshots, done, state)
     if done < settings.steps:
         print(f"Interrupted, and saved after step {done} of {settings.steps}. The same call goes on from there.")
     return Run(nnx.merge(graphdef, state.params), metrics, finished=done == settings.steps)
+
+
+def _first_state(
+    config: LlamaConfig, settings: TrainSettings, plan: Plan, snapshots: Snapshots, on_change: OnChange
+) -> TrainState:
+    latest = snapshots.latest()
+    if latest is None:
+        return init_state(make_model(config, settings, plan), settings)
+    state = snapshots.restore(latest, abstract_state(config, settings), on_change)
+    if latest > settings.steps:
+        raise ValueError(
+            f"the newest snapshot in {snapshots.folder} is of step {latest}, beyond steps={settings.steps}: there is "
+            "nothing left to train. Ask for more steps, or choose another output folder."
+        )
+    return state
+
+
+def _save(snapshots: Snapshots, done: int, state: TrainState) -> None:
+    try:
+        snapshots.save(done, state)
+    except FloatingPointError as error:
+        raise _diverged(str(error).rstrip("."), done, snapshots) from None
+
+
+def _diverged(what: str, done: int, snapshots: Snapshots) -> FloatingPointError:
+    newest = snapshots.latest()
+    if newest is None:
+        where = "There is no good snapshot, so the next call begins at step 0: give it"
+    else:
+        where = f"The newest good snapshot is of step {newest}: go on from it, with on_change='continue' and"
+    return FloatingPointError(f"{what} at step {done}. {where} a learning_rate below today's or more warmup_steps.")
+
+
+def _check_arguments(
+    config: LlamaConfig, corpus: Corpus, settings: TrainSettings, output_dir: Any, plan: Plan, on_change: str
+) -> None:
+    expected = {
+        "config": (config, LlamaConfig, "llamem.LlamaConfig.from_name('tiny')"),
+        "corpus": (corpus, Corpus, "llamem.train.load_corpus()"),
+        "settings": (settings, TrainSettings, "llamem.TrainSettings()"),
+        "output_dir": (output_dir, (str, os.PathLike), "a folder's name"),
+        "plan": (plan, Plan, "llamem.Plan()"),
+    }
+    for name, (value, kind, example) in expected.items():
+        if not isinstance(value, kind):
+            raise TypeError(f"train({name}={value!r}): expected {example} or another of its kind.")
+    if on_change not in get_args(OnChange):
+        raise ValueError(f"train(on_change={on_change!r}): expected 'refuse' or 'continue'.")
+    if settings.seq_len > config.max_seq_len:
+        raise ValueError(
+            f"seq_len={settings.seq_len} is longer than the model's max_seq_len={config.max_seq_len}: RoPE was not "
+            "set up for such positions. Shorten the sequences or choose a model with a longer context."
+        )
 
 
 def memory_in_use() -> int:
@@ -123,10 +190,15 @@ def memory_in_use() -> int:
     return import_extra("psutil", "the process's memory").Process().memory_info().rss
 
 
-def _identity(config: LlamaConfig, settings: TrainSettings, corpus: Corpus) -> dict[str, Any]:
+def _identity(
+    config: LlamaConfig, settings: TrainSettings, corpus: Corpus
+) -> tuple[dict[str, str], dict[str, int | float | str]]:
+    """What a snapshot's model is, and what of the rest decides the curve."""
     model = {f"model {name}": str(value) for name, value in dataclasses.asdict(config).items()}
-    order = {name: getattr(settings, name) for name in ("batch_size", "seq_len", "seed")}
-    return {**model, **order, "training data": fingerprint(corpus.train)}
+    watching = ("eval_every", "snapshot_every")  # when the curve is looked at or stored, not what it is
+    decides = {name: value for name, value in dataclasses.asdict(settings).items() if name not in watching}
+    texts = {"training data": fingerprint(corpus.train), "held-out data": fingerprint(corpus.heldout)}
+    return model, {**decides, **texts}
 
 
 def _progress_bar(first: int, steps: int, shown: bool) -> Any:
@@ -137,8 +209,7 @@ def _progress_bar(first: int, steps: int, shown: bool) -> Any:
 @contextlib.contextmanager
 def _interruptible() -> Iterator[threading.Event]:
     # An exception in the middle of a step would lose the state, whose buffers the step was given; so the first Ctrl-C
-    # is
-    # only noted. A second one acts as usual.
+    # is only noted. A second one acts as usual.
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event

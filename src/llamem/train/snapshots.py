@@ -1,88 +1,147 @@
 """Training checkpoints (Orbax) and the metrics file, kept in step with each other: whole or not at all."""
 
+import contextlib
 import json
+import os
+import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from llamem._extras import import_extra
-from llamem._files import write_whole
+from llamem._files import locked, write_whole
+
+OnChange = Literal["refuse", "continue"]
 
 
 class Snapshots:
-    """The snapshots and metrics of one run, in one folder.
+    """The snapshots and metrics of one run, in one folder, which a `with` block holds for this process alone.
 
-    `identity` says what a snapshot belongs to (model, data, batch shape, seed), as JSON-able values; it is stored
-    beside the arrays, and a snapshot of another identity is refused by name of what differs. Orbax writes into a
-    temporary folder and renames it when complete, so a run killed at any moment leaves only whole snapshots. The two
-    newest are kept.
+    `model` and `settings` say what a snapshot belongs to, as JSON-able values by name. They are stored beside the
+    arrays, with a checksum of each array: a snapshot of another model or of other settings is refused by name of what
+    differs, and one that is damaged by name of the array. Orbax writes into a temporary folder and renames it when
+    complete, so a run killed at any moment leaves only whole snapshots. The two newest are kept.
+
+    Entering raises NotADirectoryError where the folder is a file, and BlockingIOError where another process holds it.
     """
 
-    def __init__(self, folder: str | Path, identity: dict[str, Any]):
+    def __init__(self, folder: str | os.PathLike, model: dict[str, Any], settings: dict[str, Any]):
         self._ocp = import_extra("orbax.checkpoint", "training checkpoints")
-        self.folder = Path(folder).absolute()
-        self.identity = json.loads(json.dumps(identity))
-        options = self._ocp.CheckpointManagerOptions(max_to_keep=2, create=True, enable_async_checkpointing=False)
-        self._manager = self._ocp.CheckpointManager(self.folder / "snapshots", options=options)
+        self.folder = Path(folder).expanduser().absolute()
+        self.about = json.loads(json.dumps({"model": model, "settings": settings}))
         self._metrics = self.folder / "metrics.jsonl"
+        self._open = contextlib.ExitStack()
+
+    def __enter__(self) -> "Snapshots":
+        if self.folder.exists() and not self.folder.is_dir():
+            raise NotADirectoryError(
+                f"{self.folder} is a file: a run needs a folder, for its metrics and snapshots. Choose another one."
+            )
+        with contextlib.ExitStack() as opening:
+            opening.enter_context(locked(self.folder / "run.lock", "Two runs in one folder would mix their metrics."))
+            options = self._ocp.CheckpointManagerOptions(max_to_keep=2, create=True, enable_async_checkpointing=False)
+            self._manager = self._ocp.CheckpointManager(self.folder / "snapshots", options=options)
+            opening.callback(self._manager.close)
+            self._open = opening.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.close()
 
     def latest(self) -> int | None:
         """The step of the newest complete snapshot; None where there is none."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any) -> None:
-        """Stores every array of `state` and the identity. Returns when both are on disk under their final name."""
+        """Stores every array of `state`, with what it belongs to. Returns when all is on disk under its final name.
+
+        Raises FloatingPointError, and stores nothing, where an array holds a NaN or an infinity.
+        """
+        arrays = _flat(state)
+        ruined = [name for name, array in arrays.items() if not _is_finite(array)]
+        if ruined:
+            raise FloatingPointError(f"{_few(ruined)} of step {step} hold NaN or infinity, so they were not saved.")
+        about = {**self.about, "checksums": {name: _checksum(array) for name, array in arrays.items()}}
         args = self._ocp.args
         self._manager.save(
-            step, args=args.Composite(state=args.StandardSave(_flat(state)), identity=args.JsonSave(self.identity))
+            step,
+            args=args.Composite(
+                state=args.StandardSave(arrays),
+                identity=args.JsonSave({"about": about, "checksum": _checksum_of_json(about)}),
+            ),
         )
 
-    def restore(self, step: int, abstract_state: Any) -> Any:
+    def delete(self, step: int) -> None:
+        """Removes the snapshot of a step; nothing where there is none."""
+        if step in self._manager.all_steps():
+            self._manager.delete(step)
+
+    def restore(self, step: int, abstract_state: Any, on_change: OnChange = "refuse") -> Any:
         """The state of a snapshot, in the structure, shapes and types of `abstract_state`.
 
-        Raises ValueError for a snapshot of another identity, and for one that cannot be read.
+        Raises ValueError for a snapshot of another model, for one of other settings unless `on_change="continue"`, and
+        for one that is damaged or cannot be read.
         """
         args = self._ocp.args
         wanted = _flat(abstract_state)
         try:
             stored = self._manager.restore(step, args=args.Composite(identity=args.JsonRestore()))["identity"]
-            self._check(stored)
-            arrays = self._manager.restore(step, args=args.Composite(state=args.StandardRestore(wanted)))["state"]
+            about = stored["about"]
+            if _checksum_of_json(about) != stored["checksum"]:
+                raise _Damaged("its description is not what was written")
+            self._check(about, on_change)
+            with _no_flood():
+                arrays = self._manager.restore(step, args=args.Composite(state=args.StandardRestore(wanted)))["state"]
+            wrong = [name for name in wanted if _checksum(arrays[name]) != about["checksums"][name]]
+            if wrong:
+                raise _Damaged(f"{_few(wrong)} are not the numbers that were written")
         except _WrongSnapshot:
             raise
         except Exception as error:
+            what = str(error) if isinstance(error, _Damaged) else f"{type(error).__name__}: {str(error)[:200]}"
             raise ValueError(
-                f"the snapshot {self.folder / 'snapshots' / str(step)} cannot be read ({type(error).__name__}: "
-                f"{str(error)[:200]}). Delete that folder to go on from the one before it, or choose another output "
-                f"folder."
+                f"the snapshot {self.folder / 'snapshots' / str(step)} cannot be read ({what}). Delete that folder to "
+                "go on from the one before it, or choose another output folder."
             ) from error
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
 
-    def _check(self, stored: dict[str, Any]) -> None:
-        differs = [
-            f"{name}: snapshot {stored.get(name)!r}, now {self.identity.get(name)!r}"
-            for name in sorted({*stored, *self.identity})
-            if stored.get(name) != self.identity.get(name)
-        ]
-        if differs:
+    def _check(self, stored: dict[str, Any], on_change: OnChange) -> None:
+        model, settings = (_differences(stored[part], self.about[part]) for part in ("model", "settings"))
+        remedy = "Use the settings of that run, or choose another output folder."
+        if not model and settings and on_change == "continue":
+            print(f"Going on from the snapshot in {self.folder} with other settings: {'; '.join(settings)}.")
+            return
+        if not model and settings:
+            remedy = (
+                f"{remedy[:-1]}, or say train(..., on_change='continue') to go on from here with the settings of now: "
+                "the curve is then not that of a run in one go."
+            )
+        if model or settings:
             raise _WrongSnapshot(
-                f"the snapshots in {self.folder} belong to another run: {'; '.join(differs)}. "
-                "Use the settings of that run, or choose another output folder."
+                f"the snapshots in {self.folder} belong to another run: {'; '.join([*model, *settings])}. {remedy}"
             )
 
     def read_metrics(self, up_to: int) -> list[dict[str, float]]:
-        """The rows of steps 1..`up_to`; later ones, written after the snapshot that is resumed, leave the file."""
-        lines = self._metrics.read_text().splitlines() if self._metrics.exists() else []
+        """The rows of steps 1..`up_to`; later ones, written after the snapshot that is resumed, leave the file.
+
+        A torn last line is left out: the run was killed while it wrote it. Raises ValueError for any other line that
+        is no row, and leaves the file as it is.
+        """
+        lines = self._metrics.read_bytes().splitlines() if self._metrics.exists() else []
         rows = []
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError:  # the run was killed while it wrote this line
-                continue
-            if row["step"] <= up_to:
+        for number, line in enumerate(lines, start=1):
+            row = _row(line)
+            if row is None and number < len(lines):
+                raise ValueError(
+                    f"line {number} of {self._metrics} is no row of metrics: {line[:80]!r}. Expected a JSON object "
+                    'with a whole "step" in each line. Delete that line, or move the file away.'
+                )
+            if row is not None and row["step"] <= up_to:
                 rows.append(row)
         write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
         return rows
@@ -97,11 +156,63 @@ class _WrongSnapshot(ValueError):
     pass
 
 
+class _Damaged(ValueError):
+    pass
+
+
 def fingerprint(tokens: np.ndarray) -> str:
-    """A short name for a token stream: its length and a checksum of a million tokens spread over it."""
-    spread = tokens[:: max(1, len(tokens) // 1_000_000)]
-    return f"{len(tokens)} tokens, crc {zlib.crc32(spread.tobytes()):08x}"
+    """A short name for a token stream: its length and a checksum of it."""
+    return f"{len(tokens)} tokens, crc {_checksum(tokens):08x}"
+
+
+def _row(line: bytes) -> dict[str, float] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def _differences(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    names = sorted({*stored, *now})
+    return [
+        f"{name}: snapshot {stored.get(name)!r}, now {now.get(name)!r}"
+        for name in names
+        if stored.get(name) != now.get(name)
+    ]
 
 
 def _flat(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _checksum(array: Any) -> int:
+    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+
+
+def _checksum_of_json(about: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
+
+
+def _is_finite(array: Any) -> bool:
+    return not jnp.issubdtype(array.dtype, jnp.inexact) or bool(np.isfinite(np.asarray(array)).all())
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+@contextlib.contextmanager
+def _no_flood() -> Iterator[None]:
+    # At the first array that it cannot read Orbax closes its event loop. Each read still under way then prints a
+    # traceback, from a thread of its own and some time after the error: so the hook stays where there was an error.
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        said = str(unraisable.exc_value)
+        if "Event loop is closed" not in said and "Encountered error while reading array" not in said:
+            before(unraisable)
+
+    sys.unraisablehook = hook
+    yield
+    sys.unraisablehook = before

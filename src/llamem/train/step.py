@@ -1,6 +1,7 @@
 """One update of a Llama's parameters, with both features, as a function: to jit, or to compile for an absent chip."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
@@ -39,16 +40,24 @@ class TrainSettings:
     snapshot_every: int = 50
 
     def __post_init__(self):
-        for name in ("steps", "batch_size", "seq_len", "accumulate"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected a whole number of at least 1.")
+        least = {"warmup_steps": 0, "seed": 0, "eval_every": 0, "snapshot_every": 0}
+        for name in ("steps", "batch_size", "seq_len", "accumulate", "eval_batches", *least):
+            value, at_least = getattr(self, name), least.get(name, 1)
+            if type(value) is not int or not at_least <= value < 2**31:
+                raise ValueError(
+                    f"{name}={value!r}: expected a whole number (a Python int) of at least {at_least}, below 2**31."
+                )
+        for name in ("learning_rate", "clip_norm", "weight_decay"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not is_number or value < 0 or (value == 0 and name != "weight_decay"):
+                limit = "of at least 0" if name == "weight_decay" else "above 0"
+                raise ValueError(f"{name}={value!r}: expected a finite number (a Python float) {limit}.")
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"batch_size={self.batch_size} does not divide into accumulate={self.accumulate} equal parts: "
                 "choose a divisor, so that no sequence is dropped."
             )
-        if not self.learning_rate > 0 or not self.clip_norm > 0:
-            raise ValueError(f"learning_rate={self.learning_rate} and clip_norm={self.clip_norm} must be above 0.")
 
 
 @jax.tree_util.register_dataclass
@@ -63,6 +72,7 @@ class TrainState:
 
 def make_model(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()) -> Llama:
     """A freshly initialised model, computed as the plan says. Same seed, same parameters."""
+    _check_settings(settings)
     return Llama(config, rngs=nnx.Rngs(settings.seed), plan=plan)
 
 
@@ -84,6 +94,9 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
 
 def init_state(model: Llama, settings: TrainSettings) -> TrainState:
     """The state before the first step. Under `jax.eval_shape`, with an abstract model, it is shapes only."""
+    _check_settings(settings)
+    if not isinstance(model, Llama):
+        raise TypeError(f"init_state({type(model).__name__}, ...): expected a llamem.Llama.")
     params = nnx.state(model, nnx.Param)
     return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(settings).init(params))
 
@@ -95,6 +108,7 @@ def abstract_step(
 
     Returns `(step, state, batch)` for `llamem.compile_report(step, state, batch, donate=(0,), target=...)`.
     """
+    _check_settings(settings)
     model = nnx.eval_shape(lambda: make_model(config, settings, plan))
     tokens_BT = jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), jnp.int32)
     return make_train_step(nnx.graphdef(model), settings), abstract_state(config, settings), (tokens_BT, tokens_BT)
@@ -113,6 +127,8 @@ def loss_fn(
     reduction: Literal["mean", "sum"] = "mean",
 ) -> Array:
     """Cross-entropy in nats of the targets under the model, tiled as the model's plan says."""
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"loss_fn(reduction={reduction!r}): expected 'mean' or 'sum'.")
     model = nnx.merge(graphdef, params)
     hidden_BTD = model.hidden(inputs_BT)
     head_VD = model.head.astype(hidden_BTD.dtype)
@@ -125,6 +141,17 @@ def loss_fn(
     return losses_BT.mean() if reduction == "mean" else losses_BT.sum()
 
 
+def _check_settings(settings: Any) -> None:
+    if not isinstance(settings, TrainSettings):
+        raise TypeError(f"settings={settings!r}: expected llamem.TrainSettings(steps=..., batch_size=..., ...).")
+
+
+def global_norm(tree: Any) -> Float[Array, ""]:
+    """The square root of the sum of all squares of all leaves. (optax has it under names that come and go.)"""
+    wide = [leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum((jnp.sum(jnp.square(leaf)) for leaf in wide), start=jnp.zeros(())))
+
+
 def make_train_step(
     graphdef: nnx.GraphDef, settings: TrainSettings
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
@@ -134,6 +161,9 @@ def make_train_step(
     micro-batches, or a Python loop, would keep the residuals of all of them. Metrics: `loss` (mean over tokens, nats),
     `grad_norm`.
     """
+    _check_settings(settings)
+    if not isinstance(graphdef, nnx.GraphDef):
+        raise TypeError(f"make_train_step({type(graphdef).__name__}, ...): expected nnx.graphdef(model).")
     optimizer = make_optimizer(settings)
 
     def loss_and_grads(params: Any, batch: tuple[Array, Array]) -> tuple[Array, Any]:
@@ -154,7 +184,7 @@ def make_train_step(
         loss, grads = loss_and_grads(state.params, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": loss, "grad_norm": global_norm(grads)}
         return TrainState(state.step + 1, params, opt_state), metrics
 
     return step

@@ -50,6 +50,8 @@ class Tokenizer:
     vocab_size: int
 
     def __init__(self, path: str | os.PathLike | None = None):
+        if not isinstance(path, str | os.PathLike | None):
+            raise TypeError(f"Tokenizer({path!r}): expected the path of a tokenizer's file, or nothing.")
         file = _llama3_file() if path is None else Path(path).expanduser()
         if not file.is_file():
             raise FileNotFoundError(
@@ -81,11 +83,21 @@ class Tokenizer:
         self.bos_id, self.eos_id = special["<|begin_of_text|>"], special["<|end_of_text|>"]
 
     def _open_hugging_face(self, file: Path) -> None:
-        model = import_extra("tokenizers", "a Hugging Face tokenizer").Tokenizer.from_file(str(file))
+        tokenizers = import_extra("tokenizers", "a Hugging Face tokenizer")
+        try:
+            model = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(
+                f"{str(file)!r} is not a Hugging Face tokenizer ({error}). Write it again with its save(), or give a "
+                "`tokenizer.model` in Meta's format."
+            ) from None
         model.encode_special_tokens = True
-        first = lambda names: next((i for n in names if (i := model.token_to_id(n)) is not None), None)  # noqa: E731
-        self.bos_id = first(["<|begin_of_text|>", "<s>", "<bos>"])
-        eos_id = first(["<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>"])
+
+        def first_known(names: list[str]) -> int | None:
+            return next((i for name in names if (i := model.token_to_id(name)) is not None), None)
+
+        self.bos_id = first_known(["<|begin_of_text|>", "<s>", "<bos>"])
+        eos_id = first_known(["<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>"])
         if eos_id is None:
             raise ValueError(
                 f"{str(file)!r} has none of the end-of-document tokens <|end_of_text|>, <|endoftext|>, </s>, <eos>, so "
@@ -102,6 +114,8 @@ class Tokenizer:
 
     def encode_to_numpy(self, text: str, *, bos: bool = False, eos: bool = False) -> np.ndarray:
         """Like `encode`, as a uint32 array."""
+        if not isinstance(text, str):
+            raise TypeError(f"encode({type(text).__name__} {str(text)[:60]!r}): expected a str.")
         before = [self.bos_id] if bos and self.bos_id is not None else []
         after = [self.eos_id] if eos else []
         chunks = [self._encode_chunk(text[i : i + _CHUNK]) for i in range(0, len(text), _CHUNK)]
@@ -110,9 +124,15 @@ class Tokenizer:
     def decode(self, ids: Sequence[int] | Integer[np.ndarray, " tokens"]) -> str:
         """Text of token ids, special tokens written out; bytes that are not UTF-8 become U+FFFD.
 
-        Errors: ValueError for an id outside the vocabulary.
+        Errors: ValueError for an id outside the vocabulary, TypeError for what are no whole numbers.
         """
-        ids = [int(i) for i in ids]
+        array = np.asarray(ids)
+        if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+            raise TypeError(
+                f"decode({str(ids)[:60]}): expected the ids of one text, whole numbers [tokens]; has the shape "
+                f"{array.shape} and the type {array.dtype}."
+            )
+        ids = array.tolist()
         wrong = [i for i in ids if not 0 <= i < self.vocab_size]
         if wrong:
             raise ValueError(

@@ -1,0 +1,162 @@
+"""Snapshots: damage, divergence, other settings, two processes, odd metrics."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from llamem import _files
+from llamem.train.snapshots import Snapshots
+
+MODEL, SETTINGS = {"model d_model": "16"}, {"steps": 4, "learning_rate": 0.1}
+
+
+def state_of(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "params": {
+            "wide": jnp.asarray(rng.standard_normal((37, 11)), jnp.float32),
+            "half": jnp.asarray(rng.standard_normal(23), jnp.bfloat16),
+        },
+        "step": jnp.int32(7),
+    }
+
+
+def restore(folder, settings=SETTINGS, model=MODEL, **options):
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state_of())
+    with Snapshots(folder, model, settings) as snapshots:
+        return snapshots.restore(1, abstract, **options)
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with Snapshots(tmp_path, MODEL, SETTINGS) as snapshots:
+        snapshots.save(1, state_of())
+    return tmp_path
+
+
+def data_files(folder):
+    files = sorted(path for path in (folder / "snapshots" / "1" / "state").rglob("*") if path.is_file())
+    return sorted(files, key=lambda path: -path.stat().st_size if "d" in path.parent.parts[-1:] else 0)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_no_flipped_bit_is_restored_as_other_numbers(folder):
+    assert_same(restore(folder), state_of())
+    rng = random.Random(0)
+    largest, *others = data_files(folder)
+    places = [(largest, rng.randrange(largest.stat().st_size)) for _ in range(16)]
+    places += [(file, rng.randrange(file.stat().st_size)) for file in others]
+    told = []
+    for file, place in places:
+        whole = file.read_bytes()
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << rng.randrange(8)
+        file.write_bytes(damaged)
+        try:
+            assert_same(restore(folder), state_of())
+        except ValueError as error:
+            told.append(str(error))
+            assert "snapshots/1 cannot be read" in told[-1] and "Delete that folder to go on" in told[-1]
+        file.write_bytes(whole)
+    named = [words for words in told if "['params']['wide'] are not the numbers that were written" in words]
+    assert named and len(told) >= 10, told
+    largest.write_bytes(b"")
+    with pytest.raises(ValueError, match="cannot be read"):
+        restore(folder)
+
+
+def test_a_changed_description_is_damage_too(folder):
+    (description,) = (folder / "snapshots" / "1" / "identity").glob("metadata")
+    description.write_text(description.read_text().replace('"steps": 4', '"steps": 5'))
+    with pytest.raises(ValueError, match="its description is not what was written"):
+        restore(folder)
+
+
+def test_other_settings_are_named_and_refused_until_the_word_is_said(folder, capsys):
+    with pytest.raises(ValueError, match=r"steps: snapshot 4, now 8\. .*on_change='continue'"):
+        restore(folder, {**SETTINGS, "steps": 8})
+    assert_same(restore(folder, {**SETTINGS, "steps": 8}, on_change="continue"), state_of())
+    assert "other settings: steps: snapshot 4, now 8." in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"model d_model: snapshot '16', now '32'; steps: .*Use the settings") as error:
+        restore(folder, {**SETTINGS, "steps": 8}, {"model d_model": "32"}, on_change="continue")
+    assert "continue" not in str(error.value), "another model cannot be continued"
+
+
+def test_what_is_not_finite_is_not_saved(tmp_path):
+    with Snapshots(tmp_path, MODEL, SETTINGS) as snapshots:
+        snapshots.save(1, state_of())
+        ruined = {**state_of(), "step": jnp.int32(8)}
+        ruined["params"]["half"] = ruined["params"]["half"].at[3].set(jnp.inf)
+        with pytest.raises(FloatingPointError, match=r"\['params'\]\['half'\] of step 2 hold NaN or infinity"):
+            snapshots.save(2, ruined)
+        assert snapshots.latest() == 1
+        snapshots.delete(1)
+        snapshots.delete(1)
+        assert snapshots.latest() is None
+
+
+HOLD = """
+import importlib.util, sys, time
+spec = importlib.util.spec_from_file_location("_files", sys.argv[1])
+files = importlib.util.module_from_spec(spec); spec.loader.exec_module(files)
+with files.locked(files.Path(sys.argv[2]) / "run.lock", "why"):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="its locks stay with a killed process")
+def test_a_second_process_is_refused_and_a_killed_one_lets_go(folder):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, _files.__file__, str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    with pytest.raises(BlockingIOError, match=rf"{folder} is in use by process {process.pid} on .*mix their metrics"):
+        restore(folder)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert_same(restore(folder), state_of())
+
+
+@pytest.mark.parametrize("lock", ["flock", "existence"])
+def test_the_lock_is_given_back_after_an_error(folder, lock, monkeypatch):
+    if lock == "existence":
+        monkeypatch.setattr(_files, "fcntl", None)
+    with Snapshots(folder, MODEL, SETTINGS), pytest.raises(BlockingIOError, match="in use by process") as error:
+        restore(folder)
+    assert ("If that process is gone, delete" in str(error.value)) == (lock == "existence")
+    with pytest.raises(ZeroDivisionError), Snapshots(folder, MODEL, SETTINGS):
+        print(1 // 0)
+    assert_same(restore(folder), state_of())
+
+
+def test_a_file_is_no_folder_for_a_run(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(NotADirectoryError, match="is a file: a run needs a folder"):
+        restore(tmp_path / "run")
+
+
+@pytest.mark.parametrize("odd", [b"3", b"{}", b'{"step": "2"}', b'{"step": true}', b"[1]", b"\xff\xfe", b"[" * 100_000])
+def test_an_odd_line_of_metrics_is_named_and_a_torn_last_one_left_out(tmp_path, odd):
+    metrics = tmp_path / "metrics.jsonl"
+    rows = [json.dumps({"step": step, "loss": 1.0}).encode() for step in (1, 2, 3)]
+    with Snapshots(tmp_path, MODEL, SETTINGS) as snapshots:
+        before = b"\n".join([rows[0], odd, rows[1]])
+        metrics.write_bytes(before)
+        with pytest.raises(ValueError, match=r"line 2 of .*metrics\.jsonl is no row of metrics: .*Delete that line"):
+            snapshots.read_metrics(up_to=3)
+        assert metrics.read_bytes() == before
+        metrics.write_bytes(b"\n".join([*rows, odd]))
+        assert [row["step"] for row in snapshots.read_metrics(up_to=2)] == [1, 2]
+        assert metrics.read_bytes() == b"\n".join(rows[:2]) + b"\n"
