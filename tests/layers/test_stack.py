@@ -155,7 +155,9 @@ def operations(mode, remat):
             for inner in inner_jaxprs(eqn):
                 walk(inner)
 
-    loss = lambda p: jnp.mean(apply_stack(layer, p, inputs(), mode=mode, remat=remat) ** 2)  # noqa: E731
+    def loss(p):
+        return jnp.mean(apply_stack(layer, p, inputs(), mode=mode, remat=remat) ** 2)
+
     walk(jax.make_jaxpr(jax.grad(loss))(stacked_params(6)).jaxpr)
     return counts
 
@@ -177,14 +179,19 @@ def test_dropout_is_the_same_in_both_passes_where_its_key_is_an_input(mode):
         return layer(p, x) * jax.random.bernoulli(key, 0.6, x.shape) / 0.6
 
     def grads(remat, layer=dropped):
-        loss = lambda p: jnp.mean(apply_stack(layer, p, inputs(), keys, mode=mode, remat=remat) ** 2)  # noqa: E731
+        def loss(p):
+            return jnp.mean(apply_stack(layer, p, inputs(), keys, mode=mode, remat=remat) ** 2)
+
         return jax.grad(loss)(params)
 
     for a, b in zip(*map(jax.tree.leaves, (grads(None), grads("nothing"))), strict=True):
         assert np.abs(a - b).max() <= 1e-6 * np.abs(b).max()
     # A layer that draws from a counter outside instead: tracing keeps the first draw and repeats it in every layer.
     draws = iter(range(100))
-    stateful = lambda p, x, key: dropped(p, x, jax.random.key(next(draws)))  # noqa: E731
+
+    def stateful(p, x, key):
+        return dropped(p, x, jax.random.key(next(draws)))
+
     wrong = jax.tree.leaves(grads("nothing", stateful))
     assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(jax.tree.leaves(grads("nothing")), wrong, strict=True))
 

@@ -1,13 +1,16 @@
 import multiprocessing
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 
+from llamem import train as package
 from llamem.train import data
 from llamem.train.data import Batches, load_corpus, read_documents, unigram_entropy
 from llamem.train.tokenizer import Tokenizer
 
+untyped: Any = package  # for what is wrong on purpose
 TEXT = "def f(x):\n    return x ** 2  # ünï-çødé 漢字 🦙 1234567\r\n\n\n\t  we're HERE'LL <|end_of_text|> end\n   "
 
 
@@ -191,9 +194,10 @@ def test_a_single_document_gives_up_its_end(tmp_path):
 
 def test_the_cache_is_used_and_keyed_by_text_tokenizer_and_split(folder, tmp_path, monkeypatch):
     cache = tmp_path / "cache"
-    load = lambda fraction=0.1, tokenizer=None: load_corpus(  # noqa: E731
-        folder, tokenizer or ByteTokenizer(), heldout_fraction=fraction, cache_dir=cache
-    )
+
+    def load(fraction=0.1, tokenizer=None):
+        return load_corpus(folder, tokenizer or ByteTokenizer(), heldout_fraction=fraction, cache_dir=cache)
+
     first = load()
     assert isinstance(first.train, np.memmap) and first.train.dtype == np.uint32
     with monkeypatch.context() as patch:
@@ -272,7 +276,10 @@ def test_every_sequence_appears_once_per_epoch_with_shifted_targets(num_tokens, 
 
 def test_a_batch_depends_on_seed_and_step_alone():
     tokens = np.random.default_rng(1).integers(0, 99, 5_000).astype(np.uint32)
-    make = lambda seed=3: Batches(tokens, 3, 11, seed)  # noqa: E731
+
+    def make(seed=3):
+        return Batches(tokens, 3, 11, seed)
+
     one = make()
     in_order = [one.batch_at(step) for step in range(400)]
     for step in [399, 0, 151, 152, 7]:  # 454 sequences: the second epoch begins within step 151
@@ -280,6 +287,7 @@ def test_a_batch_depends_on_seed_and_step_alone():
     assert not np.array_equal(make(4).batch_at(0), in_order[0])
 
 
+@pytest.mark.usefixtures("as_a_user")
 def test_unusable_batches():
     tokens = np.arange(10, dtype=np.uint32)
     with pytest.raises(ValueError, match="10 tokens, but one sequence of seq_len 10 needs 11"):
@@ -291,6 +299,35 @@ def test_unusable_batches():
     Batches(tokens, 1, 9, vocab_size=10)
     with pytest.raises(ValueError, match="step is -1"):
         Batches(tokens, 1, 3).batch_at(-1)
+    with pytest.raises(ValueError, match=r"batch_size is 1\.5 and seq_len True; both must be whole numbers"):
+        untyped.Batches(tokens, 1.5, True)
+    with pytest.raises(ValueError, match="seed is -1"):
+        Batches(tokens, 1, 3, -1)
+    for wrong, kind in (([1, 2, 3], "list"), (tokens / 2, "float64"), (tokens[None], r"shape \(1, 10\)")):
+        with pytest.raises(TypeError, match=rf"tokens is .*{kind}.*; expected a NumPy array of whole numbers"):
+            untyped.Batches(wrong, 1, 1)
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_wrong_arguments_of_corpora_and_tokenizers(tokenizer, tmp_path):
+    for call, words in (
+        (lambda: untyped.load_corpus(3), r"read_documents\(3\): expected a path"),
+        (lambda: untyped.load_corpus(tokenizer="llama"), "tokenizer='llama'.: expected a llamem"),
+        (lambda: untyped.Tokenizer(3), r"Tokenizer\(3\): expected the path"),
+        (lambda: tokenizer.encode(b"bytes"), "encode.bytes .*: expected a str"),
+        (lambda: tokenizer.decode([1.5]), r"decode\(\[1\.5\]\): expected the ids of one text.*float64"),
+        (lambda: tokenizer.decode([[1], [2]]), r"shape \(2, 1\)"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            call()
+    assert tokenizer.decode([]) == ""
+    with pytest.raises(ValueError, match="expected a path"):
+        load_corpus("")
+    with pytest.raises(ValueError, match=r"heldout_fraction is '0\.1'"):
+        untyped.load_corpus(heldout_fraction="0.1")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json' is not a Hugging Face tokenizer"):
+        Tokenizer(tmp_path / "tokenizer.json")
 
 
 def test_unigram_entropy():
