@@ -19,7 +19,6 @@ from llamem.memory.jaxprs import differentiation_pass
 from llamem.memory.timeline import CATEGORIES, Timeline, argument_category
 from llamem.memory.timeline_schedule import Pass, phases, read_schedule
 
-
 # Twenty programs on each take half an hour: `LLAMEM_TIMELINE_MATRIX=local,v5e-1,v6e-1,a100-40,h100` runs them.
 MATRIX = [name for name in os.environ.get("LLAMEM_TIMELINE_MATRIX", "").split(",") if name]
 
