@@ -15,7 +15,7 @@ from timelines import FILES, MiB, handmade, write_dump
 import llamem
 from llamem.course import plots
 from llamem.memory.compiling import argument_names
-from llamem.memory.jaxprs import differentiation_pass
+from llamem.memory.name_stacks import differentiation_pass
 from llamem.memory.timeline import CATEGORIES, Timeline, argument_category
 from llamem.memory.timeline_schedule import Pass, phases, read_schedule
 

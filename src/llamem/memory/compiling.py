@@ -9,8 +9,8 @@ import time
 import typing
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import jax

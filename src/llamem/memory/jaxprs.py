@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -296,15 +296,3 @@ def lines_of(eqn: jex_core.JaxprEqn) -> Iterator[tuple[str, int]]:
     """File and line of each call that led to an operation, the innermost first."""
     for frame in getattr(eqn.source_info.traceback, "frames", ()):
         yield frame.file_name, frame.line_num
-
-
-def differentiation_pass(operation: str) -> Literal["forward", "backward", "run again", ""]:
-    """Which pass an operation of a compiled program belongs to, by its `op_name`: JAX writes there how it was derived.
-
-    "" for an operation outside of anything differentiated, as an optimizer's are.
-    """
-    if "rematted_computation" in operation:
-        return "run again"
-    if "transpose(" in operation:
-        return "backward"
-    return "forward" if "jvp(" in operation else ""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llamem.memory.hlo import ENTRY, Instruction, parse
-from llamem.memory.jaxprs import differentiation_pass
+from llamem.memory.name_stacks import differentiation_pass
 from llamem.memory.timeline_dump import Allocation, Value, read_files
 from llamem.memory.timeline_origin import Origins
 
