@@ -6,8 +6,12 @@ import matplotlib.pyplot as plt
 from IPython.display import display
 from matplotlib.figure import Figure
 
+from llamem.course.timeline_figure import timeline, timeline_alt
+from llamem.course.timeline_page import timeline_page
 from llamem.memory.report import GiB, Report
 from llamem.memory.residuals import Residuals
+
+__all__ = ["report_bars", "residual_bars", "show", "timeline", "timeline_alt", "timeline_page"]
 
 plt.style.use("petroff10")  # colours that remain distinct for colour-blind readers
 plt.rcParams.update({"figure.figsize": (8, 4), "figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})
@@ -20,7 +24,8 @@ def show(fig: Figure, *, alt: str) -> None:
     """Displays a figure once, with the text that stands for it where it cannot be seen, and closes it."""
     if not alt.strip():
         raise ValueError("show(fig, alt=''): say in a sentence or two what the figure shows.")
-    fig.tight_layout()
+    if fig.get_layout_engine() is None:
+        fig.tight_layout()
     display(fig, metadata={"image/png": {"alt": alt}})
     plt.close(fig)
 

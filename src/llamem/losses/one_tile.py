@@ -74,7 +74,8 @@ def project(cfg: Softmax, x_TD: Array, head: list, wanted: tuple) -> tuple[Array
 
         return raw_TV.astype(wide(raw_TV)), pull
     head_VD, bias_V = (*head, None)[:2]
-    raw_TV = matmul(x_TD, head_VD, (1, 1))
+    with jax.named_scope("logits"):  # by this name a timeline knows them
+        raw_TV = matmul(x_TD, head_VD, (1, 1))
     return raw_TV if bias_V is None else raw_TV + bias_V, lambda d_TV: matrix_gradients(x_TD, head_VD, d_TV, wanted)
 
 

@@ -1,12 +1,16 @@
 """The truth about memory: what a program needs on a chip, as that chip's own compiler says."""
 
+import dataclasses
+import inspect
 import math
 import re
+import tempfile
 import time
 import typing
 from collections.abc import Callable, Iterable
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +28,8 @@ from llamem.memory.report import Buffer, Collective, Depth, Report
 from llamem.memory.report_cache import cached
 from llamem.memory.shapes import is_key, key_implementation, shape_of
 from llamem.memory.targets import Target, target
+from llamem.memory.timeline import Timeline
+from llamem.memory.timeline_schedule import schedule_or_reason
 
 __all__ = ["compile_report", "matmul_flops", "moved_to_host"]
 
@@ -78,9 +84,18 @@ def compile_report(
         answer = cached(f"{options} {_without_lines(program)}", compiling) if cache else compiling()
     else:
         start, depth = time.perf_counter(), "code"
-        compiled = jitted.lower(*leaves).compile()
-        answer = _described(compiled, time.perf_counter() - start)
-    return _report(chip, depth, answer, jaxpr, leaves, donated)
+        with tempfile.TemporaryDirectory(prefix="llamem-") as dump:
+            options = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
+            compiled = jitted.lower(*leaves).compile(compiler_options=options)
+            answer = _described(compiled, time.perf_counter() - start)
+            answer |= schedule_or_reason(Path(dump), chip.platform)
+    report = _report(chip, depth, answer, jaxpr, leaves, donated)
+    if "schedule" not in answer:
+        no_timeline = f"no timeline, as what the compiler wrote down cannot be read: {answer['no_schedule']}"
+        return dataclasses.replace(report, warnings=(*report.warnings, no_timeline))
+    names = argument_names(fn, args)
+    timeline = Timeline.from_schedule(answer["schedule"], chip.name, chip.capacity_bytes, names)
+    return dataclasses.replace(report, timeline=timeline)
 
 
 _target = target  # the function, where a parameter has its name
@@ -123,6 +138,16 @@ def _placed(shape: jax.ShapeDtypeStruct, leaf: Any, chip: Target) -> jax.ShapeDt
     if is_key(shape.dtype):
         shape = jax.eval_shape(jax.random.key_data, shape)
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding, weak_type=shape.weak_type)
+
+
+def argument_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+    """A name for each leaf, such as `state.params['norm'].value`: its argument's, and the path inside."""
+    try:
+        given = inspect.signature(fn).bind(*args).arguments.items()
+    except (TypeError, ValueError):  # nothing says what this callable's arguments are called
+        given = [("", args)]
+    leaves = [(name, path) for name, value in given for path, _ in jax.tree_util.tree_leaves_with_path(value)]
+    return [name + jax.tree_util.keystr(path) for name, path in leaves]
 
 
 def _mesh(leaves: list[jax.ShapeDtypeStruct], chip: Target) -> Any:

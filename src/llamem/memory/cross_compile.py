@@ -24,6 +24,7 @@ from llamem.memory.dump import analysed_bytes, memory_is_assigned, read_dump
 from llamem.memory.hlo_counts import describe
 from llamem.memory.report import Depth
 from llamem.memory.targets import Target
+from llamem.memory.timeline_schedule import schedule_or_reason
 
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -55,7 +56,8 @@ def export_for(
 def compile_absent(
     target: Target, program: bytes, donated: Sequence[int], axes: Mapping[str, int] | None, depth: Depth
 ) -> dict[str, Any]:
-    """What the target's compiler says: the bytes of `read_dump` and `describe`, or `{"error": the compiler's message}`.
+    """What the target's compiler says: the bytes of `read_dump` and `describe`, or `{"error": the compiler's message}`;
+    and what `schedule_or_reason` gives.
 
     `axes` are those of the mesh of several chips. With `depth="memory"` the compiler is ended once it has assigned
     memory. Raises RuntimeError where the compiler died without an answer.
@@ -91,6 +93,8 @@ def compile_absent(
                 "Often an old compiler: upgrade libtpu or the CUDA plugin. Its last words: "
                 f"{(folder / 'words').read_text(errors='replace')[-800:]}"
             )
+        # Programs that are refused have a schedule too: it shows where they need too much.
+        answer |= schedule_or_reason(dump, target.platform)
         return answer | {"compile_seconds": time.perf_counter() - start}
 
 

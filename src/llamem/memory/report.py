@@ -7,6 +7,7 @@ from typing import Literal
 
 from llamem.memory.show import html_table
 from llamem.memory.targets import Target
+from llamem.memory.timeline import Timeline
 
 GiB = 2**30
 Depth = Literal["memory", "code"]
@@ -64,6 +65,7 @@ class Report:
     warnings: tuple[str, ...] = ()
     depth: Depth = "code"
     refused: bool = False
+    timeline: Timeline | None = dataclasses.field(default=None, repr=False)
 
     @property
     def capacity_bytes(self) -> int | None:

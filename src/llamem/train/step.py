@@ -136,8 +136,9 @@ def loss_fn(
         return tiled_cross_entropy(
             hidden_BTD, head_VD, targets_BT, num_tiles=num_tiles, axis=model.plan.loss_axis, reduction=reduction
         )
-    logits_BTV = jnp.einsum("BTD,VD->BTV", hidden_BTD, head_VD, preferred_element_type=jnp.float32)
-    losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
+    with jax.named_scope("logits"):  # by this name a timeline knows them
+        logits_BTV = jnp.einsum("BTD,VD->BTV", hidden_BTD, head_VD, preferred_element_type=jnp.float32)
+        losses_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
     return losses_BT.mean() if reduction == "mean" else losses_BT.sum()
 
 

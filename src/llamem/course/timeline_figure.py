@@ -1,0 +1,209 @@
+"""Memory against time as a figure: what fills a chip at each step of a program, several programs on equal axes."""
+
+import math
+from collections.abc import Mapping
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from llamem.memory.report import Report
+from llamem.memory.timeline import CATEGORIES, Span, Timeline
+
+# Of petroff10, so that neighbours in the stack stay distinct for colour-blind readers.
+COLOURS = dict(
+    zip(
+        CATEGORIES,
+        (
+            "#3f90da", "#92dadd", "#b9ac70", "#a96b59", "#ffa90e",
+            "#bd1f01", "#832db6", "#94a4a2", "#e76300", "#717581",
+        ),
+        strict=True,
+    )
+)  # fmt: skip
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_HOST = "on the host"
+_DARK = {"optimizer", "batch", "residuals", "workspace"}  # light colours, which take dark letters
+
+
+def timelines(reports: Mapping[str, Report | Timeline]) -> dict[str, Timeline]:
+    """The timelines of reports, by name. Raises ValueError where there is none, or no report at all."""
+    if not reports:
+        raise ValueError("timeline({}): give at least one report, as {'name': compile_report(...)}.")
+    found: dict[str, Timeline] = {}
+    for name, report in reports.items():
+        one = report if isinstance(report, Timeline) else report.timeline
+        if one is None:
+            raise ValueError(
+                f"the report {name!r} has no timeline: its compiler wrote down no schedule that could be read, as its "
+                "warnings say. `plots.report_bars` draws its peak."
+            )
+        found[name] = one
+    return found
+
+
+def unit_of(found: Mapping[str, Timeline]) -> tuple[str, int]:
+    """The unit that suits the highest of several peaks, and its bytes."""
+    highest = max(timeline.peak_bytes for timeline in found.values())
+    return next((unit for unit in UNITS if highest >= unit[1]), UNITS[-1])
+
+
+def largest_made(timeline: Timeline, count: int = 3) -> list[Span]:
+    """The largest buffers at the peak that the program makes itself, beside what the caller holds."""
+    return [buffer for buffer in timeline.at_peak() if buffer.name not in ("argument", "constant")][:count]
+
+
+def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
+    """Device memory over the schedule of each program, by category, on equal axes; `timeline_alt` says it in words.
+
+    Passes are marked, and loops with how often they run; the dashed line is what the chip offers. At the peak stand
+    the three largest buffers that the program makes. Memory on the host, where there is any, is a line of its own.
+    Raises ValueError for a report without a timeline.
+    """
+    found = timelines(reports)
+    unit, n_bytes = unit_of(found)
+    columns = 2 if len(found) in (2, 4) else min(len(found), 3)
+    rows = math.ceil(len(found) / columns)
+    fig, axes = plt.subplots(
+        rows,
+        columns,
+        figsize=(max(4.4 * columns, 8), 3.3 * rows + 0.6),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    steps = max(one.steps for one in found.values())
+    top = max(max(one.peak_bytes, drawn_capacity(one)) for one in found.values()) / n_bytes
+    for ax, (name, one) in zip(axes.flat, found.items(), strict=False):
+        ax.set_xlim(0, steps)
+        ax.set_ylim(0, 1.34 * top)
+        _areas(ax, one, n_bytes)
+        _passes(ax, one)
+        _capacity(ax, one, n_bytes, unit)
+        _peak(ax, one, n_bytes)
+        fits = (", does not fit" if one.over_capacity else ", fits") if one.capacity_bytes else ""
+        title = f"{name}: {one.peak_bytes / n_bytes:.1f} {unit}{fits}"
+        ax.set_title(title, loc="left", fontweight="bold", fontsize=10.5, pad=27)
+    for ax in axes.flat[len(found) :]:
+        ax.set_visible(False)
+    for ax in axes[:, 0]:
+        ax.set_ylabel(f"{unit} in use")
+    for ax in axes[-1]:
+        ax.set_xlabel("step of the compiled schedule")
+    shown = {}
+    for ax in axes.flat[: len(found)]:
+        handles, labels = ax.get_legend_handles_labels()
+        shown |= dict(zip(labels, handles, strict=True))
+    order = [label for label in (*CATEGORIES, _HOST) if label in shown]
+    fig.legend([shown[label] for label in order], order, loc="outside lower center", ncols=len(order), frameon=False)
+    return fig
+
+
+def timeline_alt(reports: Mapping[str, Report | Timeline]) -> str:
+    """What `timeline` shows, in words, for those who cannot see it."""
+    found = timelines(reports)
+    unit, n_bytes = unit_of(found)
+    words = [f"Memory in use over the compiled schedule, by category, in {unit}."]
+    for name, one in found.items():
+        parts = {category: row[one.peak_step] for category, row in one.by_category().items()}
+        told = sorted(((size, category) for category, size in parts.items()), reverse=True)[:4]
+        shares = ", ".join(f"{category} {size / n_bytes:.1f}" for size, category in told)
+        where = f" in the {one.phase(one.peak_step)} pass" if one.phase(one.peak_step) else ""
+        sentence = f"{name}: highest at {one.peak_bytes / n_bytes:.1f}{where}, of it {shares}"
+        if one.capacity_bytes:
+            verdict = "more than" if one.over_capacity else "within"
+            sentence += f"; {verdict} the {one.capacity_bytes / n_bytes:.2f} that {one.target} offers"
+        words.append(sentence + ".")
+    return " ".join(words)
+
+
+def drawn_capacity(one: Timeline) -> int:
+    """The capacity, where it lies near enough to the curve to be drawn."""
+    capacity = one.capacity_bytes or 0
+    return capacity if capacity <= 4 * one.peak_bytes else 0
+
+
+def _areas(ax: Axes, one: Timeline, n_bytes: int) -> None:
+    base = np.zeros(one.steps)
+    steps = np.arange(one.steps + 1)
+    height = ax.get_ylim()[1]
+    for category, sizes in one.by_category().items():
+        upper = base + sizes / n_bytes
+        if sizes.max() / n_bytes > 0.004 * height:
+            lower_edge, upper_edge = np.append(base, base[-1]), np.append(upper, upper[-1])
+            style = {"color": COLOURS[category], "linewidth": 0, "label": category}
+            ax.fill_between(steps, lower_edge, upper_edge, step="post", **style)
+            _name_area(ax, category, base, upper)
+        base = upper
+    ax.step(steps, np.append(base, base[-1]), where="post", color="black", linewidth=0.7)
+    host = one.curve("host")
+    if host.any():
+        edge = np.append(host, host[-1]) / n_bytes
+        ax.step(steps, edge, where="post", color="black", linestyle=":", linewidth=1.6, label=_HOST)
+
+
+def _name_area(ax: Axes, category: str, lower: np.ndarray, upper: np.ndarray) -> None:
+    """The category's name inside its area, where a label of its width fits best."""
+    width = max(int(0.02 * ax.get_xlim()[1] * len(category)), 1)
+    if len(lower) <= width:
+        return
+    windows = np.lib.stride_tricks.sliding_window_view
+    floor, ceiling = windows(lower, width).max(axis=1), windows(upper, width).min(axis=1)
+    best = int(np.argmax(ceiling - floor))
+    if ceiling[best] - floor[best] < 0.055 * ax.get_ylim()[1]:
+        return
+    colour = "black" if category in _DARK else "white"
+    middle = (ceiling[best] + floor[best]) / 2
+    ax.text(best + width / 2, middle, category, ha="center", va="center", fontsize=8, color=colour)
+
+
+def _passes(ax: Axes, one: Timeline) -> None:
+    above = ax.get_xaxis_transform()
+    for name, first, end in one.passes:
+        if first:
+            ax.axvline(first, color="black", linewidth=0.7, alpha=0.6)
+        if end - first > 0.1 * ax.get_xlim()[1]:
+            ax.text((first + end) / 2, 1.075, name, transform=above, ha="center", va="bottom", fontsize=9)
+    drawn_to = -1
+    for loop in one.loops:
+        if loop.first < drawn_to or loop.end - loop.first < 0.03 * ax.get_xlim()[1]:
+            continue  # inside of one that is marked, or too short to be seen
+        drawn_to = loop.end
+        ax.plot([loop.first, loop.end], [1.02, 1.02], transform=above, color="0.35", linewidth=2.2, clip_on=False)
+        if loop.trips and loop.end - loop.first > 0.06 * ax.get_xlim()[1]:
+            middle, trips = (loop.first + loop.end) / 2, f"x {loop.trips}"
+            ax.text(middle, 1.025, trips, transform=above, ha="center", va="bottom", fontsize=7.5, color="0.35")
+
+
+def _capacity(ax: Axes, one: Timeline, n_bytes: int, unit: str) -> None:
+    if line := drawn_capacity(one):
+        capacity = line / n_bytes
+        ax.axhline(capacity, color="black", linestyle="--", linewidth=1.2)
+        ax.text(
+            0.995 * ax.get_xlim()[1],
+            capacity,
+            f"{one.target}: {capacity:.2f} {unit}",
+            ha="right",
+            va="bottom",
+            fontsize=8,
+        )
+
+
+def _peak(ax: Axes, one: Timeline, n_bytes: int) -> None:
+    step, height = one.peak_step, one.peak_bytes / n_bytes
+    lines = ["largest at the peak:"]
+    lines += [f"{buffer.bytes / n_bytes:.2f} {buffer.category}  {buffer.shape}" for buffer in largest_made(one)]
+    ax.plot(step, height, marker="v", color="black", markersize=6, clip_on=False)
+    right = step < 0.5 * ax.get_xlim()[1]
+    ax.annotate(
+        "\n".join(lines),
+        (step, height),
+        xytext=(0.98 if right else 0.02, 0.985),
+        textcoords="axes fraction",
+        ha="right" if right else "left",
+        va="top",
+        fontsize=7.5,
+        linespacing=1.25,
+    )

@@ -1,0 +1,136 @@
+"""Reading what XLA writes down of a program's memory: which value lies where, and from which step to which.
+
+With `xla_dump_to` a compiler leaves three files beside the optimised program: `-live-range.txt` (the schedule, bodies
+of loops in line, and the steps between which each position of a value is alive), `-buffer-assignment.txt` (allocations,
+and the place of each value in one), `-buffer-assignment-values.txt` (each value's positions, its users, and the
+instruction that makes it). No compiler promises their form: whatever does not fit raises ValueError.
+"""
+
+import dataclasses
+import re
+from collections import defaultdict
+from pathlib import Path
+
+_LIVE, _PLACES, _VALUES = "-live-range.txt", "-buffer-assignment.txt", "-buffer-assignment-values.txt"
+_PROGRAM = "after_optimizations"
+
+
+@dataclasses.dataclass(frozen=True)
+class Allocation:
+    """Memory in one piece: an argument's, an output's, or the arena that all temporaries share."""
+
+    size: int
+    color: int
+    parameter: int | None
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An array that the program makes: where it lies, the step of its making, and that of its last use.
+
+    `name` is that of the instruction that makes it, with the index of the result in braces if there are several;
+    `users` are the names of those that read it. `phi`: it is where ways meet, a loop's argument or result, and lies
+    where what goes into it lies.
+    """
+
+    name: str
+    allocation: int
+    offset: int
+    size: int
+    shape: str
+    phi: bool
+    first: int
+    last: int
+    users: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dump:
+    """What one program's files say: the instructions' names in their order, allocations, values, the program's text."""
+
+    schedule: tuple[str, ...]
+    allocations: dict[int, Allocation]
+    values: tuple[Value, ...]
+    program: str
+
+
+def read_files(folder: Path) -> Dump:
+    """The dump of the largest program in `folder`. Raises ValueError where one is missing, cut short, or strange."""
+    stem = _stem(folder)
+    schedule, spans = _live_ranges(_text(stem + _LIVE))
+    allocations, places = _assignment(_text(stem + _PLACES))
+    known = _values(_text(stem + _VALUES))
+    of_position = {position: number for number, (positions, _) in known.items() for position in positions}
+    lives: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for name, span in spans.items():
+        number = of_position.get(name)
+        if number is None or number not in places:
+            raise ValueError(f"the compiler's dump calls {name} alive and names no place for it.")
+        lives[number].append(span)
+    values = []
+    for number, parts in lives.items():
+        _, users = known[number]
+        name, allocation, offset, size, shape, phi = places[number]
+        first, last = min(start for start, _ in parts), max(end for _, end in parts)
+        values.append(Value(name, allocation, offset, size, shape, phi, first, last, users))
+    return Dump(schedule, allocations, tuple(values), _text(stem + ".txt"))
+
+
+def _stem(folder: Path) -> str:
+    files = sorted(folder.glob(f"*{_PROGRAM}{_LIVE}"), key=lambda file: file.stat().st_size)
+    if not files:
+        raise ValueError("the compiler wrote down no live ranges.")
+    return str(files[-1]).removesuffix(_LIVE)
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the compiler's dump cannot be read: {error}") from error
+
+
+def _live_ranges(text: str) -> tuple[tuple[str, ...], dict[str, tuple[int, int]]]:
+    sequence, found, rest = text.partition("\n  BufferLiveRange:\n")
+    ranges, complete, _ = rest.partition("\n  Live ranges at ")
+    schedule = re.findall(r"^    \d+:(\S+)$", sequence, re.MULTILINE)
+    if not (found and complete and schedule):
+        raise ValueError("the compiler's live ranges are cut short, or of a form that is not known.")
+    spans = {name: (int(a), int(b)) for name, a, b in re.findall(r"^    (\S.*):(\d+)-(\d+)$", ranges, re.MULTILINE)}
+    return tuple(schedule), spans
+
+
+_Place = tuple[str, int, int, int, str, bool]
+
+
+def _assignment(text: str) -> tuple[dict[int, Allocation], dict[int, _Place]]:
+    allocations: dict[int, Allocation] = {}
+    places: dict[int, _Place] = {}
+    number = -1
+    for line in text.splitlines():
+        if found := re.match(r"allocation (\d+): size (\d+), (.*)", line):
+            number, size, kind = int(found[1]), int(found[2]), found[3]
+            color, parameter = re.search(r"\bcolor (\d+)", kind), re.search(r"\bparameter (\d+)", kind)
+            allocations[number] = Allocation(
+                size, int(color[1]) if color else 0, int(parameter[1]) if parameter else None, kind
+            )
+        elif found := re.match(r" value: <(\d+) (\S+)( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)", line):
+            shape = re.sub(r"\{[^}]*\}", "", found[6])
+            places[int(found[1])] = (found[2], number, int(found[5]), int(found[4]), shape, bool(found[3]))
+    return allocations, places
+
+
+def _values(text: str) -> dict[int, tuple[list[str], tuple[str, ...]]]:
+    """Each value's positions and users, by its number."""
+    table = {}
+    # A value's entry is its number, then positions, users, and the line of the instruction that makes it.
+    for entry in re.split(r"^<(?=\d+ )", text, flags=re.MULTILINE)[1:]:
+        positions, _, users = entry.partition(" from instruction: ")[0].partition(" uses:\n")
+        names = re.findall(r"^  (\S+)(?: \{([\d,]*)\})?$", positions, re.MULTILINE)
+        number = int(entry.partition(" ")[0])
+        table[number] = (
+            [f"{name}{{{index}}}" for name, index in names],
+            tuple(re.findall(r"^  (\S+), operand", users, re.MULTILINE)),
+        )
+    return table

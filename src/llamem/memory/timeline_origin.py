@@ -1,0 +1,68 @@
+"""Which operation the contents of a buffer come from, where the instruction that writes it only moves them."""
+
+from collections.abc import Sequence
+
+from llamem.memory.hlo import Instruction, Program
+
+# Instructions whose first operand is what they write: in another place, order or type, or with a few changes.
+_MOVES = (
+    "copy",
+    "copy-start",
+    "copy-done",
+    "bitcast",
+    "reshape",
+    "transpose",
+    "convert",
+    "get-tuple-element",
+    "scatter",
+)
+_MOST_HOPS = 12
+
+
+class Origins:
+    """The instructions of an optimised program, to walk back from what writes a buffer to what computes its contents.
+
+    A scan puts a layer's residual into its stack with a `dynamic-update-slice`, and compilers copy, reshape and fuse:
+    the interesting operation is the one before.
+    """
+
+    def __init__(self, program: Program):
+        self._computations = program.computations
+        self._by_name = {line.name: line for lines in program.computations.values() for line in lines}
+
+    def named(self, name: str) -> Instruction:
+        """The instruction of this name; an empty one where the program's text has none."""
+        return self._by_name.get(name) or Instruction(name, (), "", (), "")
+
+    def of(self, value: str) -> Instruction:
+        """What computes a value such as "fusion.3{1}"; its own instruction where nothing tells more."""
+        name, _, index = value.rstrip("}").partition("{")
+        found = self._walk(name, index)
+        return found if "op_name=" in found.rest else self.named(name)
+
+    def _walk(self, name: str, index: str) -> Instruction:
+        passed: dict[str, str] = {}  # what the fusion that the walk is in is given for each of its parameters
+        line = self.named(name)
+        for _ in range(_MOST_HOPS):
+            if line.opcode == "parameter" and line.name in passed:
+                following = passed[line.name]
+            elif inside := self._moved_inside(line):
+                root = inside[-1]
+                passed = {one.name: line.operands[int(one.operands[0])] for one in inside if one.opcode == "parameter"}
+                number = int(index) if index.isdigit() else 0
+                following = root.operands[number] if root.opcode == "tuple" else root.name
+            elif line.opcode == "dynamic-update-slice":
+                following = line.operands[1]
+            elif line.opcode in _MOVES and line.operands[0] in self._by_name:
+                following = line.operands[0]
+            else:
+                break
+            line, index = self.named(following), ""
+        return line
+
+    def _moved_inside(self, line: Instruction) -> Sequence[Instruction]:
+        """The instructions inside a fusion that only moves, or does not say itself what it computes."""
+        moves = "dynamic_update_slice" in line.rest or "dynamic-update-slice" in line.name
+        if line.opcode != "fusion" or ("op_name=" in line.rest and not moves):
+            return ()
+        return self._computations.get(line.named("calls"), ())

@@ -1,0 +1,302 @@
+"""Timelines: against a dump counted by hand, against another way of counting, against the compilers' own peaks."""
+
+import dataclasses
+import functools
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from timeline_programs import PROGRAMS
+from timelines import FILES, MiB, handmade, write_dump
+
+import llamem
+from llamem.course import plots
+from llamem.memory.compiling import argument_names
+from llamem.memory.name_stacks import differentiation_pass
+from llamem.memory.timeline import CATEGORIES, Timeline, argument_category
+from llamem.memory.timeline_schedule import Pass, phases, read_schedule
+
+# Twenty programs on each take half an hour: `LLAMEM_TIMELINE_MATRIX=local,v5e-1,v6e-1,a100-40,h100` runs them.
+MATRIX = [name for name in os.environ.get("LLAMEM_TIMELINE_MATRIX", "").split(",") if name]
+
+
+def read(folder, names=("params['w']", "x")) -> Timeline:
+    schedule = json.loads(json.dumps(read_schedule(folder, "tpu")))  # as the cache keeps it
+    return Timeline.from_schedule(schedule, "v5e-1", 2800, names)
+
+
+def test_every_byte_of_a_dump_counted_by_hand(tmp_path):
+    timeline = read(write_dump(tmp_path))
+    arguments, stack, row = 400 + 200, 1600, 400
+    expected = [arguments] * 16
+    for first, last, size in ((2, 12, stack), (7, 8, row), (11, 12, row), (12, 13, row), (13, 14, row)):
+        for step in range(first, last + 1):
+            expected[step] += size
+    assert timeline.curve().tolist() == expected
+    assert (timeline.peak_step, timeline.peak_bytes) == (12, arguments + stack + 2 * row)
+    assert timeline.assigned_bytes == arguments + 2500 and timeline.gap_bytes == 2500 - stack - 2 * row
+    assert timeline.over_capacity == (12, 12)
+    assert timeline.passes == (("forward", 0, 11), ("backward", 11, 13), ("optimizer", 13, 15))
+    assert [(loop.first, loop.end, loop.trips) for loop in timeline.loops] == [(4, 10, 4)]
+
+
+def test_what_each_buffer_is_and_where_it_comes_from(tmp_path):
+    timeline = read(write_dump(tmp_path))
+    kinds = {(buffer.category, buffer.made_in, buffer.first, buffer.last) for buffer in timeline.buffers}
+    assert kinds == {
+        ("weights", "", 0, 15),
+        ("other", "", 0, 15),  # an argument whose name tells nothing
+        ("residuals", "forward", 2, 12),  # one buffer, through the loop that fills it
+        ("workspace", "forward", 7, 8),
+        ("rematerialised", "run again", 11, 12),
+        ("gradients", "backward", 12, 13),
+        ("workspace", "optimizer", 13, 14),
+    }
+    stack = next(buffer for buffer in timeline.buffers if buffer.category == "residuals")
+    assert (stack.operation, stack.source) == ("jvp()/while/body/tanh", "model.py:12")  # not the write into the stack
+    assert stack.shape == "f32[4,100]" and stack.space == "device"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_damaged_files_are_told_and_crash_nothing(name, tmp_path):
+    write_dump(tmp_path)
+    file = tmp_path / f"module_0001.jit_step.{name}"
+    whole = file.read_bytes()
+    told = 0
+    for damaged in [whole[: len(whole) * part // 8] for part in range(8)] + [bytes(range(256)) * 20, b"\n" * 99]:
+        file.write_bytes(damaged)
+        try:
+            timeline = read(tmp_path)
+        except ValueError:
+            told += 1
+        else:  # what the program's text alone tells is only names
+            assert timeline.peak_bytes == 3000
+    file.unlink()
+    with pytest.raises(ValueError, match=r"dump|live ranges"):
+        read(tmp_path)
+    assert told >= (1 if name == "after_optimizations.txt" else 8)
+
+
+def test_who_is_alive_adds_up_to_the_curve_at_every_step(tmp_path):
+    for timeline in (read(write_dump(tmp_path)), handmade()):
+        for step, size in enumerate(timeline.curve()):
+            alive = timeline.alive(step)
+            assert sum(buffer.bytes for buffer in alive) == size
+            assert [buffer.bytes for buffer in alive] == sorted((buffer.bytes for buffer in alive), reverse=True)
+        assert timeline.at_peak() == timeline.alive(timeline.peak_step)
+        stacked = sum(timeline.by_category().values())
+        np.testing.assert_array_equal(stacked, timeline.curve())
+        runs = np.zeros(timeline.steps, np.int64)
+        for stretches in timeline.runs().values():
+            for first, last, size in stretches:
+                runs[first : last + 1] += size
+        np.testing.assert_array_equal(runs, timeline.curve())
+        with pytest.raises(IndexError, match="has steps 0 to"):
+            timeline.alive(timeline.steps)
+
+
+def test_what_shares_an_address_counts_once():
+    rng = np.random.default_rng(0)
+    timeline = handmade()
+    buffers = tuple(
+        dataclasses.replace(
+            timeline.buffers[0],
+            bytes=int(rng.integers(1, 60)),
+            first=int(first),
+            last=int(first + rng.integers(0, 9)),
+            address=(int(rng.integers(0, 3)), int(rng.integers(0, 90))),
+            category=CATEGORIES[int(rng.integers(0, len(CATEGORIES)))],
+        )
+        for first in rng.integers(0, 20, 200)
+    )
+    timeline = dataclasses.replace(timeline, buffers=buffers, steps=30, passes=(), loops=())
+    for step in range(30):
+        painted = np.zeros((3, 200), bool)
+        for buffer in buffers:
+            if buffer.first <= step <= buffer.last:
+                allocation, offset = buffer.address
+                painted[allocation, offset : offset + buffer.bytes] = True
+        assert timeline.curve()[step] == painted.sum()
+
+
+def test_the_host_is_a_curve_of_its_own():
+    timeline = handmade()
+    assert timeline.curve("host").tolist() == [0, 0, *[MiB] * 5, 0, 0, 0]
+    assert [buffer.category for buffer in timeline.alive(3, "host")] == ["residuals"]
+
+
+def test_categories_of_your_own(as_a_user):
+    timeline = handmade().with_categories({"<made>/residuals": "workspace"})
+    assert set(timeline.by_category()) == {"weights", "logits", "gradients", "workspace"}
+    with pytest.raises(ValueError, match=r"'activations' is no category\. Known: weights, optimizer"):
+        timeline.with_categories({"x": "activations"})  # pyrefly: ignore[bad-assignment]
+
+
+@pytest.mark.parametrize(
+    ("name", "category"),
+    [
+        ("state.params['blocks']['wq'].value", "weights"),
+        ("state.opt_state[1][0].mu['params']", "optimizer"),
+        ("batch[0]", "batch"),
+        ("params_of_something", "other"),
+        ("x", "other"),
+    ],
+)
+def test_arguments_are_told_by_the_first_telling_name(name, category):
+    assert argument_category(name) == category
+
+
+def test_borders_of_the_passes_lie_where_fewest_steps_are_wrong():
+    marks: dict[str, Pass] = {"f": "forward", "b": "backward", "r": "run again", "o": "optimizer", ".": ""}
+
+    def borders(text):
+        return [(name, first, end) for name, first, end in phases([marks[letter] for letter in text])]
+
+    assert borders("oo.ff.bff.fbrrb.fbb.boo") == [("forward", 0, 11), ("backward", 11, 21), ("optimizer", 21, 23)]
+    assert borders("ffbbb") == [("forward", 0, 2), ("backward", 2, 5)]
+    assert borders("o..oo") == [] and borders("ff") == []
+
+
+def test_a_trace_for_perfetto_holds_the_curve(tmp_path):
+    timeline, file = handmade(), tmp_path / "trace.json"
+    timeline.to_perfetto(file)
+    events = json.loads(file.read_text())["traceEvents"]
+    counters = [event for event in events if event["ph"] == "C" and event["name"].startswith("device")]
+    assert [sum(event["args"].values()) for event in counters] == timeline.curve().tolist()
+    assert [event["ts"] for event in counters] == list(range(10))
+    assert [event["name"] for event in events if event["ph"] == "X"] == ["forward", "backward", "optimizer"]
+
+
+def test_jax_still_writes_how_an_operation_was_derived(remat3):
+    """A canary: `differentiation_pass` reads what JAX does not promise."""
+
+    def layer(w, x):
+        return jnp.sin(jnp.tanh(x @ w))
+
+    def loss(w, x):
+        carry, _ = jax.lax.scan(jax.checkpoint(lambda x, w: (layer(w, x), None)), x, w)
+        return jnp.sum(carry**2)
+
+    w, x = jnp.ones((3, 8, 8)), jnp.ones((4, 8))
+    text = jax.jit(lambda w, x: w - 0.1 * jax.grad(loss)(w, x)).lower(w, x).compile().as_text() or ""
+    names = {line.split('op_name="')[1].split('"')[0] for line in text.splitlines() if 'op_name="' in line}
+    found = {differentiation_pass(name): name for name in names}
+    assert set(found) == {"forward", "backward", "run again", ""}, found
+
+
+def loss(weights, batch):
+    hidden = batch
+    for w in weights:
+        hidden = jnp.tanh(hidden @ w)
+    with jax.named_scope("logits"):
+        return jnp.mean(jax.nn.logsumexp(hidden @ weights[0].T, axis=-1))
+
+
+def update(weights, batch):
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights, batch))
+
+
+SHAPES = ([jax.ShapeDtypeStruct((96, 96), jnp.float32)] * 3, jax.ShapeDtypeStruct((1000, 96), jnp.float32))
+
+
+def test_a_report_of_this_machine_has_its_timeline():
+    report = llamem.compile_report(update, *SHAPES, donate=(0,))
+    timeline = report.timeline
+    assert timeline is not None and timeline.target == "local" and timeline.capacity_bytes is None
+    assert timeline.peak_bytes == pytest.approx(report.peak_bytes, rel=0.005)
+    assert timeline.peak_bytes + timeline.gap_bytes == timeline.assigned_bytes
+    parts = timeline.by_category()
+    # What the caller holds is there throughout; the compiler may copy a weight into another layout.
+    assert min(parts["weights"]) == 3 * 96 * 96 * 4 and set(parts["batch"]) == {1000 * 96 * 4}
+    assert "logits" in parts and "test_timeline.py" in next(
+        b.source for b in timeline.buffers if b.category == "logits"
+    )
+
+
+@pytest.mark.parametrize("remat", [None, "nothing"])
+def test_residuals_of_a_scan_are_those_that_jax_saves(remat):
+    def loss(w, x):
+        return jnp.sum(llamem.apply_stack(lambda w, x: jnp.tanh(jnp.sin(x @ w)) + x, w, x, remat=remat) ** 2)
+
+    shapes = jax.ShapeDtypeStruct((5, 64, 64), jnp.float32), jax.ShapeDtypeStruct((300, 64), jnp.float32)
+    saved = sum(row.bytes for row in llamem.saved_residuals(loss, *shapes).rows if not row.argument)
+    timeline = llamem.compile_report(jax.value_and_grad(loss), *shapes).timeline
+    assert timeline is not None and [name for name, _, _ in timeline.passes] == ["forward", "backward"]
+    _, backward, _ = timeline.passes[1]
+    kept = sum(buffer.bytes for buffer in timeline.alive(backward) if buffer.category == "residuals")
+    assert kept == pytest.approx(saved, rel=0.001)  # and a loop's counter
+    assert [loop.trips for loop in timeline.loops] == [5, 5]
+    stacks = {buffer.shape for buffer in timeline.buffers if buffer.category == "gradients"}
+    assert "f32[5,64,64]" in stacks
+
+
+@pytest.mark.parametrize("program", ["stack, unrolled, keep all", "cond"])
+def test_the_highest_point_is_what_the_compiler_set_aside(program):
+    check_program(program, "local")
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
+@pytest.mark.parametrize("program", ["stack, scan, remat", "loss, plain"])
+def test_the_highest_point_on_a_tpu(program):
+    check_program(program, "v5e-1")
+
+
+@pytest.mark.gpu_compile
+@pytest.mark.skipif(not llamem.available("a100-40"), reason="needs the CUDA plugin and ptxas")
+def test_the_highest_point_on_a_gpu():
+    check_program("loss, tiles of tokens", "a100-40")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", MATRIX)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_highest_point_of_twenty_programs_everywhere(program, target):
+    if not llamem.available(target):
+        pytest.skip(f"no compiler for {target} here")
+    check_program(program, target)
+
+
+def check_program(name, target):
+    program = PROGRAMS[name]()
+    report = llamem.compile_report(program.fn, *program.args, donate=program.donate, target=target)
+    timeline = report.timeline
+    assert timeline is not None, report.warnings
+    # Two readings of the compiler's plan: what it set aside, and what is in use at the fullest step, gaps told.
+    assert timeline.assigned_bytes == pytest.approx(report.peak_bytes, rel=0.005)
+    assert timeline.peak_bytes == pytest.approx(report.peak_bytes - timeline.gap_bytes, rel=0.005)
+    if timeline.gap_bytes > 0.005 * report.peak_bytes:
+        assert f"{timeline.gap_bytes / timeline.assigned_bytes:.1%}" in str(timeline)
+    assert timeline.curve("host").max() <= report.host_bytes
+    largest = max((b.bytes for b in timeline.buffers if b.space == "device" and b.made_in), default=0)
+    if report.buffers and timeline.passes:  # the text's largest arrays, without the padding of tiles
+        assert largest >= report.buffers[0].bytes or target.startswith("v")
+
+
+def test_a_dump_that_cannot_be_read_costs_the_timeline_alone(monkeypatch):
+    def unread(folder, platform):
+        raise ValueError("the compiler wrote down no live ranges.")
+
+    monkeypatch.setattr("llamem.memory.timeline_schedule.read_schedule", unread)
+    report = llamem.compile_report(update, *SHAPES)
+    assert report.timeline is None and report.peak_bytes
+    assert any("no timeline" in warning and "no live ranges" in warning for warning in report.warnings)
+    with pytest.raises(ValueError, match="the report 'update' has no timeline"):
+        plots.timeline({"update": report})
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "names"),
+    [
+        (lambda params, batch: 0, ({"w": 1, "b": 2}, 3), ["params['b']", "params['w']", "batch"]),
+        (lambda *parts: 0, (1, [2]), ["parts[0]", "parts[1][0]"]),
+        (functools.partial(lambda a, b: 0, b=2), (1,), ["a"]),
+        (jnp.sin, (1,), ["x"]),
+    ],
+)
+def test_arguments_are_called_as_the_function_calls_them(fn, args, names):
+    assert argument_names(fn, args) == names
