@@ -178,7 +178,6 @@ SOUND: dict[str, tuple[Any, Any, Any]] = {
         ordinary_differential,
         {"up": normal(0, D, 256), "down": normal(1, 256, D)},
         X,
-        {},
     ),
     "two of four experts": (two_of_four_experts, MIXTURE, X),
     "masked language model": (masked_language_model, {"embedding": normal(0, 50, D), "layers": WEIGHTS}, TOKENS),
