@@ -1,8 +1,6 @@
 """Small broken training programs: what goes wrong, silently, when layers are checkpointed. Each fails its own way."""
 
-import dataclasses
 import itertools
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from programs import KEYS, WEIGHTS, D, L, N, Row, X, by_policy, dropout, layer, scanned, unrolled
 
 import llamem
 from llamem.verify import (
@@ -22,47 +21,10 @@ from llamem.verify import (
     layer_runs_again,
     loss_is_the_same,
     memory_falls,
-    options_are_sound,
     parameters_are_sound,
     randomness_is_fresh,
     results_are_the_same,
 )
-
-L, N, D = 6, 512, 32
-KEYS = jax.random.split(jax.random.key(0), 8)
-WEIGHTS = {
-    "up": jax.random.normal(KEYS[0], (L, D, 4 * D)) / D**0.5,
-    "down": jax.random.normal(KEYS[1], (L, 4 * D, D)) / (4 * D) ** 0.5,
-}
-X = jax.random.normal(KEYS[2], (N, D))
-
-
-def half(tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
-
-
-def layer(w: Any, x: Any) -> Any:
-    h = checkpoint_name(x @ w["up"], "h")
-    return x + jnp.sin(jnp.tanh(h)) @ w["down"]
-
-
-def scanned(layer: Callable, w: Any, x: Any) -> Any:
-    return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0] ** 2)
-
-
-def unrolled(layer: Callable, w: Any, x: Any) -> Any:
-    for i in range(L):
-        x = layer(jax.tree.map(lambda leaf, i=i: leaf[i], w), x)
-    return jnp.mean(x**2)
-
-
-def by_policy(policy: Any, layer: Callable = layer, **options: Any) -> Callable:
-    """A scan whose layer is checkpointed under a policy of JAX's."""
-
-    def loss(w: Any, x: Any, how: Any) -> Any:
-        return scanned(jax.checkpoint(layer, policy=policy, **options) if how else layer, w, x)
-
-    return loss
 
 
 def around_everything(w: Any, x: Any, how: Any) -> Any:
@@ -82,16 +44,6 @@ def cse_outside_a_scan(w: Any, x: Any, how: Any) -> Any:
 def undone_by_the_compiler(w: Any, x: Any, how: Any) -> Any:
     # The barrier stands, and the CPU's compiler removes it.
     return unrolled(jax.checkpoint(layer) if how else layer, w, x)
-
-
-def dropout(w: Any, x: Any, key: Any) -> Any:
-    return layer(w, x) * jax.random.bernoulli(key, 0.8, x.shape) / 0.8
-
-
-def with_dropout(w: Any, batch: Any, remat: Any) -> Any:
-    """Right: every layer has a key of its own."""
-    keys = jax.random.split(batch["key"], L)
-    return jnp.mean(llamem.apply_stack(dropout, w, batch["x"], keys, remat=remat) ** 2)
 
 
 def one_key_for_all_layers(w: Any, batch: Any, how: Any) -> Any:
@@ -259,18 +211,6 @@ NOISE = jax.ShapeDtypeStruct((N, 4), jnp.float32)
 def always_checkpointed(w: Any, x: Any, how: Any) -> Any:
     """What a model returns at evaluation; this one forgot to look at its mode."""
     return llamem.apply_stack(layer, w, x, remat="nothing" if how else None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A failure: the program, the words of the cause that must be named, and the proof that should name it."""
-
-    loss: Callable
-    cause: str
-    proof: Callable = options_are_sound
-    params: Any = None
-    batch: Any = None
-    evaluate: Callable | None = None
 
 
 _POLICIES = jax.checkpoint_policies

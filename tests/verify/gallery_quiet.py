@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from gallery import KEYS, WEIGHTS, D, L, N, Row, X, by_policy, dropout, half, layer, scanned, unrolled
+from programs import KEYS, WEIGHTS, D, L, N, Row, X, by_policy, dropout, half, layer, scanned, unrolled
 
 import llamem
 from llamem.verify import (

@@ -6,8 +6,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
 
 import jax.numpy as jnp  # noqa: E402
-from gallery import KEYS, WEIGHTS, L, X, lost_gradient, with_dropout  # noqa: E402
+from gallery import lost_gradient  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
+from programs import KEYS, WEIGHTS, L, X, with_dropout  # noqa: E402
 
 import llamem  # noqa: E402
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen
-from gallery import KEYS, WEIGHTS, D, L, N, X, dropout, half, layer, scanned
 from jax.ad_checkpoint import checkpoint_name
+from programs import KEYS, WEIGHTS, D, L, N, X, dropout, half, layer, scanned
 
 import llamem
 from llamem import Policy

@@ -2,9 +2,12 @@
 
 import jax
 import pytest
-from gallery import GALLERY, KEYS, WEIGHTS, L, Row, X, by_policy
+from gallery import GALLERY
 from gallery_quiet import QUIET, small_and_undone
+from programs import KEYS, WEIGHTS, L, Row, X, by_policy
 from styles import MESH, STYLES, fixed_projection, names_of_each_layer
+from unseen_broken import BROKEN
+from unseen_sound import SOUND
 
 from llamem import assert_remat, verify_remat
 from llamem.verify import gradients_are_the_same, layer_runs_again, options_are_sound, randomness_is_fresh
@@ -44,6 +47,18 @@ def test_correct_programs_raise_no_alarm(name):
     assert verification.holds, verification
     waived = [proof for proof in verification.proofs if proof.waived]
     assert [proof.name for proof in waived] == list(options.get("waive", {})), verification
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_failures_not_met_before_are_caught(name):
+    loss, proof, params, batch = BROKEN[name]
+    assert not verify_remat(loss, params, batch, with_=True, without=False, proofs=[proof]).holds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SOUND)
+def test_correct_programs_not_met_before_raise_no_alarm(name):
+    assert_remat(*SOUND[name], with_=True, without=False)
 
 
 def test_names_of_single_layers_are_found():

@@ -90,8 +90,9 @@ class _Marker:
         return Step(eqn, next(self.places), again, starts_run, runs, flow, inner)
 
     def _runs_here(self, eqn: jex_core.JaxprEqn) -> bool:
-        # A gradient's checkpoints hold the backward pass; they run the function again only where JAX marked so.
-        return self.traced is Traced.LOSS or any(map(computed_again, _within(eqn)))
+        # A gradient's checkpoints hold the backward pass; they run the function again only where JAX marked so, the
+        # operations under them or (with jax_remat3, since JAX 0.12) the checkpoint itself.
+        return self.traced is Traced.LOSS or any(map(computed_again, (eqn, *_within(eqn))))
 
 
 def _within(eqn: jex_core.JaxprEqn) -> list[jex_core.JaxprEqn]:
