@@ -247,6 +247,6 @@ def test_peaks_compiled_for_a_v6e():
     for chosen in (fn, auto):
         assert (
             compile_report(jax.value_and_grad(chosen, argnums=(0, 1)), *LLAMA_8B, target="v6e-1").peak_bytes
-            <= 2.3 * gib  # all that the compiler lays out; at most 2.25 of it are in use at one time
+            <= 2.29 * gib  # all that the compiler lays out, gaps between buffers included
         )
         assert compile_report(chosen, *LLAMA_8B, target="v6e-1").temp_bytes <= 0.15 * gib
