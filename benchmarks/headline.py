@@ -10,7 +10,7 @@ from llamem.course import plots
 PLANS = {
     "neither": llamem.Plan(remat=None, loss_tiles=None),
     "vocabulary tiling": llamem.Plan(remat=None),
-    "rematerialisation": llamem.Plan(loss_tiles=None),
+    "remat": llamem.Plan(loss_tiles=None),
     "both": llamem.Plan(),
 }
 
@@ -24,8 +24,9 @@ def main() -> None:
         reports[name] = llamem.compile_report(step, state, batch, donate=(0,), target="v5e-1")
         print(f"{name:26}{reports[name].peak_bytes / 2**30:6.1f} GiB")
     figure = plots.timeline(reports)
-    figure.suptitle("One training step of Llama 3.2 1B, 8,192 tokens, on one 16 GB TPU v5e", y=1.03)
+    figure.suptitle("One training step of Llama 3.2 1B, 8,192 tokens, on one 16 GB TPU v5e", fontweight="bold")
     figure.savefig(Path(__file__).parent.parent / "notebooks" / "headline.png", bbox_inches="tight")
+    print(plots.timeline_alt(reports))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ MiB = 2**20
 PROGRAM = """HloModule jit_step, is_scheduled=true
 
 FileNames
-1 "/home/reader/model.py"
+1 "model.py"
 
 FunctionNames
 1 "layer"

@@ -7,7 +7,7 @@ from IPython.display import display
 from matplotlib.figure import Figure
 
 from llamem.course.timeline_figure import timeline, timeline_alt
-from llamem.course.timeline_page import timeline_page
+from llamem.course.timeline_html import timeline_page
 from llamem.memory.report import GiB, Report
 from llamem.memory.residuals import Residuals
 
