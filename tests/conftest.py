@@ -28,8 +28,8 @@ def as_a_user():
 def columns(request, monkeypatch):
     """How the losses work on a tile of tokens: on whole rows as on accelerators, or 96 columns at a time."""
 
-    def tiles(axis, num_tiles, accumulate_dtype):
-        return Tiles(axis, num_tiles, request.param, 128 if request.param is None else 8, accumulate_dtype)
+    def tiles(axis, num_tiles, accumulate_dtype, vocab_axis=None):
+        return Tiles(axis, num_tiles, request.param, 128 if request.param is None else 8, accumulate_dtype, vocab_axis)
 
     monkeypatch.setattr("llamem.losses.cross_entropy.tiles_for_chip", tiles)
     return request.param

@@ -71,6 +71,52 @@ def inside_shard_map(check_vma: bool) -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
 
 
+def vocabulary_over_devices(check_vma: bool) -> None:
+    """Each device holds half of the head; JAX takes gradients outside `shard_map` or, unchecked, inside."""
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    specs = P("data"), P("tensor"), P("data"), P("data")
+
+    def part(hidden, head, targets, weights):
+        kwargs: dict[str, Any] = OPTIONS | {"num_tiles": 2, "reduction": "none"}
+        return jnp.sum(weights * llamem.tiled_cross_entropy(hidden, head, targets, vocab_axis_name="tensor", **kwargs))
+
+    for wanted in ((0, 1), (0,)):
+        if check_vma:
+            whole = jax.shard_map(lambda *a: jax.lax.psum(part(*a), "data"), mesh=mesh, in_specs=specs, out_specs=P())
+            grads = jax.jit(jax.grad(whole, argnums=wanted))(X, W, IDS, C)
+        else:
+
+            def own(*arguments, wanted=wanted):
+                dx, *dw = jax.grad(part, argnums=wanted)(*arguments)
+                return dx, *(jax.lax.psum(d, "data") for d in dw)
+
+            out = specs[: len(wanted)]
+            whole = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+            compiled = jax.jit(whole).lower(X, W, IDS, C).compile()
+            for computation in str(compiled.as_text()).split("\n\n"):
+                assert "all-reduce(" not in computation or computation.startswith("ENTRY"), "devices meet in a loop"
+            grads = compiled(X, W, IDS, C)
+        for actual, expected in zip(grads, GRADIENTS, strict=False):
+            np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
+    options: dict[str, Any] = OPTIONS | {"reduction": "none", "return_stats": True, "num_tiles": 2}
+    with_stats = partial(llamem.tiled_cross_entropy, vocab_axis_name="tensor", **options)
+    out = P("data"), {name: P("data") for name in ("loss", "z_loss", "logsumexp", "accuracy", "entropy")}
+
+    def rows(hidden, head, targets):
+        found, stats = with_stats(hidden, head, targets)
+        return found, {name: value for name, value in stats.items() if name != "tokens"}
+
+    # The target is the likeliest id for some tokens.
+    ids = jnp.where(jnp.arange(N) % 3 == 0, jnp.argmax(X @ W.T, -1), IDS)
+    divided = jax.shard_map(rows, mesh=mesh, in_specs=specs[:3], out_specs=out, check_vma=check_vma)
+    found, found_stats = jax.jit(divided)(X, W, ids)
+    expected, expected_stats = llamem.tiled_cross_entropy(X, W, ids, **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for name, value in found_stats.items():
+        np.testing.assert_allclose(value, expected_stats[name], rtol=1e-4, atol=1e-5)
+    assert 10 < jnp.sum(found_stats["accuracy"]) < N
+
+
 def on_explicit_axes() -> None:
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
 
@@ -108,6 +154,7 @@ def types_say_what_differs() -> None:
 
 if __name__ == "__main__":
     types_say_what_differs()
-    inside_shard_map(check_vma=True)
-    inside_shard_map(check_vma=False)
+    for checked in (True, False):
+        inside_shard_map(checked)
+        vocabulary_over_devices(checked)
     on_explicit_axes()

@@ -52,6 +52,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"num_tiles": 2.5}, "num_tiles must be a whole number"),
     ({"ignore_index": 1.5}, "ignore_index must be a whole number"),
     ({"return_stats": 1}, "return_stats must be True or False"),
+    ({"vocab_axis_name": "tensor"}, r"vocab_axis_name must be a mesh axis inside jax.shard_map, got 'tensor'"),
+    ({"vocab_axis_name": "tensor", "axis": "tokens"}, 'vocab_axis_name goes with axis="vocab"'),
     ({"explain": "print"}, "explain must be a function"),
 ]
 
@@ -83,6 +85,7 @@ def test_numbers_of_the_program_may_be_arrays_but_not_traced():
 
 LOSS = ["hidden", "head", "targets", "weights", "bias", "num_tiles", "axis", "reduction", "normalizer", "ignore_index"]
 LOSS += ["label_smoothing", "z_loss", "logit_softcap", "logit_scale", "accumulate_dtype", "return_stats", "explain"]
+LOSS += ["vocab_axis_name"]
 LOGPROBS = ["hidden", "head", "targets", "num_tiles", "axis", "temperature", "ignore_index"]
 CHOICE = ["tokens", "d_model", "vocab", "dtype", "head", "reduction", "axis", "target", "memory_budget"]
 

@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +109,20 @@ def normalizer(value: Any, reduction: str) -> Array | float | None:
     if not is_number and not (hasattr(value, "dtype") and np.shape(value) == () and _is_real(value.dtype)):
         raise TypeError(f"normalizer must be one real number, the count of a whole batch; got {_described(value)}.")
     return value
+
+
+def split_axis(name: Any, axis: str) -> Literal["vocab"]:
+    """The axis to tile where devices hold some rows of the head each."""
+    if axis == "tokens":
+        raise ValueError('vocab_axis_name goes with axis="vocab": in a tile of tokens devices would have to meet.')
+    try:
+        jax.lax.axis_size(name)
+    except (NameError, TypeError):
+        known = jax.sharding.get_abstract_mesh().axis_names
+        raise ValueError(
+            f"vocab_axis_name must be a mesh axis inside jax.shard_map, got {name!r}; the axes here are {known}."
+        ) from None
+    return "vocab"
 
 
 def batch(hidden: Any, targets: Any, weights: Any) -> Batch:

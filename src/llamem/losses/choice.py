@@ -50,11 +50,13 @@ def _chip(name: str | None) -> Target:
     return chips[name]
 
 
-def tiles_for_chip(axis: Literal["tokens", "vocab"], num_tiles: int, accumulate_dtype: Any) -> Tiles:
+def tiles_for_chip(
+    axis: Literal["tokens", "vocab"], num_tiles: int, accumulate_dtype: Any, vocab_axis: str | None = None
+) -> Tiles:
     """How the chip that compiles works on this many tiles: a CPU on a cache-full of columns, others on whole rows."""
     if _chip(None) is _CPU:
-        return Tiles(axis, num_tiles, _CPU_COLUMNS, _CPU_ALIGN, accumulate_dtype)
-    return Tiles(axis, num_tiles, None, _VOCAB_ALIGN, accumulate_dtype)
+        return Tiles(axis, num_tiles, _CPU_COLUMNS, _CPU_ALIGN, accumulate_dtype, vocab_axis)
+    return Tiles(axis, num_tiles, None, _VOCAB_ALIGN, accumulate_dtype, vocab_axis)
 
 
 def _at_least(name: str, value: Any, least: int) -> int:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Integer
 
 from llamem.layers.tiling import check_num_tiles, floating_type
-from llamem.layers.varying import partitioned, vary_together
+from llamem.layers.varying import axes_of, partitioned, vary, vary_together
 from llamem.losses import arguments
 from llamem.losses.choice import choose_tiles, tiles_for_chip
 from llamem.losses.gradients import loss_rows, summed_loss
@@ -41,6 +41,7 @@ def tiled_cross_entropy(
     logit_softcap: Scalar | None = None,
     logit_scale: Scalar = 1.0,
     accumulate_dtype: Any = jnp.float32,
+    vocab_axis_name: str | None = None,
     return_stats: Literal[False] = False,
     explain: Callable[[str], Any] | None = None,
 ) -> Float[Array, "*out"]: ...
@@ -65,6 +66,7 @@ def tiled_cross_entropy(
     logit_softcap: Scalar | None = None,
     logit_scale: Scalar = 1.0,
     accumulate_dtype: Any = jnp.float32,
+    vocab_axis_name: str | None = None,
     explain: Callable[[str], Any] | None = None,
 ) -> tuple[Float[Array, "*out"], dict[str, Array]]: ...
 
@@ -86,6 +88,7 @@ def tiled_cross_entropy(
     logit_softcap: Scalar | None = None,
     logit_scale: Scalar = 1.0,
     accumulate_dtype: Any = jnp.float32,
+    vocab_axis_name: str | None = None,
     return_stats: bool = False,
     explain: Callable[[str], Any] | None = None,
 ) -> Any:
@@ -124,6 +127,11 @@ def tiled_cross_entropy(
         logit_scale: multiplies the logits, bias included. Like the three numbers before it, it is part of the
             compiled program: another value compiles another one, a traced one is refused.
         accumulate_dtype: floating-point type in which the head's gradient grows over tiles of tokens.
+        vocab_axis_name: inside `jax.shard_map`, the mesh axis whose devices hold some rows of the head (and of `bias`)
+            each, in order; hidden and targets, ids of the whole vocabulary, are the same on all of them, and so is the
+            loss. Tiles of the vocabulary only. Devices meet after the loops: one maximum and the sums per token, one
+            sum of hidden's gradient. With `check_vma=False` take gradients inside `shard_map`: outside, JAX shares the
+            cotangent out among devices that hold the same loss.
         return_stats: also return a dict of means over weighted tokens (arrays `[...]` for "none"), which carry no
             gradient: loss (without the z-loss), z_loss, logsumexp, accuracy, entropy (nats), and tokens, their count.
         explain: called with the reason of an automatic choice while tracing, for example `print`.
@@ -140,6 +148,8 @@ def tiled_cross_entropy(
     arguments.flag("return_stats", return_stats)
     ignore_index = arguments.whole("ignore_index", ignore_index, "a whole number")
     batch = arguments.batch(hidden, targets, weights)
+    if vocab_axis_name is not None:
+        axis = arguments.split_axis(vocab_axis_name, axis)
     made = arguments.head(head, bias, batch.hidden, axis)
     divisor = arguments.normalizer(normalizer, reduction)
     if explain is not None and not callable(explain):
@@ -170,8 +180,10 @@ def tiled_cross_entropy(
         axis="vocab" if axis == "vocab" else "tokens",
         num_tiles=check_num_tiles(num_tiles),
         accumulate_dtype=floating_type("accumulate_dtype", accumulate_dtype),
+        vocab_axis=vocab_axis_name,
     )
-    compute = partial(_reduced, softmax, tiles, reduction, ignore_index, made.vocab)
+    vocab = made.vocab if vocab_axis_name is None else tiles.vocab(made.leaves)
+    compute = partial(_reduced, softmax, tiles, reduction, ignore_index, vocab)
     rows = jax.typeof(batch.targets).sharding.spec if reduction == "none" else PartitionSpec()
     stats_specs = dict.fromkeys(STATISTICS, rows) | {"tokens": PartitionSpec()} if return_stats else None
     loss, stats = partitioned(compute, (rows, stats_specs), batch, made.leaves, divisor)
@@ -198,7 +210,6 @@ def _reduced(
     normalizer: Any,
 ) -> tuple[Array, dict | None]:
     """The loss, reduced, and the statistics where they are asked for."""
-    batch, head = vary_together(batch, head)
     shape = batch.targets.shape
     x_ND = batch.hidden.reshape(-1, batch.hidden.shape[-1])
     counts_N, inside_N = _counting(batch.targets.reshape(-1), ignore_index, vocab)
@@ -211,8 +222,9 @@ def _reduced(
     total = jnp.sum(weights_N)
     scaled_N = weights_N if reduction != "mean" else _shares(weights_N, total if normalizer is None else normalizer)
     if reduction != "none" and tiles.axis == "tokens":
-        loss, rows = summed_loss(softmax, tiles, x_ND, head, targets_N, scaled_N)
+        loss, rows = summed_loss(softmax, tiles, *vary_together(x_ND, head, targets_N, scaled_N))
     else:
+        x_ND, head = vary((x_ND, head), axes_of((x_ND, head, targets_N)))
         rows = loss_rows(softmax, tiles, x_ND, head, targets_N)
         loss_N = scaled_N * quiet(jnp.where(counts_N, rows["loss"], 0), scaled_N)
         loss = loss_N.reshape(shape) if reduction == "none" else jnp.sum(loss_N)
@@ -256,6 +268,7 @@ def tiled_logprobs(
     axis: Literal["auto", "tokens", "vocab"] = "auto",
     temperature: Scalar = 1.0,
     ignore_index: int = -100,
+    vocab_axis_name: str | None = None,
 ) -> Float[Array, "*batch"]:
     """Log-probability of each target under `softmax(hidden @ head.T / temperature)`, a tile of logits at a time.
 
@@ -277,4 +290,5 @@ def tiled_logprobs(
         reduction="none",
         ignore_index=ignore_index,
         logit_scale=1 / temperature,
+        vocab_axis_name=vocab_axis_name,
     )

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from llamem.layers.tiling import scale_gradient
+from llamem.layers.varying import varying_axes
 from llamem.losses.one_tile import Gradients, Operands, Softmax, Tiles, Wanted, quiet, wide
 from llamem.losses.online_softmax import Partition
 from llamem.losses.token_tiles import token_pass
@@ -128,8 +129,8 @@ def _rows_backward(softmax, tiles, residuals, cotangents):
     if isinstance(cotangent_N, jax.custom_derivatives.SymbolicZero):
         return (None,) * 3
     if isinstance(residuals, UnitGradient):
-        dx_ND = quiet(residuals.dx_ND, cotangent_N)
-        return scale_gradient(dx_ND, cotangent_N[:, None], residuals.x_type), None, None
+        dx_ND = scale_gradient(quiet(residuals.dx_ND, cotangent_N), cotangent_N[:, None], residuals.x_type)
+        return _of_whole_head(tiles, dx_ND), None, None
     # Else XLA sees that a remainder tile outside the loops was computed before, and keeps its logits until now.
     x_ND, head, targets_N = residuals.operands
     operands = Operands(jax.lax.optimization_barrier(x_ND), head, targets_N)
@@ -138,7 +139,18 @@ def _rows_backward(softmax, tiles, residuals, cotangents):
         grads = vocab_gradients(softmax, tiles, operands, residuals.partition, cotangent_N, residuals.wanted)
     else:
         grads = token_pass(softmax, tiles, operands, cotangent_N, residuals.wanted)[2]
-    return _in_type_of(x_ND, grads.x), [_in_type_of(leaf, g) for leaf, g in zip(head, grads.head, strict=True)], None
+    dx_ND = _of_whole_head(tiles, _in_type_of(x_ND, grads.x))
+    return dx_ND, [_in_type_of(leaf, g) for leaf, g in zip(head, grads.head, strict=True)], None
+
+
+def _of_whole_head(tiles: Tiles, dx_ND: Array | None) -> Array | None:
+    """Hidden's gradient, the sum of what devices find that hold some rows of the head each.
+
+    With `check_vma=True` JAX takes the sum: hidden is said to differ over that axis, which it does not.
+    """
+    if dx_ND is None or tiles.vocab_axis is None or tiles.vocab_axis in varying_axes(dx_ND):
+        return dx_ND
+    return jax.lax.psum(dx_ND, tiles.vocab_axis)
 
 
 def _in_type_of(leaf: Array, gradient: Array | None) -> Array | None:

@@ -45,6 +45,15 @@ class Tiles:
     columns: int | None  # of a tile of tokens that are worked on at a time; None: all of them
     vocab_align: int  # a tile of the vocabulary, or of columns, is a multiple of this wide
     accumulate_dtype: Any  # of a sum of gradients over tiles of tokens
+    vocab_axis: str | None = None  # the mesh axis whose devices hold some rows of the head each
+
+    def first_id(self, head: list) -> Any:
+        """The id of the first of the head's rows that are here."""
+        return 0 if self.vocab_axis is None else lax.axis_index(self.vocab_axis) * head[0].shape[0]
+
+    def vocab(self, head: list) -> int:
+        """Rows of the whole head."""
+        return head[0].shape[0] * (1 if self.vocab_axis is None else lax.axis_size(self.vocab_axis))
 
 
 class Operands(NamedTuple):

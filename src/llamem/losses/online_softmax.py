@@ -38,17 +38,37 @@ class Seen(NamedTuple):
     raised_N: Array  # where this tile raised the maximum
 
 
+class Meeting(NamedTuple):
+    """What the devices of a mesh axis find when they compare their maxima, each after its own rows of the head."""
+
+    axis: str
+    shrink_N: Array  # exp(own maximum - that of all)
+    leads_N: Array  # where the own maximum is that of all
+
+
+def _psum(state: Array, meeting: Meeting) -> Array:
+    return lax.psum(state, meeting.axis)
+
+
+def _shrunken_psum(state: Array, meeting: Meeting) -> Array:
+    return lax.psum(state * meeting.shrink_N, meeting.axis)
+
+
 class AddOn(NamedTuple):
-    """Something that is summed up along with the softmax: the first state, the next one, the result of the last."""
+    """Something that is summed up along with the softmax.
+
+    The first state, the next one, the state of all devices where they hold a part of the head each, and the result.
+    """
 
     init: Array
     step: Callable[[Array, Seen], Array]
+    join: Callable[[Array, Meeting], Array] = _psum
     end: Callable[[Array, Partition], Array] = lambda state, partition: state
 
 
 def over_vocab(step: Callable, init: Any, head: list, tiles: Tiles) -> tuple[Any, Any]:
     """`fold_tiles` over tiles of the head's rows and their ids: `step(carry, (leaves, ids_U))`."""
-    ids_V = jnp.arange(head[0].shape[0])
+    ids_V = tiles.first_id(head) + jnp.arange(head[0].shape[0])
     return fold_tiles(step, init, (head, ids_V), tiles.num_tiles, align=tiles.vocab_align)
 
 
@@ -73,16 +93,21 @@ def softmax_over_tiles(
     zero_N = zeros(operands)
     start = Partition(jnp.full_like(zero_N, -jnp.inf), zero_N), {name: a.init for name, a in add_ons.items()}
     (partition, states), _ = over_vocab(step, start, head, tiles)
+    if tiles.vocab_axis is not None:
+        own, max_N = partition, lax.pmax(partition.max_N, tiles.vocab_axis)
+        meeting = Meeting(tiles.vocab_axis, jnp.exp(own.max_N - max_N), own.max_N == max_N)
+        partition = Partition(max_N, _shrunken_psum(own.sum_N, meeting))
+        states = {name: add_on.join(states[name], meeting) for name, add_on in add_ons.items()}
     return partition, {name: add_on.end(states[name], partition) for name, add_on in add_ons.items()}
 
 
-def loss_add_ons(softmax: Softmax, operands: Operands) -> dict[str, AddOn]:
+def loss_add_ons(softmax: Softmax, tiles: Tiles, operands: Operands) -> dict[str, AddOn]:
     """What a loss and its statistics need to know of the logits, beside maximum and sum."""
     add_ons = {"target": target_logit(operands)}
     if softmax.label_smoothing:
-        add_ons["mean"] = mean_logit(operands)
+        add_ons["mean"] = mean_logit(operands, tiles.vocab(operands.head))
     if softmax.with_stats:
-        add_ons |= {"entropy": entropy(operands), "accuracy": accuracy(operands)}
+        add_ons |= {"entropy": entropy(operands), "accuracy": accuracy(operands, tiles.vocab(operands.head))}
     return add_ons
 
 
@@ -107,9 +132,8 @@ def target_logit(operands: Operands) -> AddOn:
     return AddOn(zeros(operands), step)
 
 
-def mean_logit(operands: Operands) -> AddOn:
+def mean_logit(operands: Operands, vocab: int) -> AddOn:
     """The mean of each token's logits `[N]`."""
-    vocab = operands.head[0].shape[0]
 
     def step(state: Array, seen: Seen) -> Array:
         return state + jnp.sum(seen.z_NU, -1) / vocab
@@ -127,10 +151,10 @@ def entropy(operands: Operands) -> AddOn:
     def end(state: Array, partition: Partition) -> Array:
         return partition.lse_N - state / partition.sum_N
 
-    return AddOn(zeros(operands), step, end)
+    return AddOn(zeros(operands), step, _shrunken_psum, end)
 
 
-def accuracy(operands: Operands) -> AddOn:
+def accuracy(operands: Operands, vocab: int) -> AddOn:
     """1 where the target has the largest logit, else 0: `[N]`. The state is the id of the largest so far."""
 
     def step(state: Array, seen: Seen) -> Array:
@@ -139,11 +163,17 @@ def accuracy(operands: Operands) -> AddOn:
     def end(state: Array, partition: Partition) -> Array:
         return (state == operands.targets_N).astype(partition.sum_N.dtype)
 
-    return AddOn(jnp.zeros(operands.targets_N.shape, int), step, end)
+    def join(state: Array, meeting: Meeting) -> Array:
+        return lax.pmin(jnp.where(meeting.leads_N, state, vocab), meeting.axis)
+
+    return AddOn(jnp.zeros(operands.targets_N.shape, int), step, join, end)
 
 
 def attended(softmax: Softmax, operands: Operands) -> AddOn:
-    """`softmax(logits) @ head`, `[N, D]`: attention with the head for keys and values. The gradient of logsumexp."""
+    """`softmax(logits) @ head`, `[N, D]`: attention with the head for keys and values. The gradient of logsumexp.
+
+    Of a device's own rows of the head alone, where it holds some.
+    """
     x_ND, dtype = operands.x_ND, zeros(operands).dtype
 
     def step(state: Array, seen: Seen) -> Array:
@@ -151,16 +181,20 @@ def attended(softmax: Softmax, operands: Operands) -> AddOn:
         narrow_NU = d_NU.astype(jnp.result_type(x_ND, seen.head_UD))
         return state * seen.shrink_N[:, None] + matmul(narrow_NU, seen.head_UD, (1, 0))
 
+    def join(state: Array, meeting: Meeting) -> Array:
+        return state * meeting.shrink_N[:, None]
+
     def end(state: Array, partition: Partition) -> Array:
         return state / partition.sum_N[:, None]
 
-    return AddOn(jnp.zeros(x_ND.shape, dtype), step, end)
+    return AddOn(jnp.zeros(x_ND.shape, dtype), step, join, end)
 
 
 def head_sum(softmax: Softmax, operands: Operands) -> AddOn:
     """The sum of the head's rows, each by the slope of its logit: the gradient of a token's sum of logits.
 
-    `[N, D]`, one matrix product; or `[D]` without soft-cap, where the slope is the same for all tokens.
+    `[N, D]`, one matrix product; or `[D]` without soft-cap, where the slope is the same for all tokens. Of a device's
+    own rows alone, where it holds some.
     """
     x_ND, dtype = operands.x_ND, zeros(operands).dtype
 
@@ -171,9 +205,12 @@ def head_sum(softmax: Softmax, operands: Operands) -> AddOn:
         narrow_NU = slope(softmax, seen.z_NU).astype(jnp.result_type(x_ND, seen.head_UD))
         return state + matmul(narrow_NU, seen.head_UD, (1, 0))
 
+    def join(state: Array, meeting: Meeting) -> Array:
+        return state
+
     if softmax.softcap is None:
-        return AddOn(jnp.zeros(x_ND.shape[1:], dtype), same_for_all)
-    return AddOn(jnp.zeros(x_ND.shape, dtype), by_token)
+        return AddOn(jnp.zeros(x_ND.shape[1:], dtype), same_for_all, join)
+    return AddOn(jnp.zeros(x_ND.shape, dtype), by_token, join)
 
 
 def kept_logits(operands: Operands, columns: int) -> AddOn:

@@ -19,6 +19,7 @@ from llamem.losses.one_tile import (
     Tiles,
     Wanted,
     logits,
+    matrix_gradients,
     project,
     project_with_pullback,
     quiet,
@@ -28,7 +29,7 @@ from llamem.losses.one_tile import (
     wide,
 )
 from llamem.losses.online_softmax import kept_logits, kept_tile, loss_add_ons, over_vocab, rows_of, softmax_over_tiles
-from llamem.losses.vocab_tiles import tile_gradients
+from llamem.losses.vocab_tiles import tile_gradient
 
 TOKEN_ALIGN = 16  # rows of a tile are a multiple of this
 
@@ -109,7 +110,7 @@ def _in_columns(
     assert tiles.columns is not None
     in_columns = dataclasses.replace(tiles, num_tiles=-(-vocab // tiles.columns))
     columns = tile_size(vocab, in_columns.num_tiles, in_columns.vocab_align)
-    add_ons = loss_add_ons(softmax, operands)
+    add_ons = loss_add_ons(softmax, tiles, operands)
     if wanted.of_logits:
         add_ons["kept"] = kept_logits(operands, columns)
     partition, found = softmax_over_tiles(softmax, in_columns, operands, add_ons)
@@ -119,9 +120,10 @@ def _in_columns(
 
     def step(carry: tuple, tile: tuple) -> tuple[tuple, tuple]:
         dx_TD, head_sums = carry
-        ids_U = tile[1]
+        leaves, ids_U = tile
         z_TU = kept_tile(found["kept"], ids_U)
-        part = tile_gradients(softmax, operands, partition, w_T, wanted, z_TU, tile)
+        d_TU = tile_gradient(softmax, tiles, operands, partition, w_T, z_TU, ids_U)
+        part = matrix_gradients(x_TD, leaves[0], d_TU, w_T, wanted)
         grown = [None if s is None else _add_rows(s, d, ids_U[0]) for s, d in zip(head_sums, part.head, strict=True)]
         return (dx_TD + part.x if wanted.x else None, grown), ()
 

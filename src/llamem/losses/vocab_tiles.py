@@ -31,37 +31,38 @@ from llamem.losses.online_softmax import (
 
 def vocab_losses(softmax: Softmax, tiles: Tiles, operands: Operands) -> tuple[dict, Partition]:
     """Rows `[N]`, and the softmax's denominators. One matrix product."""
-    partition, found = softmax_over_tiles(softmax, tiles, operands, loss_add_ons(softmax, operands))
+    partition, found = softmax_over_tiles(softmax, tiles, operands, loss_add_ons(softmax, tiles, operands))
     return rows_of(softmax, partition, found), partition
 
 
 def vocab_frozen(softmax: Softmax, tiles: Tiles, operands: Operands) -> tuple[dict, Array]:
     """Rows `[N]`, and the gradient of each loss for its row of hidden `[N, D]`, float32. Two matrix products."""
     _, head, targets_N = operands
-    eps, vocab = softmax.label_smoothing, head[0].shape[0]
-    add_ons = loss_add_ons(softmax, operands) | {"attended": attended(softmax, operands)}
+    eps, vocab = softmax.label_smoothing, tiles.vocab(head)
+    add_ons = loss_add_ons(softmax, tiles, operands) | {"attended": attended(softmax, operands)}
     if eps:
         add_ons["head_sum"] = head_sum(softmax, operands)
     partition, found = softmax_over_tiles(softmax, tiles, operands, add_ons)
     lse_N = partition.lse_N
     label_N = (1 - eps) * slope(softmax, found["target"]) * jnp.ones_like(lse_N)
-    dx_ND = found["attended"] * (1 + 2 * softmax.z_loss * lse_N)[:, None] - label_N[:, None] * head[0][targets_N]
+    rows_N = targets_N - tiles.first_id(head)
+    here_N = (rows_N >= 0) & (rows_N < head[0].shape[0])
+    label_N = jnp.where(here_N, label_N, 0)
+    label_ND = label_N[:, None] * head[0][jnp.where(here_N, rows_N, 0)]
+    dx_ND = found["attended"] * (1 + 2 * softmax.z_loss * lse_N)[:, None] - label_ND
     if eps:
         dx_ND -= (eps / vocab) * found["head_sum"]
     return rows_of(softmax, partition, found), dx_ND
 
 
-def tile_gradients(
-    softmax: Softmax, operands: Operands, partition: Partition, w_N: Array, wanted: Wanted, z_NU: Array, tile: tuple
-) -> Gradients:
-    """The `wanted` gradients of `sum(w * loss)` from one tile's logits: a part of hidden's, and the tile's rows."""
-    x_ND, head, targets_N = operands
-    leaves, ids_U = tile
+def tile_gradient(
+    softmax: Softmax, tiles: Tiles, operands: Operands, partition: Partition, w_N: Array, z_NU: Array, ids_U: Array
+) -> Array:
+    """The gradient of `sum(w * loss)` for the raw product of one tile, from its logits and their ids."""
     # Not exp(z - lse), which would lose the bits of a large lse.
     p_NU = jnp.exp(z_NU - partition.max_N[:, None]) / partition.sum_N[:, None]
-    hit_NU = ids_U == targets_N[:, None]
-    d_NU = raw_gradient(softmax, head[0].shape[0], z_NU, p_NU, partition.lse_N, hit_NU, w_N)
-    return matrix_gradients(x_ND, leaves[0], d_NU, w_N, wanted)
+    hit_NU = ids_U == operands.targets_N[:, None]
+    return raw_gradient(softmax, tiles.vocab(operands.head), z_NU, p_NU, partition.lse_N, hit_NU, w_N)
 
 
 def vocab_gradients(
@@ -74,8 +75,10 @@ def vocab_gradients(
     x_ND, head, _ = operands
 
     def step(dx_ND: Any, tile: tuple) -> tuple[Any, list]:
-        z_NU = logits(softmax, project(softmax, x_ND, tile[0]))
-        part = tile_gradients(softmax, operands, partition, w_N, wanted, z_NU, tile)
+        leaves, ids_U = tile
+        z_NU = logits(softmax, project(softmax, x_ND, leaves))
+        d_NU = tile_gradient(softmax, tiles, operands, partition, w_N, z_NU, ids_U)
+        part = matrix_gradients(x_ND, leaves[0], d_NU, w_N, wanted)
         rows = [d if d is None else d.astype(leaf.dtype) for d, leaf in zip(part.head, head, strict=True)]
         return dx_ND + part.x if wanted.x else None, rows
 
