@@ -13,6 +13,8 @@ import jax
 import jaxtyping
 import pytest
 
+from llamem.losses.one_tile import Tiles
+
 
 @pytest.fixture
 def as_a_user():
@@ -25,7 +27,11 @@ def as_a_user():
 @pytest.fixture(params=[None, 96], ids=["rows", "columns"])
 def columns(request, monkeypatch):
     """How the losses work on a tile of tokens: on whole rows as on accelerators, or 96 columns at a time."""
-    monkeypatch.setattr("llamem.losses.cross_entropy.cache_columns", lambda: request.param)
+
+    def tiles(axis, num_tiles, accumulate_dtype, vocab_axis=None):
+        return Tiles(axis, num_tiles, request.param, 128 if request.param is None else 8, accumulate_dtype, vocab_axis)
+
+    monkeypatch.setattr("llamem.losses.cross_entropy.tiles_for_chip", tiles)
     return request.param
 
 

@@ -1,11 +1,15 @@
 """Tiled primitives equal the plain function: values and every gradient, however the tiles fall."""
 
+import re
 from typing import Any
 
+import fuzz
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from llamem.layers.tiling import fold_tiles, tile_size, tiled_map, tiled_sum
 
@@ -45,19 +49,26 @@ def matrix_products(fn, *args) -> int:
 @pytest.mark.parametrize("num_tiles", [1, 2, 4, 13, 50])
 @pytest.mark.parametrize("outer", [lambda s: s, lambda s: -7.5 * s, lambda s: jnp.sin(s)], ids=["1", "-7.5", "sin"])
 def test_sum_and_every_gradient_equal_the_plain_ones(num_tiles, outer):
-    grad = lambda f: jax.value_and_grad(lambda p, x: outer(f(p, x)), argnums=(0, 1), allow_int=True)(PARAMS, X)  # noqa: E731
+    def grad(f):
+        return jax.value_and_grad(lambda p, x: outer(f(p, x)), argnums=(0, 1), allow_int=True)(PARAMS, X)
+
     assert_trees_close(grad(tiled(num_tiles)), grad(plain))
 
 
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: jax.jit(jax.checkpoint(f))])
 def test_sum_under_transformations(wrap):
-    grad = lambda f: jax.grad(f, argnums=(0, 1), allow_int=True)(PARAMS, X)  # noqa: E731
+    def grad(f):
+        return jax.grad(f, argnums=(0, 1), allow_int=True)(PARAMS, X)
+
     assert_trees_close(grad(wrap(tiled(4))), grad(plain))
 
 
 def test_sum_under_vmap_and_scan():
     many = jnp.stack([X, 2 * X, X - 1])
-    grad = lambda f: jax.grad(lambda x: f(PARAMS, x))  # noqa: E731
+
+    def grad(f):
+        return jax.grad(lambda x: f(PARAMS, x))
+
     expected = jax.vmap(grad(plain))(many)
     assert_trees_close(jax.vmap(grad(tiled(4)))(many), expected)
     assert_trees_close(jax.lax.scan(lambda c, x: (c, grad(tiled(4))(x)), 0, many)[1], expected)
@@ -69,14 +80,18 @@ def test_sum_under_vmap_and_scan():
 
 
 def test_second_derivatives_by_forward_over_reverse():
-    hessian = lambda f: jax.hessian(lambda w: f(PARAMS | {"w": w}, X))(PARAMS["w"])  # noqa: E731
+    def hessian(f):
+        return jax.hessian(lambda w: f(PARAMS | {"w": w}, X))(PARAMS["w"])
+
     assert_trees_close(hessian(tiled(4)), hessian(plain), 1e-4, 1e-4)
 
 
 def test_what_is_frozen_costs_nothing():
-    one = tiled(1)
     floats = {k: PARAMS[k] for k in ("w", "b")}
-    full = lambda p, x: one(p | {"step": PARAMS["step"]}, x)  # noqa: E731
+
+    def full(params, x):
+        return tiled(1)(params | {"step": PARAMS["step"]}, x)
+
     assert matrix_products(full, floats, X) == 1
     assert matrix_products(jax.grad(full, argnums=(0, 1)), floats, X) == 3
     assert matrix_products(jax.grad(full), floats, X) == 2
@@ -87,7 +102,10 @@ def test_what_is_frozen_costs_nothing():
 def test_parameter_gradients_grow_in_float32():
     # 4096 tiles add 1 each: a bfloat16 sum stops at 256.
     xs = jnp.ones((4096, 1), jnp.bfloat16)
-    fn = lambda p, x: jnp.sum(p * x)  # noqa: E731
+
+    def fn(p, x):
+        return jnp.sum(p * x)
+
     grad = jax.grad(lambda p: tiled_sum(fn, p, xs, 4096))(jnp.bfloat16(1))
     assert grad.dtype == jnp.bfloat16 and grad == 4096
     lossy = jax.grad(lambda p: tiled_sum(fn, p, xs, 4096, accumulate_dtype=jnp.bfloat16))(jnp.bfloat16(1))
@@ -104,9 +122,14 @@ def test_map_equals_the_plain_function(num_tiles):
         return jnp.sum(jnp.sin(out["out"])) + jnp.sum(out["norm"] * LABELS)
 
     p = {k: PARAMS[k] for k in ("w", "b")}
-    tiles = lambda p, x: tiled_map(lambda t: block(p, t), x, num_tiles)  # noqa: E731
+
+    def tiles(p, x):
+        return tiled_map(lambda t: block(p, t), x, num_tiles)
+
+    def grad(f):
+        return jax.value_and_grad(lambda p, x: loss(f, p, x), argnums=(0, 1))(p, X)
+
     assert_trees_close(tiles(p, X), block(p, X))
-    grad = lambda f: jax.value_and_grad(lambda p, x: loss(f, p, x), argnums=(0, 1))(p, X)  # noqa: E731
     assert_trees_close(grad(tiles), grad(block))
     tangent = jax.tree.map(jnp.ones_like, p)
     assert_trees_close(
@@ -116,11 +139,13 @@ def test_map_equals_the_plain_function(num_tiles):
 
 def test_map_keeps_one_tile_of_activations():
     x, w = jax.ShapeDtypeStruct((4096, 64), jnp.float32), jax.ShapeDtypeStruct((64, 2048), jnp.float32)
-    wide_mlp = lambda w, x: jnp.tanh(x @ w) @ w.T  # noqa: E731
+
+    def wide_mlp(w, x):
+        return jnp.tanh(x @ w) @ w.T
 
     def temporaries(f):
-        loss = lambda w, x: jnp.sum(f(w, x) ** 2)  # noqa: E731
-        analysis: Any = jax.jit(jax.grad(loss)).lower(w, x).compile().memory_analysis()
+        loss = jax.grad(lambda w, x: jnp.sum(f(w, x) ** 2))
+        analysis: Any = jax.jit(loss).lower(w, x).compile().memory_analysis()
         return analysis.temp_size_in_bytes
 
     untiled, tiles = temporaries(wide_mlp), temporaries(lambda w, x: tiled_map(lambda t: wide_mlp(w, t), x, 16))
@@ -150,8 +175,59 @@ def test_tile_sizes():
     assert tile_size(1000, 7, align=128) == 256 and tile_size(100, 1, align=128) == 100
 
 
-def test_bad_input_is_named(as_a_user):
-    with pytest.raises(ValueError, match="num_tiles must be a whole number of at least 1, got 0"):
-        tiled_map(jnp.sin, X, 0)
-    with pytest.raises(ValueError, match=r"same leading axis.*\(13, 5\).*\(12,\)"):
-        tiled_sum(scalar_of, PARAMS, (X, LABELS[:12]), 2)
+NO_FUNCTION: Any = X
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: tiled_map(jnp.sin, X, 0), "num_tiles must be a whole number of at least 1, got 0"),
+        (lambda: tiled_map(jnp.sum, X, 2), r"fn must return arrays \[rows, ...\] for a tile of 7 rows, got \[\(\)\]"),
+        (lambda: tiled_map(jnp.sin, "abc", 2), "xs must hold arrays to tile, got 'abc'"),
+        (lambda: tiled_map(NO_FUNCTION, X, 2), "fn must be a function of a tile of xs"),
+        (lambda: tiled_sum(scalar_of, PARAMS, (X, LABELS[:12]), 2), r"same leading axis.*\(13, 5\).*\(12,\)"),
+        (lambda: tiled_sum(lambda p, x: x, PARAMS, X, 2), r"fn must return one real number for a tile, got \(7, 5\)"),
+        (lambda: tiled_sum(scalar_of, {"w": "w"}, X, 2), "params must hold arrays of numbers, got 'w'"),
+        (lambda: tiled_sum(jnp.sum, PARAMS, X, True), "num_tiles must be a whole number of at least 1, got True"),
+        (lambda: tiled_sum(jnp.sum, PARAMS, X, 2, accumulate_dtype=int), "accumulate_dtype must be a floating-point"),
+    ],
+)
+def test_bad_input_is_named(as_a_user, call, message):
+    assert re.search(message, fuzz.refused(call), re.DOTALL)
+
+
+def test_sum_of_float16_under_a_loss_scale():
+    """A gradient of 100,000 does not fit float16, and a share of 1e-5 of it does."""
+    xs = jnp.ones((1000, 1), jnp.float16)
+
+    def fn(p):
+        return tiled_sum(lambda p, x: 100 * jnp.sum(p * x), p, xs, 7) * 2.0**-14
+
+    grad = jax.grad(fn)(jnp.float16(1))
+    assert grad.dtype == jnp.float16
+    np.testing.assert_allclose(grad, 1e5 * 2.0**-14, rtol=1e-3)
+
+
+def identity(tile):
+    return jax.tree.map(lambda leaf: leaf, tile)
+
+
+def sum_of_numbers(params, tile):
+    return sum(jnp.sum(leaf) for leaf in jax.tree.leaves((params, tile)) if jnp.issubdtype(leaf.dtype, jnp.number))
+
+
+CALLS: dict[str, tuple] = {
+    "tiled_map": (tiled_map, {"fn": identity, "xs": X, "num_tiles": 2}),
+    "tiled_sum": (tiled_sum, {"fn": sum_of_numbers, "params": jnp.ones(5), "xs": X, "num_tiles": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@settings(fuzz.FUZZ, max_examples=80)
+@given(data=st.data())
+def test_wrong_arguments(as_a_user, name, data):
+    tiled, good = CALLS[name]
+    names = [*good] if tiled is tiled_map else [*good, "accumulate_dtype"]
+    wrong = data.draw(st.dictionaries(st.sampled_from(names), fuzz.junk(), min_size=1, max_size=2))
+    if not callable(wrong.get("fn")):  # a function of other arguments has errors of its own
+        fuzz.refused(lambda: jax.eval_shape(lambda: tiled(**good | wrong)))

@@ -8,48 +8,12 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental import checkify
+from loss_reference import BIAS, COTANGENT, HEAD, HIDDEN, OPTIONS, TARGETS, WEIGHTS, D, N, V, reference
 
 from llamem.losses.cross_entropy import tiled_cross_entropy, tiled_logprobs
 
-N, D, V = 53, 16, 300  # no tile size divides N or V; V makes three tiles of 128 rows
-RNG = np.random.default_rng(0)
-HIDDEN = RNG.normal(size=(N, D))
-HEAD, BIAS = RNG.normal(size=(V, D)), RNG.normal(size=V)
-TARGETS = RNG.integers(0, V, N)
-TARGETS[[3, 17, 18, 52]] = -100
-WEIGHTS = RNG.uniform(0.2, 2, N)
-WEIGHTS[7] = 0
-COTANGENT = RNG.normal(size=N)
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "smoothing": {"label_smoothing": 0.1},
-    "z_loss": {"z_loss": 0.01},
-    "softcap": {"logit_softcap": 5.0},
-    "scale": {"logit_scale": 0.7},
-    "all": {"label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 5.0, "logit_scale": 0.7},
-}
 BOTH_AXES = pytest.mark.parametrize("axis", ["tokens", "vocab"])
 pytestmark = pytest.mark.usefixtures("columns")
-
-
-def reference(
-    hidden, head, bias, targets, cotangent, label_smoothing=0.0, z_loss=0.0, logit_softcap=None, logit_scale=1.0
-):
-    """Loss per token in float64, and the gradients of `sum(cotangent * loss)` by the chain rule, link by link."""
-    hidden, head = np.asarray(hidden, np.float64), np.asarray(head, np.float64)
-    raw = (hidden @ head.T + bias) * logit_scale
-    z = raw if logit_softcap is None else logit_softcap * np.tanh(raw / logit_softcap)
-    p = np.exp(z - z.max(1, keepdims=True))
-    p /= p.sum(1, keepdims=True)
-    lse = np.log(np.exp(z - z.max(1, keepdims=True)).sum(1)) + z.max(1)
-    wanted = np.full_like(z, label_smoothing / z.shape[1])
-    wanted[np.arange(len(z)), np.where(targets < 0, 0, targets)] += 1 - label_smoothing
-    counts = np.where(targets < 0, 0.0, 1.0)
-    loss = (lse - (wanted * z).sum(1) + z_loss * lse**2) * counts
-    dz = (p - wanted + 2 * z_loss * lse[:, None] * p) * (cotangent * counts)[:, None]
-    draw = dz if logit_softcap is None else dz / np.cosh(raw / logit_softcap) ** 2
-    draw = draw * logit_scale
-    return loss, (draw @ head, draw.T @ hidden, draw.sum(0))
 
 
 def arrays(*values, dtype=jnp.float32):
@@ -72,8 +36,8 @@ def test_the_reference_is_right():
         way = np.random.default_rng(i).normal(size=grad.shape)
 
         def along(t, i=i, way=way):
-            moved = [p + t * way if j == i else p for j, p in enumerate(point)]
-            return COTANGENT @ reference(*moved, TARGETS, COTANGENT, **OPTIONS["all"])[0]
+            hidden, head, bias = (p + t * way if j == i else p for j, p in enumerate(point))
+            return COTANGENT @ reference(hidden, head, bias, TARGETS, COTANGENT, **OPTIONS["all"])[0]
 
         np.testing.assert_allclose((along(step) - along(-step)) / (2 * step), (grad * way).sum(), rtol=1e-6)
 
@@ -259,9 +223,11 @@ def test_statistics(axis):
     for name, row in expected.items():
         np.testing.assert_allclose(np.asarray(rows[name])[targets >= 0], row[targets >= 0], rtol=2e-4, atol=1e-5)
     # A statistic in the loss carries no gradient: only the loss does.
-    with_stat = lambda x, k: (lambda loss, s: loss + k * s["entropy"])(  # noqa: E731
-        *tiled_cross_entropy(x, head, jnp.asarray(targets), **kwargs)
-    )
+
+    def with_stat(hidden, k):
+        loss, stats = tiled_cross_entropy(hidden, head, jnp.asarray(targets), **kwargs)
+        return loss + k * stats["entropy"]
+
     np.testing.assert_array_equal(jax.grad(with_stat)(hidden, 0.0), jax.grad(with_stat)(hidden, 9.0))
 
 
@@ -286,7 +252,10 @@ def test_nothing_that_counts_gives_zeros(axis, reduction):
 def test_huge_logits_stay_finite(axis):
     hidden, head = 1e2 * jnp.sign(arrays(HIDDEN)[0]), 10 * jnp.sign(arrays(HEAD)[0])  # logits up to 16,000
     targets = np.maximum(TARGETS, 0)
-    fn = lambda x, w: tiled_cross_entropy(x, w, jnp.asarray(targets), axis=axis, num_tiles=3)  # noqa: E731
+
+    def fn(hidden, head):
+        return tiled_cross_entropy(hidden, head, jnp.asarray(targets), axis=axis, num_tiles=3)
+
     value, grads = jax.value_and_grad(fn, argnums=(0, 1))(hidden, head)
     loss, expected = reference(hidden, head, 0, targets, np.full(N, 1 / N))
     np.testing.assert_allclose(value, loss.mean(), rtol=1e-5)
@@ -300,8 +269,13 @@ def test_bias_of_minus_infinity_takes_ids_out(axis):
     bias = jnp.where(jnp.arange(V) < 140, -jnp.inf, 0.0)
     targets = jnp.asarray(140 + np.maximum(TARGETS, 0) % 160)
     hidden, head = arrays(HIDDEN, HEAD)
-    fn = lambda x, w: tiled_cross_entropy(x, w, targets, bias=bias, axis=axis, num_tiles=3, return_stats=True)  # noqa: E731
-    less = lambda x, w: tiled_cross_entropy(x, w[140:], targets - 140, return_stats=True)  # noqa: E731
+
+    def fn(hidden, head):
+        return tiled_cross_entropy(hidden, head, targets, bias=bias, axis=axis, num_tiles=3, return_stats=True)
+
+    def less(hidden, head):
+        return tiled_cross_entropy(hidden, head[140:], targets - 140, return_stats=True)
+
     (value, stats), grads = jax.value_and_grad(fn, argnums=(0, 1), has_aux=True)(hidden, head)
     (expected, expected_stats), wanted = jax.value_and_grad(less, argnums=(0, 1), has_aux=True)(hidden, head)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
@@ -315,7 +289,10 @@ def test_bias_of_minus_infinity_takes_ids_out(axis):
 def test_an_id_outside_the_vocabulary_is_loud(axis, bad):
     hidden, head = arrays(HIDDEN, HEAD)
     targets = jnp.asarray(np.where(np.arange(N) == 5, bad, np.maximum(TARGETS, 0)))
-    fn = lambda t: tiled_cross_entropy(hidden, head, t, axis=axis, num_tiles=3)  # noqa: E731
+
+    def fn(targets):
+        return tiled_cross_entropy(hidden, head, targets, axis=axis, num_tiles=3)
+
     assert jnp.isnan(fn(targets))
     checked = checkify.checkify(fn, errors=checkify.nan_checks)
     assert "nan generated" in str(checked(targets)[0].get())
@@ -340,7 +317,10 @@ def test_normalizer_of_a_larger_batch(axis):
     """Halves of a batch, each divided by the count of both, add up to the whole."""
     hidden, head = arrays(HIDDEN, HEAD)
     targets, count = jnp.asarray(TARGETS), jnp.float32((TARGETS >= 0).sum())
-    fn = lambda x, t, c=None: tiled_cross_entropy(x, head, t, axis=axis, num_tiles=3, normalizer=c)  # noqa: E731
+
+    def fn(hidden, targets, count=None):
+        return tiled_cross_entropy(hidden, head, targets, axis=axis, num_tiles=3, normalizer=count)
+
     halves = fn(hidden[:20], targets[:20], count) + fn(hidden[20:], targets[20:], count)
     np.testing.assert_allclose(halves, fn(hidden, targets), rtol=1e-6)
 

@@ -1,5 +1,6 @@
 """What the tiled losses cost (products, memory), what may be done to them, what they refuse."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 from llamem import available, compile_report
 from llamem.losses.choice import choose_tiles
-from llamem.losses.cross_entropy import tiled_cross_entropy, tiled_logprobs
+from llamem.losses.cross_entropy import tiled_cross_entropy
 
 N, D, V = 53, 16, 300
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -76,7 +77,7 @@ def test_the_compilers_leave_these_products_and_no_other(target):
         pytest.skip(f"no compiler for {target} here")
 
     def flops(axis, argnums) -> int | None:
-        fn = lambda x, w, y: tiled_cross_entropy(x, w, y, axis=axis, num_tiles=32)  # noqa: E731
+        fn: Any = partial(tiled_cross_entropy, axis=axis, num_tiles=32)
         if argnums is not None:
             fn = jax.value_and_grad(fn, argnums=argnums)
         return compile_report(fn, *LLAMA_8B, target=target).compiled_matmul_flops
@@ -95,15 +96,19 @@ def test_memory_is_that_of_a_tile():
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x @ w.T, y))
 
     def forgot_remat(x, w, y):
-        tile = lambda t: optax.softmax_cross_entropy_with_integer_labels(t[0] @ w.T, t[1])  # noqa: E731
+        def tile(xy):
+            return optax.softmax_cross_entropy_with_integer_labels(xy[0] @ w.T, xy[1])
+
         return jnp.mean(jax.lax.map(tile, (x.reshape(16, 32, -1), y.reshape(16, 32))))
 
+    def temporaries(fn):
+        return compiled(fn).memory_analysis().temp_size_in_bytes
+
     logits = 512 * 32_000 * 4
-    temporaries = lambda fn: compiled(fn).memory_analysis().temp_size_in_bytes  # noqa: E731
     assert temporaries(plain) >= logits and temporaries(forgot_remat) >= logits
     axes: tuple[Any, ...] = ("tokens", "vocab")
     for axis in axes:
-        tiled = lambda x, w, y, axis=axis: tiled_cross_entropy(x, w, y, num_tiles=16, axis=axis)  # noqa: E731
+        tiled = partial(tiled_cross_entropy, num_tiles=16, axis=axis)
         assert temporaries(tiled) < logits / 4
         assert f"[512,{32_000}]" not in compiled(tiled).as_text()
 
@@ -111,24 +116,29 @@ def test_memory_is_that_of_a_tile():
 @pytest.mark.usefixtures("columns")
 @pytest.mark.parametrize(("axis", "reduction"), [("tokens", "mean"), ("vocab", "none")])
 def test_transformations(axis, reduction):
-    plain_loss = lambda x, w: optax.softmax_cross_entropy_with_integer_labels(x @ w.T, jnp.maximum(TARGETS, 0))  # noqa: E731
     counts = TARGETS >= 0
 
     def plain(x, w):
-        rows = plain_loss(x, w) * counts
+        rows = optax.softmax_cross_entropy_with_integer_labels(x @ w.T, jnp.maximum(TARGETS, 0)) * counts
         return jnp.sum(jnp.tanh((rows if reduction == "none" else rows.sum() / counts.sum()) / 10))
 
     fn = loss_of(reduction, axis=axis)
     many = jnp.stack([HIDDEN, HIDDEN / 2])
     expected = jax.vmap(jax.grad(plain, argnums=(0, 1)), (0, None))(many, HEAD)
-    close = lambda a, b: jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=2e-4, atol=2e-5), a, b)  # noqa: E731
+
+    def close(a, b):
+        jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=2e-4, atol=2e-5), a, b)
+
     close(jax.vmap(jax.grad(fn, argnums=(0, 1)), (0, None))(many, HEAD), expected)
     close(jax.vmap(jax.grad(jax.checkpoint(fn), argnums=(0, 1)), (0, None))(many, HEAD), expected)
     scanned = jax.lax.scan(lambda c, x: (c, jax.grad(fn, argnums=(0, 1))(x, HEAD)), None, many)[1]
     close(scanned, expected)
     # Forward over reverse, as jax.hessian and Hessian-vector products do it.
     way = jnp.cos(HEAD)
-    product = lambda f: jax.jvp(jax.grad(f, argnums=(0, 1)), (HIDDEN, HEAD), (HIDDEN, way))[1]  # noqa: E731
+
+    def product(f):
+        return jax.jvp(jax.grad(f, argnums=(0, 1)), (HIDDEN, HEAD), (HIDDEN, way))[1]
+
     close(product(fn), product(plain))
     # Forward mode alone has no rule; JAX says so, the docstring says what to do.
     with pytest.raises(TypeError, match="forward-mode"):
@@ -154,7 +164,9 @@ def test_callable_head_with_its_own_parameters(reduction):
     def merged(hidden, down, up):
         return with_head(hidden, HEAD + up @ down)
 
-    grad = lambda f: jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True)(HIDDEN, down, up)  # noqa: E731
+    def grad(f):
+        return jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True)(HIDDEN, down, up)
+
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-4, atol=1e-4), grad(adapted), grad(merged))
     assert product_flops(jax.grad(lambda h: adapted(h, down, up)[0]), HIDDEN) < 3 * 2 * N * V * (D + 4)
 
@@ -167,38 +179,11 @@ def test_torch_agrees_where_it_has_the_option():
         leaves = [torch.tensor(np.asarray(a), requires_grad=True) for a in (HIDDEN, HEAD)]
         loss = cross_entropy(leaves[0] @ leaves[1].T, torch.tensor(np.asarray(TARGETS)).long(), **kwargs)
         loss.backward()
-        fn = lambda x, w, kw=kwargs: tiled_cross_entropy(x, w, TARGETS, num_tiles=3, **kw)  # noqa: E731
-        value, grads = jax.value_and_grad(fn, argnums=(0, 1))(HIDDEN, HEAD)
+        fn = partial(tiled_cross_entropy, num_tiles=3, **kwargs)
+        value, grads = jax.value_and_grad(fn, argnums=(0, 1))(HIDDEN, HEAD, TARGETS)
         np.testing.assert_allclose(value, loss.item(), rtol=1e-5)
         for a, b in zip(grads, leaves, strict=True):
             np.testing.assert_allclose(a, b.grad, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"head": HEAD.T}, r"head must be \[V, D\] with D = 16, got \(16, 300\)\. Pass its transpose"),
-        ({"head": HEAD[0]}, r"head must be \[V, D\]"),
-        ({"targets": TARGETS[:5]}, r"targets must have hidden's batch shape \(53,\), got \(5,\)"),
-        ({"targets": TARGETS * 1.0}, "targets must be integer ids, got float32"),
-        ({"weights": jnp.ones(3)}, r"weights must have hidden's batch shape"),
-        ({"bias": jnp.ones(3)}, r"bias must be \[V\] = \[300\]"),
-        ({"axis": "rows"}, "axis must be"),
-        ({"reduction": "avg"}, "reduction must be"),
-        ({"reduction": "sum", "normalizer": 3.0}, "normalizer belongs to"),
-        ({"label_smoothing": 1.5}, "label_smoothing must be between 0 and 1, got 1.5"),
-        ({"logit_softcap": 0.0}, "logit_softcap must be positive"),
-        ({"num_tiles": 0}, "num_tiles must be a whole number of at least 1, got 0"),
-        ({"num_tiles": 2.5}, "num_tiles must be a whole number"),
-        ({"head": jax.tree_util.Partial(lambda x: x), "axis": "vocab"}, "A callable head has no rows to tile"),
-    ],
-)
-def test_bad_input_is_named(as_a_user, changes, message):
-    arguments: dict[str, Any] = {"hidden": HIDDEN, "head": HEAD, "targets": TARGETS} | changes
-    with pytest.raises(ValueError, match=message):
-        tiled_cross_entropy(**arguments)
-    with pytest.raises(ValueError, match="temperature must be positive"):
-        tiled_logprobs(HIDDEN, HEAD, TARGETS, temperature=0.0)
 
 
 def test_the_choice_follows_the_roofline():
@@ -213,7 +198,7 @@ def test_the_choice_follows_the_roofline():
     counts = [choose_tiles(*shape, target=t, axis="vocab").num_tiles for t in ("v6e-1", "h100", "v5e-1", "a100-80")]
     assert counts == sorted(counts)
     assert "too large" in tight.reason and "taken" in tight.reason
-    assert choose_tiles(8, 16, 32).num_tiles == 1
+    assert choose_tiles(8, 16, 32).num_tiles == choose_tiles(0, 16, 32).num_tiles == 1
     starved = choose_tiles(131_072, 4096, 128_256, target="v5e-1", memory_budget=1)
     assert "nothing fits it" in starved.reason and starved.num_tiles > 1
 
@@ -241,10 +226,8 @@ def test_auto_explains_itself_and_an_unknown_target_is_named(as_a_user):
 @pytest.mark.skipif(not available("v6e-1"), reason="no compiler for a v6e here")
 def test_peaks_compiled_for_a_v6e():
     """Llama 3 8B's head, 8,192 tokens, bfloat16: operands and gradients alone are 2.082 GiB, plain logits 7.95."""
-    fn = lambda x, w, y: tiled_cross_entropy(x, w, y, axis="vocab", num_tiles=64)  # noqa: E731
-    auto = lambda x, w, y: tiled_cross_entropy(x, w, y)  # noqa: E731
     gib = 2**30
-    for chosen in (fn, auto):
+    for chosen in (partial(tiled_cross_entropy, axis="vocab", num_tiles=64), tiled_cross_entropy):
         assert (
             compile_report(jax.value_and_grad(chosen, argnums=(0, 1)), *LLAMA_8B, target="v6e-1").peak_bytes
             <= 2.29 * gib  # all that the compiler lays out, gaps between buffers included

@@ -4,10 +4,13 @@ A tile must be large enough that its matrix products outlast its memory traffic,
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 
+from llamem.layers.tiling import floating_type
+from llamem.losses.arguments import one_of, whole
+from llamem.losses.one_tile import Tiles
 from llamem.memory.targets import TARGETS, Target, compiling_for
 
 __all__ = ["TileChoice", "choose_tiles"]
@@ -17,8 +20,11 @@ _CPU = Target("cpu", "cpu", "cpu", 16 * 10**9, 200e9, 20e9)
 _UNKNOWN = TARGETS["h100"]
 _BUDGET_SHARE = 1 / 16  # of device memory, for what the loss needs beyond its operands and gradients
 _LEAST_ROWS, _ALIGN = 512, 256  # a v6e multiplies blocks of 256 by 256
-# Of a CPU's tile of 512 tokens: 4 MB of logits. Not a power of two (see `passes.COLUMN_ALIGN`).
-_CPU_COLUMNS = 2008
+# An unaligned tile of the vocabulary makes the TPU compiler lay the head out anew: a copy of all of it.
+_VOCAB_ALIGN = 128
+# Of a CPU's tile of 512 tokens: 4 MB of logits, which a cache holds. No power of two, and not aligned to one: rows of
+# logits that lie a power of two apart compete for the same cache lines.
+_CPU_COLUMNS, _CPU_ALIGN = 2008, 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +45,53 @@ def _chip(name: str | None) -> Target:
         known = (chip for chip in (_CPU, *TARGETS.values()) if chip.device_kind.lower() == kind.lower())
         return next(known, _UNKNOWN)
     chips = {"cpu": _CPU, **TARGETS}
-    if name not in chips:
+    if not isinstance(name, str) or name not in chips:
         raise ValueError(f"target {name!r} is no chip this knows: give one of {', '.join(chips)}, or None.")
     return chips[name]
 
 
-def cache_columns() -> int | None:
-    """How many columns of a tile of tokens a CPU's cache holds; None on other chips, which work on whole rows."""
-    return _CPU_COLUMNS if _chip(None) is _CPU else None
+def tiles_for_chip(
+    axis: Literal["tokens", "vocab"], num_tiles: int, accumulate_dtype: Any, vocab_axis: str | None = None
+) -> Tiles:
+    """How the chip that compiles works on this many tiles: a CPU on a cache-full of columns, others on whole rows."""
+    if _chip(None) is _CPU:
+        return Tiles(axis, num_tiles, _CPU_COLUMNS, _CPU_ALIGN, accumulate_dtype, vocab_axis)
+    return Tiles(axis, num_tiles, None, _VOCAB_ALIGN, accumulate_dtype, vocab_axis)
+
+
+def _at_least(name: str, value: Any, least: int) -> int:
+    found = whole(name, value, "a whole number")
+    if found < least:
+        raise ValueError(f"{name} must be at least {least}, got {found}.")
+    return found
+
+
+class _Pass(NamedTuple):
+    """One pass over all tiles: its matrix products, and the bytes that a tile moves."""
+
+    products: int
+    operand: int  # for each number of the matrix that every tile needs whole: the head, or hidden
+    logit: int  # for each logit of the tile
+
+
+def _passes(axis: str, trained: bool, reduction: str, size: int) -> list[_Pass]:
+    """What the losses and their gradients take, in numbers of `size` bytes; logits and sums are float32.
+
+    As XLA fuses a tile for TPUs: the product writes the logits and finds their maxima, the sum of exponentials reads
+    them. In a tile of tokens each product of a gradient reads them again and makes softmax minus labels on the way. In
+    a tile of the vocabulary the product that makes the logits anew writes softmax minus labels instead, in the type of
+    the products, which read it.
+    """
+    write, read, update = 4, 4, 8
+    losses = _Pass(1, size, write + read)
+    if axis == "tokens" and not trained:
+        return [_Pass(2, 2 * size, write + read + read)]
+    if axis == "tokens":
+        once = _Pass(3, 2 * size + update, write + read + 2 * read)
+        return [losses, once] if reduction == "none" else [once]
+    if not trained:
+        return [_Pass(2, size + update, write + read + read)]
+    return [losses, _Pass(3, 2 * size + update, 3 * size)]
 
 
 def _size(balance: float, work: float, fixed: float, traffic: float) -> float:
@@ -74,7 +119,7 @@ def choose_tiles(
 
     Tiles of tokens: 3 products (4 for `reduction="none"`), every tile reads the head twice and updates its float32
     gradient, which takes `4VD` bytes where the head is narrower. Tiles of the vocabulary: 4 products, every tile
-    reads `hidden` and updates its float32 gradient, `4ND` bytes. A frozen head: 2 products either way.
+    reads `hidden` three times and updates its float32 gradient, `4ND` bytes. A frozen head: 2 products either way.
 
     Args:
         tokens: N, tokens on one device.
@@ -89,35 +134,41 @@ def choose_tiles(
 
     The model is checked against no measurement of time but published ones: see notebook 04.
     """
+    tokens = _at_least("tokens", tokens, 0)
+    d_model, vocab = _at_least("d_model", d_model, 1), _at_least("vocab", vocab, 1)
+    one_of("head", head, ("trained", "frozen"))
+    one_of("reduction", reduction, ("mean", "sum", "none"))
+    one_of("axis", axis, ("auto", "tokens", "vocab"))
     chip = _chip(target)
     assert chip.peak_flops and chip.bandwidth and chip.capacity_bytes  # every chip of the table has them
-    balance, size = chip.peak_flops / chip.bandwidth, jnp.dtype(dtype).itemsize
-    budget = int(chip.capacity_bytes * _BUDGET_SHARE) if memory_budget is None else max(1, memory_budget)
+    balance, size = chip.peak_flops / chip.bandwidth, floating_type("dtype", dtype).itemsize
+    budget = int(chip.capacity_bytes * _BUDGET_SHARE)
+    if memory_budget is not None:
+        budget = _at_least("memory_budget", memory_budget, 1)
     trained, small = head == "trained", size < 4
 
     def candidate(axis: Literal["tokens", "vocab"], budget: int) -> TileChoice:
-        # Per tile: FLOPs, bytes that do not depend on its rows, bytes per row; each per column of the product.
+        passes = _passes(axis, trained, reduction, size)
+        products = sum(one.products for one in passes)
+        # Per tile and column of the product: FLOPs per row, bytes that do not depend on its rows, bytes per row.
+        work, traffic = 2.0 * products * d_model, sum(one.logit for one in passes)
+        fixed = sum(one.operand for one in passes) * d_model
         if axis == "tokens":
-            products = 2 if not trained else 4 if reduction == "none" else 3
             extent, other = tokens, vocab
-            fixed, traffic = (2.0 * size + (8 if trained else 0)) * d_model, 14.0
             base = 4 * vocab * d_model if trained and small else 0
         else:
-            products = 4 if trained else 2
-            extent, other = vocab, tokens
-            fixed, traffic = (3.0 * size + 8) * d_model, 22.0
+            extent, other = vocab, max(1, tokens)
             base = 4 * tokens * d_model
-        work = 2.0 * products * d_model
         # Logits in float32, and their gradient in the type of the products; where a tile is worked on in columns, the
         # gradient is as narrow as they are.
         per_row = (4 if chip is _CPU and axis == "tokens" else 4 + min(size, 4)) * other
         wanted = max(_size(balance, work, fixed, traffic), _LEAST_ROWS)
         affordable = max(budget - base, 0) // per_row
         aligned = min(-(-int(wanted) // _ALIGN), affordable // _ALIGN) * _ALIGN
-        rows = min(extent, max(_ALIGN, aligned))
+        rows = max(1, min(extent, max(_ALIGN, aligned)))
         intensity = work * rows / (fixed + traffic * rows)
         time = products * max(1.0, balance / intensity)
-        return TileChoice(axis, -(-extent // rows), products, int(base + per_row * rows), time, "")
+        return TileChoice(axis, max(1, -(-extent // rows)), products, int(base + per_row * rows), time, "")
 
     axes: tuple = ("tokens", "vocab") if axis == "auto" else (axis,)
     granted = budget

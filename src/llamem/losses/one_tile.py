@@ -1,10 +1,11 @@
 """One tile of the logits of `hidden @ head.T`: from the matrix product to the loss of a row, and back to gradients.
 
-The passes that go over all tiles are in `passes.py`.
+The passes that go over all tiles are in `token_tiles.py` and `vocab_tiles.py`.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +14,95 @@ from jaxtyping import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Softmax:
-    """What is done between the matrix product and the loss, and how it is tiled. Hashable: it keys the jit cache."""
+class CallableHead:
+    """How to put a callable head together again from its leaves."""
 
-    num_tiles: int
-    axis: str = "tokens"
+    tree: jax.tree_util.PyTreeDef
+
+    def __call__(self, leaves: list, x_TD: Array) -> Array:
+        """The raw product `[T, V]`."""
+        return self.tree.unflatten(leaves)(x_TD)
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """What is computed between the matrix product and the loss of a row. Hashable: it keys the jit cache."""
+
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     softcap: float | None = None
     scale: float = 1.0
-    head_tree: Any = None  # of a callable head; None: the leaves are a matrix [V, D] and, maybe, a bias [V]
-    accumulate_dtype: Any = jnp.float32
     with_stats: bool = False
-    columns: int | None = None  # that a CPU's cache holds of a tile of tokens; None: whole rows, for accelerators
+    callable_head: CallableHead | None = None  # None: the head's leaves are a matrix [V, D] and, maybe, a bias [V]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How it is computed: which axis is cut, and into what. Hashable: it keys the jit cache."""
+
+    axis: Literal["tokens", "vocab"]
+    num_tiles: int
+    columns: int | None  # of a tile of tokens that are worked on at a time; None: all of them
+    vocab_align: int  # a tile of the vocabulary, or of columns, is a multiple of this wide
+    accumulate_dtype: Any  # of a sum of gradients over tiles of tokens
+    vocab_axis: str | None = None  # the mesh axis whose devices hold some rows of the head each
+
+    def first_id(self, head: list) -> Any:
+        """The id of the first of the head's rows that are here."""
+        return 0 if self.vocab_axis is None else lax.axis_index(self.vocab_axis) * head[0].shape[0]
+
+    def vocab(self, head: list) -> int:
+        """Rows of the whole head."""
+        return head[0].shape[0] * (1 if self.vocab_axis is None else lax.axis_size(self.vocab_axis))
+
+
+class Operands(NamedTuple):
+    """What a loss is made of: hidden `[N, D]`, the head's leaves, and ids `[N]` inside the vocabulary."""
+
+    x_ND: Array
+    head: list
+    targets_N: Array
+
+
+class Wanted(NamedTuple):
+    """Which gradients are asked for, of the head leaf by leaf."""
+
+    x: bool
+    head: tuple[bool, ...]
+    weights: bool = False
+
+    @property
+    def of_logits(self) -> bool:
+        """Whether any of them needs the logits' gradient."""
+        return self.x or any(self.head)
+
+
+class Gradients(NamedTuple):
+    """Gradients, of the head leaf by leaf; None where none was asked for."""
+
+    x: Array | None
+    head: list
+    weights: Array | None = None
+
+
+NOTHING = Wanted(False, ())
+STATISTICS = ("loss", "z_loss", "logsumexp", "accuracy", "entropy")  # of a row, where they are asked for
+
+
+def quiet(rows: Array, w_N: Array) -> Array:
+    """Rows `[N]` or `[N, D]`, with 0 for those that are not finite and have a weight of 0, which add nothing to a sum.
+
+    0 * NaN is NaN. Finite rows stay as they are, also under a weight of 0: its own gradient needs them.
+    """
+    # One truth for each row: of each number the compiler would keep it all through a loop.
+    finite_N = jnp.isfinite(rows) if rows.ndim == 1 else jnp.all(jnp.isfinite(rows), -1)
+    silent_N = (w_N == 0) & ~finite_N
+    return jnp.where(silent_N if rows.ndim == 1 else silent_N[:, None], 0, rows)
+
+
+def waiting_type(dtype: Any) -> Any:
+    """The type in which a gradient waits for the cotangent of the loss: a loss scale must find what float16 loses."""
+    return jnp.float32 if dtype == jnp.float16 else dtype
 
 
 def matmul(a: Array, b: Array, contract: tuple[int, int]) -> Array:
@@ -40,75 +117,100 @@ def wide(*arrays: Any) -> Any:
     return jnp.result_type(jnp.float32, *(a.dtype for a in arrays if jnp.issubdtype(a.dtype, jnp.floating)))
 
 
-def accumulator(cfg: Softmax, leaf: Array) -> Any:
-    """The type in which a leaf's gradient grows: `accumulate_dtype`, or float64 for a float64 leaf."""
-    return leaf.dtype if leaf.dtype == jnp.float64 else cfg.accumulate_dtype
-
-
-def logits(cfg: Softmax, raw_NV: Array) -> Array:
-    """Scaled and soft-capped raw products."""
-    logits_NV = raw_NV * cfg.scale if cfg.scale != 1.0 else raw_NV
-    return cfg.softcap * jnp.tanh(logits_NV / cfg.softcap) if cfg.softcap is not None else logits_NV
-
-
-def project(cfg: Softmax, x_TD: Array, head: list, wanted: tuple) -> tuple[Array, Any]:
-    """Raw product `[T, V]`, and its pull-back: from a gradient `[T, V]` to the `wanted` ones, in float32."""
-    if cfg.head_tree is not None:
-        leaves = [i for i in wanted if i != "x"]
-
-        def call(x_TD: Array, chosen: list) -> Array:
-            full = [*head]
-            for i, leaf in zip(leaves, chosen, strict=True):
-                full[int(i)] = leaf
-            return cfg.head_tree.unflatten(full)(x_TD)
-
-        primals = (x_TD, [head[int(i)] for i in leaves])
-        if not wanted:
-            raw_TV = call(*primals)
-            return raw_TV.astype(wide(raw_TV)), None
-        raw_TV, pull_back = jax.vjp(call, *primals)
-
-        def pull(d_TV: Array) -> dict:
-            dx_TD, d_leaves = pull_back(d_TV.astype(raw_TV.dtype))
-            return {"x": dx_TD} | dict(zip(leaves, d_leaves, strict=True))
-
-        return raw_TV.astype(wide(raw_TV)), pull
-    head_VD, bias_V = (*head, None)[:2]
+def project(softmax: Softmax, x_TD: Array, head: list) -> Array:
+    """The raw product `[T, V]`, float32."""
+    if softmax.callable_head is not None:
+        raw_TV = softmax.callable_head(head, x_TD)
+        return raw_TV.astype(wide(raw_TV))
+    head_VD, *bias = head
     with jax.named_scope("logits"):  # by this name a timeline knows them
         raw_TV = matmul(x_TD, head_VD, (1, 1))
-    return raw_TV if bias_V is None else raw_TV + bias_V, lambda d_TV: matrix_gradients(x_TD, head_VD, d_TV, wanted)
+    return raw_TV + bias[0] if bias else raw_TV
 
 
-def matrix_gradients(x_TD: Array, head_VD: Array, d_TV: Array, wanted: tuple) -> dict:
-    """The `wanted` ones of hidden "x", matrix "0" and bias "1", from the raw product's gradient `[T, V]`."""
-    grads = {"1": jnp.sum(d_TV, 0)} if "1" in wanted else {}
-    d_TV = d_TV.astype(jnp.result_type(x_TD, head_VD))
-    if "x" in wanted:
-        grads["x"] = matmul(d_TV, head_VD, (1, 0))
-    if "0" in wanted:
-        grads["0"] = matmul(d_TV, x_TD, (0, 0))
-    return grads
+def project_with_pullback(
+    softmax: Softmax, x_TD: Array, head: list, wanted: Wanted
+) -> tuple[Array, Callable[[Array, Array], Gradients]]:
+    """The raw product `[T, V]`, and the function from its gradient and the rows' weights to the `wanted` gradients."""
+    if softmax.callable_head is None:
+        return project(softmax, x_TD, head), lambda d_TV, w_T: matrix_gradients(x_TD, head[0], d_TV, w_T, wanted)
+    places = [i for i, is_wanted in enumerate(wanted.head) if is_wanted]
+
+    def call(x_TD: Array, chosen: list) -> Array:
+        leaves = [*head]
+        for place, leaf in zip(places, chosen, strict=True):
+            leaves[place] = leaf
+        return softmax.callable_head(leaves, x_TD)
+
+    raw_TV, vjp = jax.vjp(call, x_TD, [head[i] for i in places])
+
+    def pull_back(d_TV: Array, w_T: Array) -> Gradients:
+        scale = _power_of_two(w_T, raw_TV.dtype)
+        dx_TD, d_chosen = vjp((d_TV * scale).astype(raw_TV.dtype))
+        d_head: list = [None] * len(head)
+        for place, gradient in zip(places, d_chosen, strict=True):
+            d_head[place] = gradient.astype(wide(gradient)) / scale
+        return Gradients(dx_TD.astype(wide(dx_TD)) / scale if wanted.x else None, d_head)
+
+    return raw_TV.astype(wide(raw_TV)), pull_back
 
 
-def row_losses(cfg: Softmax, lse_N: Array, target_N: Array, mean_N: Any, stats: dict) -> dict:
-    """Loss and statistics per token; label smoothing as PyTorch defines it."""
-    eps = cfg.label_smoothing
-    nll_N = lse_N - (1 - eps) * target_N - (eps * mean_N if eps else 0)
-    z_loss_N = cfg.z_loss * lse_N**2
-    rows = {"loss": nll_N + z_loss_N}
-    return rows | {"z_loss": z_loss_N, "logsumexp": lse_N} | stats if cfg.with_stats else rows
+def matrix_gradients(x_TD: Array, head_VD: Array, d_TV: Array, w_T: Array, wanted: Wanted) -> Gradients:
+    """The `wanted` gradients of hidden, matrix and bias, from that of the raw product: float32, one product each."""
+    narrow = jnp.result_type(x_TD, head_VD)
+    scale = _power_of_two(w_T, narrow)
+    narrow_TV = (d_TV * scale).astype(narrow)
+    dx_TD = matmul(narrow_TV, head_VD, (1, 0)) / scale if wanted.x else None
+    matrix_wanted, *bias_wanted = wanted.head
+    d_head: list = [matmul(narrow_TV, quiet(x_TD, w_T), (0, 0)) / scale if matrix_wanted else None]
+    d_head += [jnp.sum(d_TV, 0) if is_wanted else None for is_wanted in bias_wanted]
+    return Gradients(dx_TD, d_head)
 
 
-def slope(cfg: Softmax, z_NV: Array) -> Any:
+def _power_of_two(w_T: Array, dtype: Any) -> Array | float:
+    """What makes float16 gradients of rows with such weights about 1, without rounding them; 1 for other types.
+
+    A mean over 65,536 tokens has weights of 1.5e-5, and float16 nothing below 6e-8.
+    """
+    if dtype != jnp.float16:
+        return 1.0
+    _, exponent = jnp.frexp(jax.lax.stop_gradient(jnp.max(jnp.abs(w_T), initial=0)))
+    return jnp.ldexp(jnp.ones((), w_T.dtype), -exponent)
+
+
+def logits(softmax: Softmax, raw_NV: Array) -> Array:
+    """Scaled and soft-capped raw products."""
+    z_NV = raw_NV * softmax.scale if softmax.scale != 1.0 else raw_NV
+    return softmax.softcap * jnp.tanh(z_NV / softmax.softcap) if softmax.softcap is not None else z_NV
+
+
+def slope(softmax: Softmax, z_NV: Array) -> Any:
     """d(logit) / d(raw product), from the logit."""
-    return cfg.scale * (1 - (z_NV / cfg.softcap) ** 2) if cfg.softcap is not None else cfg.scale
+    return softmax.scale * (1 - (z_NV / softmax.softcap) ** 2) if softmax.softcap is not None else softmax.scale
 
 
-def raw_gradient(cfg: Softmax, vocab: int, z_NV: Array, p_NV: Array, lse_N: Array, hit_NV: Array, w_N: Array) -> Array:
-    """Gradient of `sum(w * loss)` for the raw product: softmax minus labels, through soft-cap and scale."""
-    eps, w_N1 = cfg.label_smoothing, w_N[:, None]
-    d_NV = p_NV * (w_N * (1 + 2 * cfg.z_loss * lse_N))[:, None] - jnp.where(hit_NV, (1 - eps) * w_N1, 0)
+def row_losses(softmax: Softmax, lse_N: Array, target_N: Array, mean_N: Array | None, stats: dict) -> dict:
+    """Loss and statistics per token; `mean_N` of the logits, for label smoothing as PyTorch defines it."""
+    nll_N = lse_N - (1 - softmax.label_smoothing) * target_N
+    if mean_N is not None:
+        nll_N -= softmax.label_smoothing * mean_N
+    z_loss_N = softmax.z_loss * lse_N**2
+    rows = {"loss": nll_N + z_loss_N}
+    return rows | {"z_loss": z_loss_N, "logsumexp": lse_N} | stats if softmax.with_stats else rows
+
+
+def raw_gradient(
+    softmax: Softmax, vocab: int, z_NV: Array, p_NV: Array, lse_N: Array, hit_NV: Array, w_N: Array
+) -> Array:
+    """Gradient of `sum(w * loss)` for the raw product: softmax minus labels, through soft-cap and scale.
+
+    `z_NV` may be some of the `vocab` columns only: logits `z_NV`, their softmax `p_NV`, and `hit_NV`, which of them
+    is its row's target.
+    """
+    eps, w_N1 = softmax.label_smoothing, w_N[:, None]
+    d_NV = p_NV * (w_N * (1 + 2 * softmax.z_loss * lse_N))[:, None] - jnp.where(hit_NV, (1 - eps) * w_N1, 0)
     if eps:
         d_NV -= (eps / vocab) * w_N1
-    chain = slope(cfg, z_NV)
-    return d_NV if isinstance(chain, float) and chain == 1.0 else d_NV * chain
+    if softmax.softcap is not None or softmax.scale != 1.0:
+        d_NV *= slope(softmax, z_NV)
+    return jnp.where(((w_N == 0) & ~jnp.isfinite(lse_N))[:, None], 0, d_NV)  # as `quiet`, which would look at it all

@@ -1,0 +1,160 @@
+"""The losses and tiles on eight CPU devices: each way to divide them, against one device in float64."""
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_platforms", "cpu")
+
+from functools import partial  # noqa: E402
+from typing import Any  # noqa: E402
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.sharding import AxisType, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+from loss_reference import reference  # noqa: E402
+
+import llamem  # noqa: E402
+from llamem.layers.varying import varying_axes  # noqa: E402
+
+N, D, V = 40, 6, 52  # no tile size divides what a device holds of them: 10 tokens, 26 rows of the head
+RNG = np.random.default_rng(5)
+HIDDEN, HEAD = RNG.normal(size=(N, D)), RNG.normal(size=(V, D))
+TARGETS, COTANGENT = RNG.integers(0, V, N), RNG.normal(size=N)
+TARGETS[[1, 30]] = -100
+OPTIONS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 5.0}
+LOSS, GRADIENTS = reference(HIDDEN, HEAD, 0, TARGETS, COTANGENT, **OPTIONS)
+X, W, IDS, C = (jnp.asarray(a, t) for a, t in ((HIDDEN, "f4"), (HEAD, "f4"), (TARGETS, "i4"), (COTANGENT, "f4")))
+
+
+def agrees(fn: Any, *arguments: Any) -> None:
+    """Value and gradients of `sum(cotangent * loss)`."""
+    value, grads = jax.jit(jax.value_and_grad(fn, argnums=(0, 1)))(*arguments)
+    np.testing.assert_allclose(value, COTANGENT @ LOSS, rtol=1e-5)
+    for actual, expected in zip(grads, GRADIENTS, strict=False):
+        np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def weighted(axis: Any, num_tiles: int, reduction: str, hidden: Any, head: Any, targets: Any, weights: Any) -> Any:
+    loss = partial(llamem.tiled_cross_entropy, axis=axis, num_tiles=num_tiles, **OPTIONS)
+    if reduction == "sum":
+        return loss(hidden, head, targets, weights=weights, reduction="sum")
+    return jnp.sum(weights * loss(hidden, head, targets, reduction="none"))
+
+
+def inside_shard_map(check_vma: bool) -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    rows = P("data")
+    shard_map = partial(jax.shard_map, mesh=mesh, out_specs=P(), check_vma=check_vma)
+    for axis, num_tiles, reduction in (("tokens", 1, "sum"), ("tokens", 3, "sum"), ("vocab", 3, "none")):
+        loss = partial(weighted, axis, num_tiles, reduction)
+
+        @partial(shard_map, in_specs=(rows, P(), rows, rows))
+        def of_part(hidden, head, targets, weights, loss=loss):
+            return jax.lax.psum(loss(hidden, head, targets, weights), "data")
+
+        agrees(of_part, X, W, IDS, C)
+
+    def squares(params, xs):
+        return llamem.tiled_sum(lambda p, x: jnp.sum(jnp.sin(x @ p) ** 2), params, xs, 3)
+
+    def mapped(params, xs):
+        return jnp.sum(llamem.tiled_map(lambda x: jnp.sin(x @ params), xs, 3) ** 2)
+
+    def log_probabilities(params, xs):
+        return jnp.sum(llamem.tiled_logprobs(xs, params.T, jnp.argmax(xs, -1), axis="vocab", num_tiles=3) ** 2)
+
+    params = jnp.cos(jnp.arange(D * 30.0).reshape(D, 30))
+    for fn in (squares, mapped, log_probabilities):
+        divided = shard_map(lambda p, x, fn=fn: jax.lax.psum(fn(p, x), "data"), in_specs=(P(), rows))
+        found, expected = (jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(params, X) for f in (divided, fn))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
+
+
+def vocabulary_over_devices(check_vma: bool) -> None:
+    """Each device holds half of the head; JAX takes gradients outside `shard_map` or, unchecked, inside."""
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    specs = P("data"), P("tensor"), P("data"), P("data")
+
+    def part(hidden, head, targets, weights):
+        kwargs: dict[str, Any] = OPTIONS | {"num_tiles": 2, "reduction": "none"}
+        return jnp.sum(weights * llamem.tiled_cross_entropy(hidden, head, targets, vocab_axis_name="tensor", **kwargs))
+
+    for wanted in ((0, 1), (0,)):
+        if check_vma:
+            whole = jax.shard_map(lambda *a: jax.lax.psum(part(*a), "data"), mesh=mesh, in_specs=specs, out_specs=P())
+            grads = jax.jit(jax.grad(whole, argnums=wanted))(X, W, IDS, C)
+        else:
+
+            def own(*arguments, wanted=wanted):
+                dx, *dw = jax.grad(part, argnums=wanted)(*arguments)
+                return dx, *(jax.lax.psum(d, "data") for d in dw)
+
+            out = specs[: len(wanted)]
+            whole = jax.shard_map(own, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+            compiled = jax.jit(whole).lower(X, W, IDS, C).compile()
+            for computation in str(compiled.as_text()).split("\n\n"):
+                assert "all-reduce(" not in computation or computation.startswith("ENTRY"), "devices meet in a loop"
+            grads = compiled(X, W, IDS, C)
+        for actual, expected in zip(grads, GRADIENTS, strict=False):
+            np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
+    options: dict[str, Any] = OPTIONS | {"reduction": "none", "return_stats": True, "num_tiles": 2}
+    with_stats = partial(llamem.tiled_cross_entropy, vocab_axis_name="tensor", **options)
+    out = P("data"), {name: P("data") for name in ("loss", "z_loss", "logsumexp", "accuracy", "entropy")}
+
+    def rows(hidden, head, targets):
+        found, stats = with_stats(hidden, head, targets)
+        return found, {name: value for name, value in stats.items() if name != "tokens"}
+
+    # The target is the likeliest id for some tokens.
+    ids = jnp.where(jnp.arange(N) % 3 == 0, jnp.argmax(X @ W.T, -1), IDS)
+    divided = jax.shard_map(rows, mesh=mesh, in_specs=specs[:3], out_specs=out, check_vma=check_vma)
+    found, found_stats = jax.jit(divided)(X, W, ids)
+    expected, expected_stats = llamem.tiled_cross_entropy(X, W, ids, **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for name, value in found_stats.items():
+        np.testing.assert_allclose(value, expected_stats[name], rtol=1e-4, atol=1e-5)
+    assert 10 < jnp.sum(found_stats["accuracy"]) < N
+
+
+def on_explicit_axes() -> None:
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+
+    def put(array, *axes):
+        return jax.device_put(array, NamedSharding(mesh, P(*axes)))
+
+    for hidden, head in (("data", None), (None, None)), ((None, None), ("tensor", None)), (("data", "tensor"), (None,)):
+        batch = put(IDS, hidden[0]), put(C, hidden[0])
+        for axis, reduction in (("tokens", "sum"), ("vocab", "none")):
+            agrees(partial(weighted, axis, 3, reduction), put(X, *hidden), put(W, *head), *batch)
+    rows = llamem.tiled_cross_entropy(put(X, "data"), W, put(IDS, "data"), reduction="none", **OPTIONS)
+    np.testing.assert_allclose(rows, LOSS, rtol=1e-4, atol=1e-5)
+    assert jax.typeof(rows).sharding.spec == P("data")
+    summed = jax.jit(jax.grad(lambda p, x: llamem.tiled_sum(lambda p, x: jnp.sum(jnp.sin(x @ p)), p, x, 3)))
+    np.testing.assert_allclose(summed(put(W.T, None, "tensor"), put(X, "data")), summed(W.T, X), rtol=1e-4, atol=1e-4)
+    try:
+        llamem.tiled_map(jnp.sin, put(X, "data"), 3)
+    except ValueError as error:
+        assert "Call it inside jax.shard_map" in str(error)
+    else:
+        raise AssertionError("tiled_map took an axis that is sharded over Explicit axes")
+    np.testing.assert_allclose(llamem.tiled_map(jnp.sin, put(X, None, "tensor"), 3), jnp.sin(X), rtol=1e-6)
+
+
+def types_say_what_differs() -> None:
+    """What `varying_axes` reads is there: JAX has named it otherwise before."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+    def look(x, w):
+        assert (varying_axes(x), varying_axes(w)) == ({"data"}, set())
+        return jax.lax.psum(jnp.sum(x @ w), "data")
+
+    jax.jit(jax.shard_map(look, mesh=mesh, in_specs=(P("data"), P()), out_specs=P()))(X, W.T)
+
+
+if __name__ == "__main__":
+    types_say_what_differs()
+    for checked in (True, False):
+        inside_shard_map(checked)
+        vocabulary_over_devices(checked)
+    on_explicit_axes()
