@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen
 from jax.ad_checkpoint import checkpoint_name
 from programs import KEYS, WEIGHTS, D, L, N, X, dropout, half, layer, scanned
@@ -18,8 +19,9 @@ POLICIES = jax.checkpoint_policies
 BATCH = {"x": X, "key": KEYS[7]}
 
 
-def normal(i: int, *shape: int, dtype: Any = jnp.float32) -> Any:
-    return jax.random.normal(jax.random.fold_in(KEYS[5], i), shape, dtype) / shape[-2 if len(shape) > 1 else 0] ** 0.5
+def normal(i: int, *shape: int) -> Any:
+    values = np.random.default_rng(i).normal(size=shape) / shape[-2 if len(shape) > 1 else 0] ** 0.5
+    return jnp.asarray(values, jnp.float32)
 
 
 def on(how: Any) -> Any:
