@@ -181,6 +181,15 @@ def _online(
     return end, row_losses(cfg, lse_N, end["target"], end.get("mean", 0), stats)
 
 
+def online_softmax(cfg: Softmax, x_ND: Array, head: list, targets_N: Array) -> tuple[Array, Array, Array]:
+    """Over vocabulary tiles, per token: the maximum, the sum of `exp(logit - maximum)`, and the target's logit.
+
+    The last is 0 for a target that is none of these rows.
+    """
+    end, _ = _online(cfg, x_ND, head, targets_N)
+    return end["max"], end["sums"]["exp"], end["target"]
+
+
 def vocab_losses(cfg: Softmax, x_ND: Array, head: list, targets_N: Array) -> tuple:
     """Over vocabulary tiles: rows `[N]`, and the softmax's maximum and sum `[N]`. One matrix product."""
     end, rows = _online(cfg, x_ND, head, targets_N)
