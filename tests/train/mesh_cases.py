@@ -30,6 +30,7 @@ from llamem.layers.attention import causal_attention  # noqa: E402
 from llamem.layers.context import context_attention, local_positions  # noqa: E402
 from llamem.llama.sharding import MeshShape, parameter_specs, shardings  # noqa: E402
 from llamem.memory.compiling import matmul_flops  # noqa: E402
+from llamem.memory.hlo import optimised_text, parse  # noqa: E402
 from llamem.memory.hlo_counts import compiled_matmul_flops  # noqa: E402
 from llamem.train.data import Corpus  # noqa: E402
 from llamem.train.loop import train  # noqa: E402
@@ -111,21 +112,16 @@ def traced_products(config, axis, **plan):
     return matmul_flops(jax.make_jaxpr(grad)(nnx.state(model, nnx.Param), *batch_of(config)).jaxpr)
 
 
-def message_runs(text):
-    """How often each collective of an optimised program runs, by kind; and the trips of all its loops."""
-    from llamem.memory.hlo_counts import _executions, _parse
-
-    program = _parse(text)
-    times = _executions(program)
-    assert times is not None, "a loop does not say how often it runs"
-    kinds = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-    runs = {kind: [] for kind in kinds}
-    for computation, instructions in program.items():
+def message_runs(program):
+    """How often each collective of an optimised program runs, by kind; and how often its loops run their bodies."""
+    assert program.executions is not None, "a loop does not say how often it runs"
+    runs = {}
+    for computation, instructions in program.computations.items():
         for instruction in instructions:
             kind = instruction.opcode.removesuffix("-start")
-            if kind in kinds:
-                runs[kind].append(times[computation])
-    return {kind: seen for kind, seen in runs.items() if seen}, sorted(set(times.values()))
+            if kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"):
+                runs.setdefault(kind, []).append(program.executions[computation])
+    return runs, sorted(set(program.executions.values()))
 
 
 def check(case, expected):
@@ -141,15 +137,15 @@ def check(case, expected):
     got_loss, got = program(*args)
     got = jax.tree.map(np.asarray, nnx.to_pure_dict(got))
     error = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), got, grads)
-    text = str(program.as_text())
+    compiled = parse(optimised_text(program))
     share = traced_products(config, "vocab" if "tensor" in sizes else axis, **case) / MeshShape.of(sizes).devices
-    runs, trips = message_runs(text)
+    runs, trips = message_runs(compiled)
     return {
         "name": name,
         "accumulate": accumulate,
         "loss error": abs(float(got_loss) - loss) / loss,
         "gradient errors": {jax.tree_util.keystr(path): e for path, e in jax.tree.leaves_with_path(error)},
-        "products of share": (compiled_matmul_flops(text) or 0) / share,
+        "products of share": (compiled_matmul_flops(compiled) or 0) / share,
         "message runs": runs,
         "loop trips": trips,
     }

@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
-from llamem import Plan, TrainSettings, abstract_step
-from llamem.llama.config import LlamaConfig
+from llamem import LlamaConfig, Plan, TrainSettings, abstract_step, available, compile_report
 
 HERE = Path(__file__).parent
 
@@ -99,6 +99,16 @@ def test_a_run_goes_on_on_another_mesh_and_its_model_writes_the_same_text(every)
         assert validation == other or validation == pytest.approx(other, rel=1e-5)
     assert every["run"]["texts"][0] == every["run"]["texts"][1]
     assert every["run"]["held"] == 1 / 4
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@pytest.mark.skipif(not available("v5e-8"), reason="needs libtpu")
+def test_llama_8b_trains_on_eight_v5e_chips_8192_tokens_on_each():
+    config = LlamaConfig.from_name("llama3.1-8b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    step, state, batch = abstract_step(config, TrainSettings(batch_size=8, seq_len=8192), Plan(mesh={"fsdp": 8}))
+    report = compile_report(step, state, batch, target="v5e-8", donate=(0,))
+    assert report.fits and report.peak_bytes < 12.1 * 2**30
 
 
 @pytest.mark.parametrize(
