@@ -183,8 +183,7 @@ def test_masks_are_not_computed_ahead_and_stored():
 def test_splash_equals_the_reference_where_a_cpu_interprets_it(monkeypatch, packed):
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
-    make = functools.partial(kernels.make_splash_mha_single_device, interpret=True)
-    monkeypatch.setattr(kernels, "make_splash_mha_single_device", make)
+    monkeypatch.setattr(kernels, "make_splash_mha", functools.partial(kernels.make_splash_mha, interpret=True))
     q, k, v, weights = arrays(SPLASH_BLOCK, H=4, K=2, size=128)
     segments = jnp.broadcast_to(jnp.arange(SPLASH_BLOCK) // 200, (2, SPLASH_BLOCK)) if packed else None
 

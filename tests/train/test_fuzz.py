@@ -99,7 +99,3 @@ def test_a_missing_argument_is_named_by_python():
     for name in ("train", "Batches", "make_model", "init_state", "abstract_step", "make_train_step", "loss_fn"):
         with pytest.raises(TypeError, match=r"missing .* required"):
             getattr(untyped, name)()
-
-
-def test_a_loss_of_another_word_is_refused():
-    assert "reduction='median'" in refused(untyped.loss_fn, None, None, None, None, "median")

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
@@ -52,7 +53,7 @@ def causal_attention(
             f"implementation={implementation!r} computes whole sequences; with q_positions use 'xla' or 'tiled'."
         )
     if implementation == "splash":
-        return _splash(q_BTHh, k_BSKh, v_BSKh, segments_BT)
+        return splash_attention(q_BTHh, k_BSKh, v_BSKh, segments_BT)
     if implementation == "cudnn":
         if segments_BT is not None:
             raise ValueError("implementation='cudnn' knows no packed documents: with segments_BT use 'tiled' or 'xla'.")
@@ -87,29 +88,73 @@ def _xla(q_BTHh: Array, k_BSKh: Array, v_BSKh: Array, positions_BT: Array | None
     return out_BTKGh.reshape(B, T, H, h)
 
 
-def _splash(q_BTHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None) -> Array:
+def splash_attention(
+    q_BTHh: Float[Array, "B T H h"],
+    k_BSKh: Float[Array, "B S K h"],
+    v_BSKh: Float[Array, "B S K h"],
+    segments_BT: Int[Array, "B T"] | None = None,
+    *,
+    places: np.ndarray | None = None,
+    axis: str | None = None,
+) -> Float[Array, "B T H h"]:
+    """`causal_attention` by JAX's Pallas kernel for TPUs. Raises ValueError where T is no multiple of its block.
+
+    Where the devices of a mesh axis share the queries, `places` `[devices, T]` says where those of each stand among
+    the S keys, which every device holds; a block of queries stands together.
+    """
     T, H, h = q_BTHh.shape[1:]
     if T % SPLASH_BLOCK:
         raise ValueError(
             f"Splash attention needs T to be a multiple of {SPLASH_BLOCK}, got T={T}: pad, or use 'tiled'."
         )
-    kernels, kernel = _splash_kernel(H, T)
+    kernels, kernel = _splash_kernel(H, np.arange(T)[None] if places is None else places, axis)
     segments = None if segments_BT is None else kernels.SegmentIds(segments_BT, segments_BT)
     q_BHTh, k_BKSh, v_BKSh = (jnp.swapaxes(a, 1, 2) for a in (q_BTHh * h**-0.5, k_BSKh, v_BSKh))
     out_BHTh = jax.vmap(kernel, (0, 0, 0, None if segments is None else 0))(q_BHTh, k_BKSh, v_BKSh, segments)
     return jnp.swapaxes(out_BHTh, 1, 2)
 
 
-def _splash_kernel(n_heads: int, T: int) -> tuple[Any, Callable[..., Array]]:
+def _splash_kernel(n_heads: int, places: np.ndarray, axis: str | None) -> tuple[Any, Callable[..., Array]]:
     # Imported here: Pallas takes a second to import and only TPU programs need it.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+    class Causal(masks.CausalMask):
+        """Queries at any places. Of a block that is seen whole, or not at all, one element says so.
+
+        Else the comparison of every query with every key takes minutes for long sequences.
+        """
+
+        def __getitem__(self, idx: Any) -> np.ndarray:
+            queries, keys = idx
+            if self.q_sequence[queries.start] >= keys.stop - 1:
+                return np.ones((1, 1), bool)
+            if self.q_sequence[queries.stop - 1] < keys.start:
+                return np.zeros((1, 1), bool)
+            return super().__getitem__(idx)
+
+    mask = Causal((places.size, places.size))
+    mask.q_sequence = places.reshape(-1).astype(np.int32)
     fields = dataclasses.fields(kernels.BlockSizes)
     sizes: dict[str, Any] = {field.name: SPLASH_BLOCK for field in fields if field.name.startswith("block_")}
-    return kernels, kernels.make_splash_mha_single_device(  # pyrefly: ignore[bad-return]
-        masks.MultiHeadMask([masks.CausalMask((T, T))] * n_heads),
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([mask] * n_heads),
         block_sizes=kernels.BlockSizes(**sizes),
+        head_shards=1,
+        q_seq_shards=len(places),
         # Named in the kernel, with its logsumexp: a policy that saves "attn" spares the backward pass the forward one.
         residual_checkpoint_name="attn",
     )
+    return kernels, kernel if axis is None else _own_part(kernel, axis)  # pyrefly: ignore[bad-return]
+
+
+def _own_part(kernel: Any, axis: str) -> Any:
+    """The kernel for this device's queries: of its tables, which are in the order of the devices, the own rows."""
+    devices = jax.lax.axis_size(axis)
+
+    def rows(table: Array) -> Array:
+        dim = 1 if table.ndim == 3 else 0  # [heads, queries, keys] in blocks, or the places of queries
+        count = table.shape[dim] // devices
+        return jax.lax.dynamic_slice_in_dim(table, jax.lax.axis_index(axis) * count, count, dim)
+
+    return jax.tree.map(rows, kernel)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
@@ -22,26 +23,48 @@ def tiled_causal_attention(
     v_BSKh: Float[Array, "B S K h"],
     positions_BT: Int[Array, "B T"] | None = None,
     segments_BT: Int[Array, "B T"] | None = None,
+    *,
+    pairs: Int[Array, "P 2"] | None = None,
 ) -> Float[Array, "B T H h"]:
     """`causal_attention` in memory linear in T and S: no array of scores is larger than `[B, H, 256, 512]`.
 
     Without `positions_BT` queries and keys are the same T tokens, and tiles above the diagonal are not computed:
-    about half the products. The backward pass keeps the output and one logsumexp per row, and computes scores again.
-    Both are named "attn" for `llamem.Policy`: saved, the forward pass is not repeated. Reverse mode only.
+    about half the products. With them every tile is, or those of `pairs`: see `visible_pairs`. The backward pass
+    keeps the output and one logsumexp per row, and computes scores again. Both are named "attn" for `llamem.Policy`:
+    saved, the forward pass is not repeated. Reverse mode only.
     Source: Dao et al. 2022 (arXiv 2205.14135) and Dao 2023 (arXiv 2307.08691); Milakov & Gimelshein 2018.
     """
-    whole = positions_BT is None
+    T, S = q_BTHh.shape[1], k_BSKh.shape[1]
+    if pairs is None:
+        pairs = jnp.asarray(visible_pairs(np.arange(T)[None] if positions_BT is None else np.full((1, T), S - 1), S)[0])
     if positions_BT is None:
-        positions_BT = jnp.broadcast_to(jnp.arange(q_BTHh.shape[1]), q_BTHh.shape[:2])
-    return _attend(whole, q_BTHh, k_BSKh, v_BSKh, positions_BT, segments_BT)
+        positions_BT = jnp.broadcast_to(jnp.arange(T), q_BTHh.shape[:2])
+    return _attend(q_BTHh, k_BSKh, v_BSKh, positions_BT, segments_BT, pairs)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(whole: bool, q: Array, k: Array, v: Array, positions: Array, segments: Array | None) -> Array:
-    return _forward(whole, q, k, v, positions, segments)[0]
+def visible_pairs(places: Int[np.ndarray, "devices T"], keys: int) -> Int[np.ndarray, "devices P 2"]:
+    """Of every tile of queries with every tile of keys, those in which a query at its place may see a key.
+
+    Where devices share the queries each has its pairs, as many as the others: the rest are tiles beyond all keys,
+    which nobody sees.
+    """
+    n_keys = -(-keys // KEY_TILE)
+
+    def pairs_of(places_T: np.ndarray) -> list[tuple[int, int]]:
+        last = [places_T[start : start + QUERY_TILE].max() for start in range(0, len(places_T), QUERY_TILE)]
+        return [(i, j) for i in range(len(last)) for j in range(n_keys) if j * KEY_TILE <= last[i]]
+
+    lists = [pairs_of(places_T) for places_T in places]
+    longest = max(map(len, lists))
+    return np.array([pairs + [(0, n_keys)] * (longest - len(pairs)) for pairs in lists], np.int32)
 
 
-def _forward(whole: bool, q: Array, k: Array, v: Array, positions: Array, segments: Array | None) -> tuple[Any, Any]:
+@jax.custom_vjp
+def _attend(q: Array, k: Array, v: Array, positions: Array, segments: Array | None, pairs: Array) -> Array:
+    return _forward(q, k, v, positions, segments, pairs)[0]
+
+
+def _forward(q: Array, k: Array, v: Array, positions: Array, segments: Array | None, pairs: Array) -> tuple[Any, Any]:
     B, T, H, h = q.shape
     K = k.shape[2]
     tiles = _Tiles(q, k, v, positions, segments)
@@ -58,14 +81,14 @@ def _forward(whole: bool, q: Array, k: Array, v: Array, positions: Array, segmen
 
     rows = (len(tiles.q), B, K, H // K, QUERY_TILE)
     start = jnp.zeros((*rows, h), _F32), jnp.full(rows, HIDDEN, _F32), jnp.zeros(rows, _F32)
-    (out, top, total), _ = jax.lax.scan(step, start, tiles.pairs(whole))
+    (out, top, total), _ = jax.lax.scan(step, start, pairs)
     out_BTHh = _untile((out / total[..., None]).transpose(0, 1, 4, 2, 3, 5), T).reshape(q.shape).astype(q.dtype)
     out_BTHh, logsumexp = (checkpoint_name(a, "attn") for a in (out_BTHh, top + jnp.log(total)))
-    return out_BTHh, (q, k, v, positions, segments, out_BTHh, logsumexp)
+    return out_BTHh, (q, k, v, positions, segments, pairs, out_BTHh, logsumexp)
 
 
-def _backward(whole: bool, residuals: tuple[Any, ...], d_out: Array) -> tuple[Any, ...]:
-    q, k, v, positions, segments, out, logsumexp = residuals
+def _backward(residuals: tuple[Any, ...], d_out: Array) -> tuple[Any, ...]:
+    q, k, v, positions, segments, pairs, out, logsumexp = residuals
     tiles = _Tiles(q, k, v, positions, segments)
     d_out_tiles = _tile(d_out.reshape(tiles.grouped), QUERY_TILE)
     # sum(P * dP) over a row of the softmax, which is the same for all keys: Dao 2023, equation 4.
@@ -86,9 +109,9 @@ def _backward(whole: bool, residuals: tuple[Any, ...], d_out: Array) -> tuple[An
         return (dq, dk, dv), None
 
     start = tuple(jnp.zeros(a.shape, _F32) for a in (tiles.q, tiles.k, tiles.v))
-    (dq, dk, dv), _ = jax.lax.scan(step, start, tiles.pairs(whole))
+    (dq, dk, dv), _ = jax.lax.scan(step, start, pairs)
     dq, dk, dv = (_untile(a, like.shape[1]).reshape(like.shape) for a, like in ((dq, q), (dk, k), (dv, v)))
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
 
 
 _attend.defvjp(_forward, _backward)
@@ -108,12 +131,6 @@ class _Tiles:
         # What pads the queries stands at position 0, and what pads the keys after every position.
         self.positions = _tile(positions, QUERY_TILE)
         self.segments = None if segments is None else (_tile(segments, QUERY_TILE), _tile(segments, KEY_TILE))
-
-    def pairs(self, whole: bool) -> Array:
-        """Of every query tile with every key tile, those in which a query may see a key: `[pairs, 2]`."""
-        n, m = len(self.q), len(self.k)
-        pairs = [(i, j) for i in range(n) for j in range(m) if not whole or j * KEY_TILE < (i + 1) * QUERY_TILE]
-        return jnp.array(pairs, jnp.int32)
 
     def scores(self, i: Array, j: Array) -> Array:
         """Scaled scores `[B, K, G, t, s]` of query tile i and key tile j, f32, `HIDDEN` where invisible."""

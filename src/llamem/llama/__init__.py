@@ -6,6 +6,7 @@ from llamem.llama.model import KVCache, Llama
 from llamem.llama.plan import Plan
 from llamem.llama.pretrained import load_pretrained, save_pretrained
 from llamem.llama.sample import generate
+from llamem.llama.sharding import MeshShape
 
 __all__ = [
     "ACTIVATIONS",
@@ -14,6 +15,7 @@ __all__ = [
     "KVCache",
     "Llama",
     "LlamaConfig",
+    "MeshShape",
     "Plan",
     "RopeScaling",
     "generate",

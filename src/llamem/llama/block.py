@@ -9,8 +9,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from llamem.layers.attention import Implementation, causal_attention
+from llamem.layers.collectives import enter, leave
+from llamem.layers.context import context_attention
 from llamem.layers.experts import mixture
 from llamem.llama.config import LlamaConfig
+from llamem.llama.sharding import MeshShape
 
 
 def rms_norm(x: Float[Array, "*N D"], scale_D: Float[Array, " D"], eps: float) -> Float[Array, "*N D"]:
@@ -78,15 +81,26 @@ class Block(nnx.Module):
         rope: tuple[Array, Array],
         segments_BT: Int[Array, "B T"] | None = None,
         implementation: Implementation = "auto",
+        mesh: MeshShape = MeshShape(),
     ) -> Float[Array, "B T D"]:
-        """The layer over a whole sequence; `ACTIVATIONS` lists the names it gives for `llamem.Policy`."""
-        x_BTD = checkpoint_name(x_BTD, "block_in")
-        attn_BTHh = causal_attention(*self.qkv(x_BTD, rope), segments_BT=segments_BT, implementation=implementation)
-        return self.finish(x_BTD, attn_BTHh)
+        """The layer over a whole sequence; `ACTIVATIONS` lists the names it gives for `llamem.Policy`.
 
-    def qkv(self, x_BTD: Float[Array, "B T D"], rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        On a mesh, inside `shard_map`, the weights are this device's part of the heads and of F, whole along D, and
+        the sequence is this device's part of it.
+        """
+        x_BTD = checkpoint_name(x_BTD, "block_in")
+        q_BTHh, k_BTKh, v_BTKh = self.qkv(x_BTD, rope, mesh.tensor_axis)
+        if mesh.context_axis:
+            attn_BTHh = context_attention(q_BTHh, k_BTKh, v_BTKh, axis=mesh.context_axis, implementation=implementation)
+        else:
+            attn_BTHh = causal_attention(q_BTHh, k_BTKh, v_BTKh, segments_BT=segments_BT, implementation=implementation)
+        return self.finish(x_BTD, attn_BTHh, mesh.tensor_axis)
+
+    def qkv(
+        self, x_BTD: Float[Array, "B T D"], rope: tuple[Array, Array], tensor_axis: str | None = None
+    ) -> tuple[Array, Array, Array]:
         """Queries `[B, T, H, h]`, keys and values `[B, T, K, h]`, rotated to their positions."""
-        y_BTD = rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps)
+        y_BTD = enter(rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps), tensor_axis)
         q_BTHh = jnp.einsum("BTD,DHh->BTHh", y_BTD, self._compute(self.wq))
         k_BTKh = jnp.einsum("BTD,DKh->BTKh", y_BTD, self._compute(self.wk))
         v_BTKh = jnp.einsum("BTD,DKh->BTKh", y_BTD, self._compute(self.wv))
@@ -96,11 +110,13 @@ class Block(nnx.Module):
         q_BTHh, k_BTKh = rotate(q_BTHh, rope), rotate(k_BTKh, rope)
         return checkpoint_name(q_BTHh, "q"), checkpoint_name(k_BTKh, "k"), checkpoint_name(v_BTKh, "v")
 
-    def finish(self, x_BTD: Float[Array, "B T D"], attn_BTHh: Float[Array, "B T H h"]) -> Float[Array, "B T D"]:
+    def finish(
+        self, x_BTD: Float[Array, "B T D"], attn_BTHh: Float[Array, "B T H h"], tensor_axis: str | None = None
+    ) -> Float[Array, "B T D"]:
         """What follows attention: output projection and feed-forward (SwiGLU, or experts), each added to the stream."""
         attn_out_BTD = jnp.einsum("BTHh,HhD->BTD", attn_BTHh, self._compute(self.wo))
-        x_BTD = x_BTD + checkpoint_name(attn_out_BTD, "attn_out")
-        y_BTD = rms_norm(x_BTD, self.mlp_norm[...], self.config.norm_eps)
+        x_BTD = x_BTD + checkpoint_name(leave(attn_out_BTD, tensor_axis), "attn_out")
+        y_BTD = enter(rms_norm(x_BTD, self.mlp_norm[...], self.config.norm_eps), tensor_axis)
         w_gate, w_up, w_down = map(self._compute, (self.w_gate, self.w_up, self.w_down))
         if k := self.config.experts_per_token:
             mlp_out_BTD = mixture(y_BTD, self._compute(self.w_router), w_gate, w_up, w_down, k)
@@ -108,7 +124,7 @@ class Block(nnx.Module):
             gate_BTF = checkpoint_name(y_BTD @ w_gate, "gate")
             up_BTF = checkpoint_name(y_BTD @ w_up, "up")
             mlp_out_BTD = (jax.nn.silu(gate_BTF) * up_BTF) @ w_down
-        return x_BTD + checkpoint_name(mlp_out_BTD, "mlp_out")
+        return x_BTD + checkpoint_name(leave(mlp_out_BTD, tensor_axis), "mlp_out")
 
     def _compute(self, param: nnx.Param) -> Array:
         return param[...].astype(self.config.compute_dtype)

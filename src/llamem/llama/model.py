@@ -9,11 +9,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from llamem.layers.attention import causal_attention
+from llamem.layers.collectives import look_up
+from llamem.layers.context import local_positions
 from llamem.layers.stack import apply_stack
 from llamem.llama.block import Block, rms_norm, rope_tables
 from llamem.llama.config import LlamaConfig
 from llamem.llama.inputs import check_room, check_segments, check_tokens, count
 from llamem.llama.plan import Plan
+from llamem.llama.sharding import MeshShape, gather_weights
 
 
 @jax.tree_util.register_dataclass
@@ -80,22 +83,36 @@ class Llama(nnx.Module):
         Positions need not start again with each, since RoPE is relative.
         With `return_hidden=True` also `[L + 1, B, T, D]`, what entered each layer and what left the last, before the
         norm.
+        With a mesh in the plan this is one device's part of it, inside `shard_map`: the parameters are its parts, the
+        tokens whole sequences of its part of the batch, and the result is for its `local_positions`.
         Raises ValueError for sequences beyond `config.max_seq_len`, and for a token id outside the vocabulary where it
         is known. In a program that is traced it is not: there such an id gives NaN.
         """
         check_tokens(tokens_BT, self.config.vocab_size)
         check_segments(segments_BT, tokens_BT)
+        mesh = MeshShape.of(self.plan.mesh)
+        mesh.check_inside()
         self._check_length(tokens_BT.shape[1])
-        rope = rope_tables(self.config, jnp.arange(tokens_BT.shape[1]))
+        positions_T = local_positions(tokens_BT.shape[1], mesh.context_axis)
+        if mesh.context_axis:
+            if segments_BT is not None:
+                raise ValueError(
+                    "segments_BT: packed documents are not computed with context parallelism. Give every document a "
+                    "sequence of its own, or choose a mesh with context=1."
+                )
+            tokens_BT = tokens_BT[:, positions_T]
+        rope = rope_tables(self.config, positions_T)
         graphdef, stacked = nnx.split(self.blocks)
 
         def layer(params: nnx.State, x_BTD: Array) -> Array:
-            return nnx.merge(graphdef, params)(x_BTD, rope, segments_BT, self.plan.attention)
+            # Gathered in here: rematerialised with the layer, and so never whole for more than one layer.
+            params = gather_weights(params, mesh, self.config.compute_dtype)
+            return nnx.merge(graphdef, params)(x_BTD, rope, segments_BT, self.plan.attention, mesh)
 
         result = apply_stack(
             layer,
             stacked,
-            self._embed(tokens_BT),
+            self._embed(tokens_BT, mesh),
             mode=self.plan.mode,
             remat=None if self.deterministic else self.plan.remat,
             return_hidden=return_hidden,
@@ -150,11 +167,10 @@ class Llama(nnx.Module):
         logits_BV = jnp.where(cache.length + T <= places, self._logits(x_BTD)[:, 0], jnp.nan)
         return logits_BV, KVCache(k_LBSKh, v_LBSKh, cache.length + T)
 
-    def _embed(self, tokens_BT: Array) -> Array:
+    def _embed(self, tokens_BT: Array, mesh: MeshShape = MeshShape()) -> Array:
         ids_BT = tokens_BT.astype(jnp.promote_types(tokens_BT.dtype, jnp.int32))  # a narrow type cannot say V
-        # Beyond the table reading gives NaN; a negative id would count from its end.
-        ids_BT = jnp.where(ids_BT < 0, self.config.vocab_size, ids_BT)
-        return self.embedding[...].astype(self.config.compute_dtype).at[ids_BT].get(mode="fill", fill_value=jnp.nan)
+        table_VD = self.embedding[...].astype(self.config.compute_dtype)
+        return look_up(table_VD, ids_BT, mesh.over("d_model"), mesh.tensor_axis)
 
     def _logits(self, x_BTD: Array) -> Array:
         head_VD = self.head.astype(self.config.compute_dtype)

@@ -1,11 +1,13 @@
 """How a step is computed: one object, from the notebook's first cell to the compiled program."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from llamem.layers.attention import Implementation
 from llamem.layers.remat import Policy, check_policy
 from llamem.layers.stack import Mode
+from llamem.llama.sharding import MeshShape
 
 LossAxis = Literal["auto", "tokens", "vocab"]
 
@@ -17,7 +19,9 @@ class Plan:
     `mode` and `remat`: see `llamem.apply_stack`; what is kept for the backward pass. `attention`: see
     `llamem.layers.causal_attention`. `loss_tiles`: into how many tiles the loss cuts its logits; "auto" asks
     `llamem.choose_tiles`, and None is the plain loss with all of them at once, for comparison. `loss_axis`: what the
-    tiles cut, "tokens" or "vocab".
+    tiles cut, "tokens" or "vocab". `mesh`: how many devices share the work and how, such as
+    `{"data": 2, "fsdp": 2, "tensor": 2, "context": 1}`, kept as a `llamem.llama.MeshShape`, which says what each means;
+    with "tensor" the vocabulary is split, and tiles cut what is left of it.
 
     Raises, when it is made: ValueError for an unknown word or a count below 1, TypeError for a policy that is neither
     a name nor a `llamem.Policy`.
@@ -28,8 +32,10 @@ class Plan:
     attention: Implementation = "auto"
     loss_tiles: int | Literal["auto"] | None = "auto"
     loss_axis: LossAxis = "auto"
+    mesh: MeshShape | Mapping[str, int] = MeshShape()
 
     def __post_init__(self):
+        object.__setattr__(self, "mesh", MeshShape.of(self.mesh))
         _check_word("mode", self.mode, get_args(Mode))
         check_policy(self.remat)
         _check_word("attention", self.attention, get_args(Implementation))
@@ -45,6 +51,18 @@ class Plan:
             raise ValueError(
                 f"Plan(loss_tiles=None, loss_axis={self.loss_axis!r}): the plain loss has no tiles to cut along an "
                 "axis. Leave loss_axis out, or give loss_tiles."
+            )
+        mesh = MeshShape.of(self.mesh)
+        if mesh.tensor > 1 and self.loss_axis == "tokens":
+            raise ValueError(
+                f"Plan(loss_axis='tokens', mesh={mesh.axes}): with the vocabulary split over 'tensor', every tile of "
+                "tokens would need a sum over devices. Leave loss_axis out: tiles then cut each device's rows of the "
+                "head."
+            )
+        if mesh.context > 1 and self.attention == "cudnn":
+            raise ValueError(
+                f"Plan(attention='cudnn', mesh={mesh.axes}): cuDNN computes whole sequences, and 'context' splits "
+                "them. Choose 'auto', 'tiled' or 'xla'."
             )
 
     def replace(self, **changes: Any) -> "Plan":

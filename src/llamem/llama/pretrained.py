@@ -21,6 +21,7 @@ from llamem.llama.hf_config import read_config
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.safetensors_files import INDEX, WEIGHTS, Stored, few, stored_tensors
+from llamem.llama.sharding import MeshShape, parameter_specs, shardings
 
 # Of one layer: each parameter's name in the files, and how many of its axes are a linear map's inputs. Files store
 # such a map as `[outputs, inputs]`; 0 is for what is no linear map and stored as it is.
@@ -63,8 +64,9 @@ def load_pretrained(
     """A model with the weights of a Hugging Face folder, or of the hub's `"owner/name"`: Llama, Qwen3, Qwen3-MoE.
 
     `dtype` is what parameters are stored in (default: what `config.json` says), `compute_dtype` what matrix products
-    read (default: `dtype`). `sharding`: None for the default device, one `jax.sharding.Sharding` for all parameters,
-    or a dict of them in the structure of `nnx.to_pure_dict(nnx.state(model))`. `plan` says how it is computed.
+    read (default: `dtype`). `plan` says how it is computed. `sharding`: None for the plan's mesh, or the default
+    device where it has none; one `jax.sharding.Sharding` for all parameters, or a dict of them in the structure of
+    `nnx.to_pure_dict(nnx.state(model))`.
 
     Every tensor's name, shape and length is checked before anything is allocated; then each is read alone and written
     into the stacked parameters on the device, so that the host holds the destination (where it is the device) and one
@@ -81,15 +83,17 @@ def load_pretrained(
     abstract = nnx.to_pure_dict(state)
     tensors = list(_tensors(abstract))
     _check_tensors(tensors, stored, config, folder)
-    shardings = {path: _sharding_of(path, sharding) for path, _ in jax.tree.leaves_with_path(abstract)}
-
+    mesh = MeshShape.of(plan.mesh)
+    if sharding is None and mesh.devices > 1:
+        sharding = shardings(parameter_specs(abstract, mesh), mesh)
+    places = {path: _sharding_of(path, sharding) for path, _ in jax.tree.leaves_with_path(abstract)}
     of_path: dict[tuple[str, ...], list[_Tensor]] = {}
     for tensor in tensors:
         of_path.setdefault(tensor.path, []).append(tensor)
 
     def load(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         pieces = [(tensor, stored[tensor.name]) for tensor in of_path.get(tuple(key.key for key in path), [])]
-        return _fill(leaf, pieces, shardings[path])
+        return _fill(leaf, pieces, places[path])
 
     nnx.replace_by_pure_dict(state, jax.tree.map_with_path(load, abstract))
     return nnx.merge(graphdef, state)

@@ -19,13 +19,14 @@ from llamem._extras import import_extra
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
+from llamem.llama.sharding import MeshShape
 from llamem.train.data import Batches, Corpus
 from llamem.train.snapshots import OnChange, Snapshots, fingerprint
 from llamem.train.step import (
     TrainSettings,
     TrainState,
     abstract_state,
-    init_state,
+    first_state,
     loss_fn,
     make_model,
     make_train_step,
@@ -63,9 +64,10 @@ def train(
     and `output_dir/snapshots/`, training checkpoints by Orbax. `output_dir/run.lock` keeps other processes out.
 
     Raises, before anything is computed: TypeError for arguments of another kind, ValueError for a sequence beyond
-    `max_seq_len`, a corpus too short or with ids outside the vocabulary, a damaged snapshot, or one of another model or
-    other settings, BlockingIOError for a folder in which another process trains. FloatingPointError when the loss, the
-    gradient or a parameter is not finite; what is not finite is never a snapshot to resume from.
+    `max_seq_len`, a corpus too short or with ids outside the vocabulary, a mesh of more devices than there are or among
+    which something does not divide, a damaged snapshot, or one of another model or other settings, BlockingIOError for
+    a folder in which another process trains. FloatingPointError when the loss, the gradient or a parameter is not
+    finite; what is not finite is never a snapshot to resume from.
     """
     _check_arguments(config, corpus, settings, output_dir, plan, on_change)
     size = (settings.batch_size, settings.seq_len)
@@ -126,7 +128,9 @@ def _train(
         _save(snapshots, done, state)
     if done < settings.steps:
         print(f"Interrupted, and saved after step {done} of {settings.steps}. The same call goes on from there.")
-    return Run(nnx.merge(graphdef, state.params), metrics, finished=done == settings.steps)
+    # Of a mesh the parameters stay where they are; JAX shares out the work of whoever calls the model.
+    model = nnx.eval_shape(lambda: make_model(config, settings, plan.replace(mesh={})))
+    return Run(nnx.merge(nnx.graphdef(model), state.params), metrics, finished=done == settings.steps)
 
 
 def _first_state(
@@ -134,8 +138,8 @@ def _first_state(
 ) -> TrainState:
     latest = snapshots.latest()
     if latest is None:
-        return init_state(make_model(config, settings, plan), settings)
-    state = snapshots.restore(latest, abstract_state(config, settings), on_change)
+        return first_state(config, settings, plan)
+    state = snapshots.restore(latest, abstract_state(config, settings, plan), on_change)
     if latest > settings.steps:
         raise ValueError(
             f"the newest snapshot in {snapshots.folder} is of step {latest}, beyond steps={settings.steps}: there is "
@@ -180,6 +184,8 @@ def _check_arguments(
             f"seq_len={settings.seq_len} is longer than the model's max_seq_len={config.max_seq_len}: RoPE was not "
             "set up for such positions. Shorten the sequences or choose a model with a longer context."
         )
+    MeshShape.of(plan.mesh).check_devices()
+    abstract_state(config, settings, plan)  # refuses what does not divide among the mesh
 
 
 def memory_in_use() -> int:

@@ -1,0 +1,82 @@
+"""A step on a mesh of devices: one `jax.shard_map` around the step of one device, which then sees its parts.
+
+Weights are gathered, and their gradients scattered, where the layers read them (`llamem.llama.sharding`). What is left
+for the step itself is here: gradients of weights that several devices hold, and the norm of them all.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from llamem.llama.sharding import PARAMETERS, READ_IN_PARTS, MeshShape, parameter_name
+
+
+def on_mesh(fn: Callable[..., Any], mesh: MeshShape, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`fn` as the program of every device of the mesh; `fn` itself where there is one device.
+
+    `in_specs`, `out_specs`: which part of each argument and result a device has, as in `jax.shard_map`.
+    """
+    if mesh.devices == 1:
+        return fn
+    # check_vma would have to be told of every value on which devices agree; `collectives` writes out what it infers.
+    return jax.shard_map(fn, mesh=mesh.mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def batch_spec(mesh: MeshShape) -> PartitionSpec:
+    """How token ids `[B, T]` lie: sequences apart, each of them whole, for every device picks its own positions."""
+    return PartitionSpec(mesh.over("batch") or None)
+
+
+def check_sizes(mesh: MeshShape, batch_size: int, seq_len: int, accumulate: int) -> None:
+    """Raises ValueError for batches and sequences that cannot be shared out evenly."""
+    shares = mesh.data * mesh.fsdp * accumulate
+    if batch_size % shares:
+        raise ValueError(
+            f"batch_size={batch_size} does not divide among data={mesh.data} x fsdp={mesh.fsdp} devices in "
+            f"accumulate={accumulate} parts: choose a multiple of {shares}."
+        )
+    if mesh.context > 1 and seq_len % (2 * mesh.context):
+        raise ValueError(
+            f"seq_len={seq_len} does not divide among context={mesh.context} devices, each of which holds an early "
+            f"and a late piece of it: choose a multiple of {2 * mesh.context}."
+        )
+
+
+def sum_over_batch(x: Array, mesh: MeshShape) -> Array:
+    """The sum of what devices with different tokens computed, on all of them."""
+    axes = mesh.over("batch", "sequence")
+    return lax.psum(x, axes) if axes else x
+
+
+def sum_gradients(grads: Any, mesh: MeshShape) -> Any:
+    """Each device's gradients, summed over the devices that hold the same part of a weight and read it differently."""
+
+    def one(path: tuple[Any, ...], grad: Array) -> Array:
+        name = str(parameter_name(path))
+        # Of a gathered weight, the gradients of all who gathered it arrived summed.
+        summed = mesh.over("d_model") if "d_model" in PARAMETERS[name] else ()
+        axes = tuple(axis for axis in mesh.over("batch", "sequence") if axis not in summed)
+        if name in READ_IN_PARTS and mesh.tensor_axis:
+            axes += (mesh.tensor_axis,)
+        return lax.psum(grad, axes) if axes else grad
+
+    return jax.tree.map_with_path(one, grads) if mesh.devices > 1 else grads
+
+
+def global_norm(grads: Any, mesh: MeshShape = MeshShape()) -> Float[Array, ""]:
+    """The norm of all gradients, in f32; on a mesh, inside `shard_map`, with each element counted once."""
+
+    def squares(path: tuple[Any, ...], grad: Array) -> Array:
+        split = mesh.over(*(name for name in PARAMETERS[str(parameter_name(path))] if name))
+        copies = mesh.devices
+        for axis in split:
+            copies //= mesh.axes[axis]
+        return jnp.sum(jnp.square(grad.astype(jnp.promote_types(grad.dtype, jnp.float32)))) / copies
+
+    total = sum(jax.tree.leaves(jax.tree.map_with_path(squares, grads)), start=jnp.zeros(()))
+    return jnp.sqrt(lax.psum(total, tuple(mesh.axes)) if mesh.devices > 1 else total)

@@ -1,0 +1,129 @@
+"""What `mesh_cases.py` saw on eight simulated devices: values, and what the compiled programs do and send."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from llamem import LlamaConfig, Plan, TrainSettings, abstract_step, available, compile_report
+
+HERE = Path(__file__).parent
+
+
+def child(which):
+    command = [sys.executable, str(HERE / "mesh_cases.py"), which]
+    path = {"PYTHONPATH": ":".join([str(HERE.parent), *sys.path])}
+    done = subprocess.run(command, env={**os.environ, **path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return child("quick")
+
+
+@pytest.fixture(scope="module")
+def every():
+    return child("all")
+
+
+def check_values(cases):
+    for case in cases:
+        assert case["loss error"] < 1e-6, case
+        wrong = {name: error for name, error in case["gradient errors"].items() if not error < 1e-5}
+        assert not wrong and len(case["gradient errors"]) >= 12, (case["name"], wrong)
+
+
+def check_products(cases):
+    for case in cases:
+        assert 0.95 < case["products of share"] < 1.05, case
+
+
+def check_messages(cases, layers):
+    for case in cases:
+        # Once per step, per layer or per part of the batch; a tile of tokens, columns or attention meets nobody.
+        parts = case["accumulate"]
+        allowed = {1, parts, parts * layers}
+        assert max(case["loop trips"]) > layers, case  # a loop over tiles is there to be seen
+        wrong = {kind: runs for kind, runs in case["message runs"].items() if not set(runs) <= allowed}
+        assert not wrong, (case["name"], wrong)
+
+
+def test_loss_and_every_gradient_equal_the_float64_reference_on_every_mesh(seen):
+    check_values(seen["cases"])
+
+
+def test_every_device_computes_its_share_of_the_products(seen):
+    check_products(seen["cases"])
+
+
+def test_no_message_is_sent_from_a_loop_over_tiles(seen):
+    check_messages(seen["cases"], seen["layers"])
+
+
+def test_fsdp_gathers_every_weight_at_most_twice(seen):
+    case = next(case for case in seen["cases"] if case["name"] == "FSDP")
+    # 7 matrices per layer, forward and backward; the head once; everybody's token ids once.
+    assert sum(case["message runs"]["all-gather"]) <= 2 * 7 * seen["layers"] + 2
+    # Their gradients and the head's; the embedding's come back by an all-to-all.
+    assert sum(case["message runs"]["reduce-scatter"]) <= 7 * seen["layers"] + 1
+
+
+def test_tiled_attention_over_shared_sequences_computes_what_is_seen(seen):
+    check_attention(seen["tiled"])
+    assert 0.95 < seen["tiled products of share"] < 1.05
+
+
+@pytest.mark.slow
+def test_all_meshes_heads_and_axes_experts_splash_and_a_run(every):
+    check_values(every["cases"])
+    shared = [case for case in every["cases"] if case["name"] != "experts"]  # theirs depend on the routing
+    assert len(shared) == 2 * 9 + 2 * 5
+    check_products(shared)
+    check_messages(shared, every["layers"])
+    check_attention(every["splash"])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_mesh_and_its_model_writes_the_same_text(every):
+    one, two = every["run"]["losses"]["one device"], every["run"]["losses"]["two meshes"]
+    assert len(one) == len(two) == 4
+    for (*values, validation), (*others, other) in zip(one, two, strict=True):
+        # The norm of all gradients is ten times what is let through, so a wrong one would show in the next loss.
+        assert values == pytest.approx(others, rel=1e-5)
+        assert validation == other or validation == pytest.approx(other, rel=1e-5)
+    assert every["run"]["texts"][0] == every["run"]["texts"][1]
+    assert every["run"]["held"] == 1 / 4
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@pytest.mark.skipif(not available("v5e-8"), reason="needs libtpu")
+def test_llama_8b_trains_on_eight_v5e_chips_8192_tokens_on_each():
+    config = LlamaConfig.from_name("llama3.1-8b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    step, state, batch = abstract_step(config, TrainSettings(batch_size=8, seq_len=8192), Plan(mesh={"fsdp": 8}))
+    report = compile_report(step, state, batch, target="v5e-8", donate=(0,))
+    assert report.fits and report.peak_bytes < 12.1 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("settings", "mesh", "says"),
+    [
+        ({"batch_size": 6}, {"data": 2, "fsdp": 2}, "batch_size=6 does not divide among data=2 x fsdp=2"),
+        ({"batch_size": 8, "accumulate": 4}, {"fsdp": 4}, "in accumulate=4 parts: choose a multiple of 16"),
+        ({"seq_len": 510}, {"context": 2}, "seq_len=510 does not divide among context=2"),
+    ],
+)
+def test_batches_that_cannot_be_shared_out_are_refused(settings, mesh, says):
+    config = LlamaConfig.from_name("tiny")
+    with pytest.raises(ValueError, match=says):
+        abstract_step(config, TrainSettings(**settings), Plan(mesh=mesh))
+
+
+def check_attention(errors):
+    assert max(errors) < 1e-5 and len(errors) == 4  # the value's, and those of the gradients of q, k and v
