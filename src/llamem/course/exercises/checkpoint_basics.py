@@ -8,35 +8,37 @@ import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
+from llamem.memory.compiling import matmul_flops
 from llamem.memory.residuals import saved_residuals
+
+# Many rows, so that copies of the weights weigh little beside one layer's input.
+ROWS, WIDTH = 70, 12
+
+
+def layer(w_DD: Any, x_ND: Any) -> Any:
+    """The layer that both stacks apply: one product and two elementwise functions."""
+    return jnp.sin(jnp.tanh(x_ND @ w_DD)) + x_ND
 
 
 def check_rematerialised_stack(fn: Callable[..., Any]) -> None:
     """Exercise 1: a stack that keeps one array per layer."""
-
-    def layer(w_DD: Any, x_ND: Any) -> Any:
-        return jnp.sin(jnp.tanh(x_ND @ w_DD)) + x_ND
-
-    w_LDD = 0.3 * jax.random.normal(jax.random.key(0), (5, 12, 12))
-    x_ND = jax.random.normal(jax.random.key(1), (7, 12))
-
-    def plain(w_LDD: Any, x_ND: Any) -> Any:
-        for w_DD in w_LDD:
-            x_ND = layer(w_DD, x_ND)
-        return x_ND
+    depth = 8
 
     def body() -> str:
-        got, want = fn(layer, w_LDD, x_ND), plain(w_LDD, x_ND)
-        assert got is not None and np.shape(got) == want.shape, f"Return the last layer's output, {want.shape}."
-        assert np.allclose(got, want, atol=1e-5), "The output differs from that of the plain stack: apply every layer."
-        kept = saved_residuals(lambda w, x: fn(layer, w, x).sum(), w_LDD, x_ND).bytes
-        weights = w_LDD.nbytes
-        assert kept <= weights + 5 * x_ND.nbytes, (
-            f"The backward pass keeps {kept:,} bytes. Wrap each layer in jax.checkpoint, not the stack as a whole: "
-            f"one input per layer is {5 * x_ND.nbytes:,} bytes."
+        inputs, products = _measure(lambda w, x: fn(layer, w, x), depth)
+        # The first input is an argument; a last layer without a checkpoint keeps a few arrays more.
+        assert inputs < depth + 3, (
+            f"The backward pass keeps {inputs:.1f} arrays of the size of x for {depth} layers. What is the least that "
+            "a layer must have to run again?"
         )
-        grads = jax.grad(lambda w: fn(layer, w, x_ND).sum())(w_LDD)
-        assert np.allclose(grads, jax.grad(lambda w: plain(w, x_ND).sum())(w_LDD), atol=1e-4), "Wrong gradients."
+        assert inputs > depth - 1.5, (
+            f"The backward pass keeps {inputs:.1f} arrays of the size of x for {depth} layers, less than one for each. "
+            "Then a checkpoint holds several layers: when it runs them again it keeps everything of all of them at "
+            "once. Where does the notebook put its boundary?"
+        )
+        assert products <= 4 * depth, (
+            f"{products:.0f} products for {depth} layers: somewhere a layer runs forward more than twice."
+        )
         return "One array per layer, whatever the layer computes inside."
 
     grade(1, body)
@@ -46,12 +48,67 @@ def check_step_flops(fn: Callable[..., Any]) -> None:
     """Exercise 2: the price of rematerialisation in products."""
 
     def body() -> str:
-        for forward, remat, want in ((10, False, 30), (10, True, 40), (7, True, 28)):
+        for forward, remat, want in ((10, False, 30), (10, True, 40), (7, True, 28), (7, False, 21)):
             got = fn(forward, remat)
             assert got == want, (
-                f"With {forward} FLOPs forward and remat={remat} it is not {got}. Each product of the forward pass has "
-                "two in the backward pass, one per factor; a rematerialised layer runs forward once more."
+                f"With {forward} FLOPs forward and remat={remat} it is not {got}. Take one product, y = x @ w: which "
+                "products does its backward pass need? And what does a checkpoint run again, if nothing can be dropped?"
             )
         return "A third more arithmetic at most; what it takes in time depends on what the chip waits for."
 
     grade(2, body)
+
+
+def check_grouped_stack(fn: Callable[..., Any]) -> None:
+    """Exercise 3: a stack that keeps one array per group, and later one per layer of one group."""
+    depth = 12
+
+    def body() -> str:
+        for size in (3, 2):
+            groups = depth // size
+            inputs, products = _measure(lambda w, x, size=size: fn(layer, w, x, size), depth)
+            assert groups - 1.5 < inputs < groups + 0.5, (
+                f"{depth} layers in groups of {size}: the backward pass keeps {inputs:.1f} arrays of the size of x. "
+                "How many groups are there, and what does each of them need to run again?"
+            )
+            # The group runs again, then each of its layers: 2 backward and up to 3 forward. More than 4 tells it from
+            # groups that keep everything when they run again.
+            assert products > 4 * depth, (
+                f"{products:.0f} products for {depth} layers in groups of {size}: a group that runs again keeps "
+                "everything of all its layers. What would make it keep their inputs only?"
+            )
+            assert products <= 5 * depth, (
+                f"{products:.0f} products for {depth} layers in groups of {size}: a layer runs forward more than three "
+                "times."
+            )
+        return "An input per group while the model runs, and for a while those of one group."
+
+    grade(3, body)
+
+
+def _measure(stack: Callable[..., Any], depth: int) -> tuple[float, float]:
+    """What a stack keeps, in arrays of the size of x, and its products. Asserts that it applies every layer."""
+    w_LDD = 0.3 * jax.random.normal(jax.random.key(0), (depth, WIDTH, WIDTH))
+    x_ND = jax.random.normal(jax.random.key(1), (ROWS, WIDTH))
+
+    def plain(w_LDD: Any, x_ND: Any) -> Any:
+        for w_DD in w_LDD:
+            x_ND = layer(w_DD, x_ND)
+        return x_ND
+
+    def gradients(stack: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.value_and_grad(lambda w, x: (stack(w, x) ** 2).sum(), argnums=(0, 1))
+
+    got, want = stack(w_LDD, x_ND), plain(w_LDD, x_ND)
+    assert got is not None and np.shape(got) == want.shape, f"Return the last layer's output, {want.shape}."
+    assert np.allclose(got, want, atol=1e-4), "The output differs from that of the plain stack. Is every layer applied?"
+    # Slices of the weights are copies, which a loop over layers keeps and a scan does not: not counted here.
+    rows = saved_residuals(lambda w, x: stack(w, x).sum(), w_LDD, x_ND).rows
+    kept = sum(row.bytes for row in rows if not row.argument and row.shape[-2:] != (WIDTH, WIDTH))
+    _, mine = gradients(stack)(w_LDD, x_ND)
+    _, right = gradients(plain)(w_LDD, x_ND)
+    assert all(np.allclose(a, b, rtol=1e-3, atol=1e-3) for a, b in zip(mine, right, strict=True)), (
+        "The output is right and its gradients are not. Does every value still depend on the weights?"
+    )
+    flops = matmul_flops(jax.make_jaxpr(gradients(stack))(w_LDD, x_ND).jaxpr)
+    return kept / x_ND.nbytes, flops / (2 * ROWS * WIDTH * WIDTH)

@@ -1,0 +1,287 @@
+"""Wrong answers to the exercises of notebooks 00 to 02, the misconceptions that they refute among them: each is
+rejected, with a hint that leads on and does not give the answer away.
+"""
+
+import importlib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import llamem
+
+# By module and check: what no hint may hold, and the wrong answers by the mistake that they make.
+WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
+    ("where_the_memory_goes", "check_layer_input_bytes"): (
+        ("itemsize", "n_layers *", "1,006,632", "786,432,000", "786432000"),
+        {
+            "always 16 bits": "lambda c, B, T: 2 * c.n_layers * B * T * c.d_model",
+            "always 32 bits": "lambda c, B, T: 4 * c.n_layers * B * T * c.d_model",
+            "the weights' type": "lambda c, B, T: c.n_layers * B * T * c.d_model * c.param_dtype.itemsize",
+            "elements": "lambda c, B, T: c.n_layers * B * T * c.d_model",
+            "one layer": "lambda c, B, T: B * T * c.d_model * c.compute_dtype.itemsize",
+            "one sequence": "lambda c, B, T: c.n_layers * T * c.d_model * c.compute_dtype.itemsize",
+            "the result as well": "lambda c, B, T: (c.n_layers + 1) * B * T * c.d_model * c.compute_dtype.itemsize",
+            "all heads": "lambda c, B, T: c.n_layers * B * T * c.n_heads * c.head_dim * c.compute_dtype.itemsize",
+            "the feed-forward": "lambda c, B, T: c.n_layers * B * T * c.d_ff * c.compute_dtype.itemsize",
+            "the weights": "lambda c, B, T: c.n_params * c.compute_dtype.itemsize",
+        },
+    ),
+    ("where_the_memory_goes", "check_kept_bytes"): (
+        ("jax.vjp", "[1]", "eval_shape", "itemsize"),
+        {
+            "the output": "lambda f, *a: size(jax.eval_shape(f, *a))",
+            "the arguments": "lambda f, *a: size(a)",
+            "the vjp's output, too": "lambda f, *a: size(jax.eval_shape(lambda *a: jax.vjp(f, *a), *a))",
+            "elements": "lambda f, *a: sum(leaf.size for leaf in kept(f, *a))",
+            "always 32 bits": "lambda f, *a: sum(4 * leaf.size for leaf in kept(f, *a))",
+            "the largest alone": "lambda f, *a: max((size(leaf) for leaf in kept(f, *a)), default=0)",
+            "how many": "lambda f, *a: len(kept(f, *a))",
+            "no arguments": "lambda f, *a: llamem.saved_residuals(lambda *a: f(*a).sum(), *a).bytes",
+            "the gradients": "lambda f, *a: size(jax.eval_shape(jax.grad(lambda *a: f(*a).sum()), *a))",
+            "computed": "lambda f, *a: size(jax.vjp(f, *[jnp.ones(x.shape, x.dtype) for x in a])[1])",
+            "only shapes were given": "lambda f, *a: size(jax.vjp(f, *a)[1])",
+        },
+    ),
+    ("where_the_memory_goes", "check_tokens"): (
+        ("itemsize", "// (4", "31,3", "4,81"),
+        {
+            "rounded down": "lambda c: c.n_params * c.param_dtype.itemsize // (4 * c.vocab_size)",
+            "logits in 16 bits": "lambda c: c.n_params * c.param_dtype.itemsize // (2 * c.vocab_size) + 1",
+            "logits in the compute type": "lambda c: c.n_params * c.param_dtype.itemsize // "
+            "(c.compute_dtype.itemsize * c.vocab_size) + 1",
+            "weights in 32 bits": "lambda c: 4 * c.n_params // (4 * c.vocab_size) + 1",
+            "weights in 16 bits": "lambda c: 2 * c.n_params // (4 * c.vocab_size) + 1",
+            "one too many": "lambda c: c.n_params * c.param_dtype.itemsize // (4 * c.vocab_size) + 2",
+            "no whole number": "lambda c: c.n_params * c.param_dtype.itemsize / (4 * c.vocab_size)",
+            "the head alone": "lambda c: c.d_model * c.param_dtype.itemsize // 4 + 1",
+            "hidden states": "lambda c: c.n_params * c.param_dtype.itemsize // (4 * c.d_model) + 1",
+        },
+    ),
+    ("checkpoint_basics", "check_rematerialised_stack"): (
+        ("jax.checkpoint", "scan", "checkpoint(layer)"),
+        {
+            "no checkpoint": "lambda layer, w, x: loop(layer, w, x)",
+            "around the whole stack": "lambda layer, w, x: jax.checkpoint(lambda w, x: loop(layer, w, x))(w, x)",
+            "around the whole scan": "lambda layer, w, x: jax.checkpoint(lambda w, x: scan(layer, w, x))(w, x)",
+            "made and not used": "lambda layer, w, x: (jax.checkpoint(layer), loop(layer, w, x))[1]",
+            "dots_saveable": "lambda layer, w, x: scan(jax.checkpoint(layer, policy=policies.dots_saveable), w, x)",
+            "everything_saveable": "lambda layer, w, x: scan("
+            "jax.checkpoint(layer, policy=policies.everything_saveable), w, x)",
+            "every other layer": "lambda layer, w, x: alternate(layer, w, x)",
+            "groups of two": "lambda layer, w, x: groups(layer, layer, w, x, 2)",
+            "both around the layer": "lambda layer, w, x: scan(jax.checkpoint(jax.checkpoint(layer)), w, x)",
+            "groups and layers": "lambda layer, w, x: groups(jax.checkpoint(layer), layer, w, x, 2)",
+            "one layer left out": "lambda layer, w, x: scan(jax.checkpoint(layer), w[:-1], x)",
+            "backwards": "lambda layer, w, x: scan(jax.checkpoint(layer), w[::-1], x)",
+            "the scan's pair": "lambda layer, w, x: jax.lax.scan("
+            "lambda x, w: (jax.checkpoint(layer)(w, x), None), x, w)",
+            "gradients stopped": "lambda layer, w, x: scan(jax.checkpoint(layer), jax.lax.stop_gradient(w), x)",
+        },
+    ),
+    ("checkpoint_basics", "check_step_flops"): (
+        ("3 *", "4 *", "two more", "three times", " 30", " 40", " 28", " 21"),
+        {
+            "the backward pass alone": "lambda f, remat: (3 if remat else 2) * f",
+            "one backward product": "lambda f, remat: (3 if remat else 2) * f",
+            "no price": "lambda f, remat: 3 * f",
+            "always remat": "lambda f, remat: 4 * f",
+            "the backward pass twice": "lambda f, remat: (5 if remat else 3) * f",
+            "everything twice": "lambda f, remat: (6 if remat else 3) * f",
+            "the one layer's share": "lambda f, remat: (3.5 if remat else 3) * f",
+            "the other way round": "lambda f, remat: (3 if remat else 4) * f",
+        },
+    ),
+    ("checkpoint_basics", "check_grouped_stack"): (
+        ("jax.checkpoint", "scan", "reshape"),
+        {
+            "no checkpoint": "lambda layer, w, x, size: loop(layer, w, x)",
+            "layers alone": "lambda layer, w, x, size: scan(jax.checkpoint(layer), w, x)",
+            "groups alone": "lambda layer, w, x, size: groups(layer, layer, w, x, size)",
+            "the whole and its layers": "lambda layer, w, x, size: jax.checkpoint("
+            "lambda w, x: scan(jax.checkpoint(layer), w, x))(w, x)",
+            "size for count": "lambda layer, w, x, size: groups(jax.checkpoint(layer), layer, w, x, len(w) // size)",
+            "always groups of three": "lambda layer, w, x, size: groups(jax.checkpoint(layer), layer, w, x, 3)",
+            "layers keep everything": "lambda layer, w, x, size: groups("
+            "jax.checkpoint(layer, policy=policies.everything_saveable), layer, w, x, size)",
+            "groups keep products": "lambda layer, w, x, size: groups("
+            "jax.checkpoint(layer), layer, w, x, size, policies.dots_saveable)",
+            "layers twice inside": "lambda layer, w, x, size: groups("
+            "jax.checkpoint(jax.checkpoint(layer)), layer, w, x, size)",
+            "the first group alone": "lambda layer, w, x, size: groups("
+            "jax.checkpoint(layer), layer, w[:size], x, size)",
+        },
+    ),
+    ("checkpoint_policies", "check_frontier"): (
+        ("any(", "b, e", "a, b", "'a', 'b'"),
+        {
+            "all of them": "lambda t: list(t)",
+            "beaten in both": "lambda t: [n for n, m in t.items() "
+            "if not any(o[0] < m[0] and o[1] < m[1] for o in t.values())]",
+            "ties dropped": "lambda t: [n for n, m in t.items() if not any("
+            "k != n and o[0] <= m[0] and o[1] <= m[1] for k, o in t.items())]",
+            "one per row": "lambda t: list({m: n for n, m in t.items() if not any("
+            "o != m and o[0] <= m[0] and o[1] <= m[1] for o in t.values())}.values())",
+            "the least memory": "lambda t: [min(t, key=lambda n: t[n][0])]",
+            "the two ends": "lambda t: [min(t, key=lambda n: t[n][0]), min(t, key=lambda n: t[n][1])]",
+            "a sweep that wants less each time": "lambda t: sweep(t)",
+            "the convex hull": "lambda t: [n for n in ('a', 'b', 'e', 'f', 'g')]",
+            "the other side": "lambda t: [n for n, m in t.items() if not any("
+            "o != m and o[0] >= m[0] and o[1] >= m[1] for o in t.values())]",
+            "rows, not names": "lambda t: [m for m in t.values()]",
+            "memory alone": "lambda t: [n for n, m in t.items() if not any(o[0] < m[0] for o in t.values())]",
+        },
+    ),
+    ("checkpoint_policies", "check_residual_bytes"): (
+        ("itemsize", "n_kv_heads *", "n_layers *", "262,144,000", "524,288,000"),
+        {
+            "always 16 bits": "lambda c, N, names: 2 * elements(c, N, names)",
+            "the weights' type": "lambda c, N, names: c.param_dtype.itemsize * elements(c, N, names)",
+            "heads as wide as the model": "lambda c, N, names: c.compute_dtype.itemsize * "
+            "elements(c, N, names, q=c.d_model, attn=c.d_model)",
+            "no inputs": "lambda c, N, names: c.compute_dtype.itemsize * "
+            "(elements(c, N, names) - c.n_layers * N * c.d_model)",
+            "all heads have keys": "lambda c, N, names: c.compute_dtype.itemsize * "
+            "elements(c, N, names, k=c.n_heads * c.head_dim, v=c.n_heads * c.head_dim)",
+            "narrow feed-forward": "lambda c, N, names: c.compute_dtype.itemsize * "
+            "elements(c, N, names, gate=c.d_model, up=c.d_model)",
+            "elements": "lambda c, N, names: elements(c, N, names)",
+            "one layer": "lambda c, N, names: c.compute_dtype.itemsize * elements(c, N, names) // c.n_layers",
+            "names without a type": "lambda c, N, names: c.n_layers * N * c.d_model * c.compute_dtype.itemsize",
+            "keys of one head": "lambda c, N, names: c.compute_dtype.itemsize * "
+            "elements(c, N, names, k=c.head_dim, v=c.head_dim)",
+        },
+    ),
+    ("checkpoint_policies", "check_thrifty"): (
+        ("checkpoint_name(", "save_only_these_names(", "@ w2, "),
+        {
+            "no checkpoint": "lambda w1, w2, w3, x: jnp.sin(jnp.tanh(x @ w1) @ w2) @ w3",
+            "no policy": "lambda *a: jax.checkpoint(named)(*a)",
+            "everything_saveable": "lambda *a: jax.checkpoint(named, policy=policies.everything_saveable)(*a)",
+            "dots_saveable": "lambda *a: jax.checkpoint(named, policy=policies.dots_saveable)(*a)",
+            "another name": "lambda *a: save('narow', named)(*a)",
+            "the sine has the name": "lambda *a: save('narrow', lambda w1, w2, w3, x: "
+            "checkpoint_name(jnp.sin(jnp.tanh(x @ w1) @ w2), 'narrow') @ w3)(*a)",
+            "the wide one has the name": "lambda *a: save('narrow', lambda w1, w2, w3, x: "
+            "jnp.sin(checkpoint_name(jnp.tanh(x @ w1), 'narrow') @ w2) @ w3)(*a)",
+            "named and not used": "lambda *a: save('narrow', unused)(*a)",
+            "both have the name": "lambda *a: save('narrow', lambda w1, w2, w3, x: jnp.sin(checkpoint_name("
+            "checkpoint_name(jnp.tanh(x @ w1), 'narrow') @ w2, 'narrow')) @ w3)(*a)",
+            "all but the name": "lambda *a: jax.checkpoint("
+            "named, policy=policies.save_anything_except_these_names('narrow'))(*a)",
+            "another layer": "lambda *a: save('narrow', lambda w1, w2, w3, x: jnp.tanh("
+            "checkpoint_name(jnp.tanh(x @ w1) @ w2, 'narrow')) @ w3)(*a)",
+            "gradients stopped": "lambda *a: save('narrow', lambda w1, w2, w3, x: jnp.sin("
+            "checkpoint_name(jax.lax.stop_gradient(jnp.tanh(x @ w1)) @ w2, 'narrow')) @ w3)(*a)",
+        },
+    ),
+}
+
+
+def loop(layer, w, x):
+    for one in w:
+        x = layer(one, x)
+    return x
+
+
+def scan(layer, w, x):
+    return jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0]
+
+
+def alternate(layer, w, x):
+    for i, one in enumerate(w):
+        x = (jax.checkpoint(layer) if i % 2 else layer)(one, x)
+    return x
+
+
+def groups(inner, layer, w, x, size, policy=None):
+    del layer
+    for start in range(0, len(w), size):
+        x = jax.checkpoint(lambda w, x: loop(inner, w, x), policy=policy)(w[start : start + size], x)
+    return x
+
+
+def size(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def kept(f, *args):
+    return jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *args))
+
+
+def sweep(table):
+    names, best = [], float("inf")
+    for name, (_, flops) in sorted(table.items(), key=lambda item: item[1]):
+        if flops < best:
+            names, best = [*names, name], flops
+    return names
+
+
+def elements(c, tokens, names, **other):
+    width = dict.fromkeys(("q", "attn"), c.n_heads * c.head_dim) | dict.fromkeys(("k", "v"), c.n_kv_heads * c.head_dim)
+    width |= dict(gate=c.d_ff, up=c.d_ff) | other
+    return c.n_layers * tokens * (c.d_model + sum(width[name] for name in names))
+
+
+def named(w1, w2, w3, x):
+    return jnp.sin(checkpoint_name(jnp.tanh(x @ w1) @ w2, "narrow")) @ w3
+
+
+def unused(w1, w2, w3, x):
+    narrow = jnp.tanh(x @ w1) @ w2
+    checkpoint_name(narrow, "narrow")
+    return jnp.sin(narrow) @ w3
+
+
+def save(name, fn):
+    return jax.checkpoint(fn, policy=jax.checkpoint_policies.save_only_these_names(name))
+
+
+CASES = [
+    pytest.param(*key, answer, given_away, id=f"{key[1].removeprefix('check_')}-{mistake}")
+    for key, (given_away, answers) in WRONG.items()
+    for mistake, answer in answers.items()
+]
+
+
+@pytest.mark.parametrize(("topic", "check", "answer", "given_away"), CASES)
+def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, answer, given_away):
+    module = importlib.import_module(f"llamem.course.exercises.{topic}")
+    names = {"jax": jax, "jnp": jnp, "llamem": llamem, "policies": jax.checkpoint_policies, **globals()}
+    with pytest.raises(AssertionError) as error:
+        getattr(module, check)(eval(answer, names))
+    hint = str(error.value)
+    assert len(re.findall(r"[a-z]+", hint)) > 6, hint
+    assert not [words for words in given_away if words in hint], hint
+
+
+@pytest.mark.parametrize(
+    ("topic", "check", "answer"),
+    [
+        ("checkpoint_basics", "check_rematerialised_stack", "lambda f, w, x: loop(jax.checkpoint(f), w, x)"),
+        ("checkpoint_basics", "check_rematerialised_stack", "lambda f, w, x: scan(jax.checkpoint(f), w, x)"),
+        (
+            "checkpoint_basics",
+            "check_rematerialised_stack",
+            "lambda f, w, x: llamem.apply_stack(f, w, x, mode='unroll', remat='nothing')",
+        ),
+        (
+            "checkpoint_basics",
+            "check_grouped_stack",
+            "lambda f, w, x, size: groups(jax.checkpoint(f), f, w, x, size)",
+        ),
+        (
+            "checkpoint_basics",
+            "check_grouped_stack",
+            "lambda f, w, x, size: jax.lax.scan(lambda x, w: (jax.checkpoint(lambda w, x: "
+            "scan(jax.checkpoint(f), w, x))(w, x), None), x, w.reshape(-1, size, *w.shape[1:]))[0]",
+        ),
+        ("checkpoint_policies", "check_thrifty", "lambda *a: save('narrow', named)(*a)"),
+    ],
+)
+def test_right_answers_in_other_words_are_accepted(topic, check, answer, capsys):
+    module = importlib.import_module(f"llamem.course.exercises.{topic}")
+    getattr(module, check)(eval(answer, {"jax": jax, "jnp": jnp, "llamem": llamem, **globals()}))
+    assert "correct" in capsys.readouterr().out
