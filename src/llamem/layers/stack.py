@@ -27,12 +27,12 @@ def apply_stack(
     Shapes: every leaf of `stacked` and of `per_layer` has the layers as its first axis, `[L, ...]`; L may be 0. `x` is
     any pytree, and a layer returns one of the same shapes and types (`(x, aux)` with `has_aux=True`).
 
-    `mode`: "scan" compiles one layer and loops, "unroll" repeats it L times in the program, "nested" scans over
-    groups of layers and rematerialises groups as well as layers, for one more forward pass; `group_count` chooses the
-    groups. Nested holds the weights and gradients of one group a second time, so it pays where inputs outweigh weights:
-    many layers on long sequences. A prime L has no groups and is scanned. `remat`: None, a name from `llamem.POLICIES` or a `llamem.Policy`. Neither changes a value; both change what is stored for the
-    backward pass. Unrolled, the last layer is left as it is: its backward pass begins at once, so recomputing it saves
-    nothing.
+    `mode`: "scan" compiles one layer and loops, "unroll" repeats it L times in the program, "nested" scans over groups
+    of layers and rematerialises groups as well as layers, for one more forward pass; `group_count` chooses the groups.
+    Nested holds the weights and gradients of one group a second time, so it pays where inputs outweigh weights: many
+    layers on long sequences. A prime L has no groups and is scanned. `remat`: None, a name from `llamem.POLICIES` or a
+    `llamem.Policy`. Neither changes a value; both change what is stored for the backward pass. Unrolled, the last layer
+    is left as it is: its backward pass begins at once, so recomputing it saves nothing.
 
     Returns `x`, then (if asked) `aux` stacked to `[L, ...]`, then (if asked) the hidden states `[L + 1, ...]`: what
     entered each layer, and the result. Raises ValueError for unequal L, unknown modes and unknown names in a policy,
