@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from llamem.llama.hf_config import fields_from_hf, fields_to_hf, read_config
 
@@ -65,8 +64,9 @@ class LlamaConfig:
     n_experts: int = 0
     experts_per_token: int = 0
     moe_d_ff: int = 0
-    param_dtype: DTypeLike = jnp.float32
-    compute_dtype: DTypeLike = jnp.float32
+    # Given as anything that names a type, held as a NumPy dtype.
+    param_dtype: Any = jnp.float32
+    compute_dtype: Any = jnp.float32
 
     def __post_init__(self):
         for name in ("param_dtype", "compute_dtype"):
