@@ -1,7 +1,6 @@
 """One layer to L layers in one call: scanned, unrolled or nested, with rematerialisation."""
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -29,10 +28,10 @@ def apply_stack(
     Shapes: every leaf of `stacked` and of `per_layer` has the layers as its first axis, `[L, ...]`; L may be 0. `x` is
     any pytree, and a layer returns one of the same shapes and types (`(x, aux)` with `has_aux=True`).
 
-    `mode`: "scan" compiles one layer and loops, "unroll" repeats it L times in the program, "nested" scans over about
-    sqrt(L) groups of layers and rematerialises groups as well as layers, for one more forward pass. Nested holds the
-    weights and gradients of one group a second time, so it pays where inputs outweigh weights: many layers on long
-    sequences. A prime L has no groups and is scanned. `remat`: None, a name from `llamem.POLICIES` or a
+    `mode`: "scan" compiles one layer and loops, "unroll" repeats it L times in the program, "nested" scans over groups
+    of layers and rematerialises groups as well as layers, for one more forward pass; `group_count` chooses the groups.
+    Nested holds the weights and gradients of one group a second time, so it pays where inputs outweigh weights: many
+    layers on long sequences. A prime L has no groups and is scanned. `remat`: None, a name from `llamem.POLICIES` or a
     `llamem.Policy`. Neither changes a value; both change what is stored for the backward pass. Unrolled, the last layer
     is left as it is: its backward pass begins at once, so recomputing it saves nothing.
 
@@ -58,8 +57,8 @@ def apply_stack(
     _check_layer(body, x, xs, remat)
     if mode == "unroll" and n_layers > 0:
         x, (aux, hidden) = _unroll(body, x, xs, n_layers, remat)
-    elif mode == "nested" and 1 < group_count(n_layers) < n_layers:
-        x, (aux, hidden) = _nest(body, x, xs, n_layers, remat)
+    elif mode == "nested" and (groups := group_count(n_layers, _bytes(x), _bytes(xs[0]) // max(n_layers, 1))) > 1:
+        x, (aux, hidden) = _nest(body, x, xs, groups, remat)
     else:
         x, (aux, hidden) = jax.lax.scan(checkpoint(body, remat), x, xs)
 
@@ -100,10 +99,20 @@ def unstack_layers(stacked: Any) -> list[Any]:
     return [_index(stacked, i) for i in range(_common_length(stacked))]
 
 
-def group_count(n_layers: int) -> int:
-    """The number of groups G, among the divisors of L, that stores fewest layer inputs, G + L / G; 1 for L = 0."""
-    divisors = [g for g in range(1, n_layers + 1) if n_layers % g == 0] or [1]
-    return min(divisors, key=lambda g: (g + n_layers // g, abs(g - math.sqrt(n_layers))))
+def group_count(n_layers: int, carry_bytes: int, layer_bytes: int) -> int:
+    """The number of groups G of a nested scan that holds fewest bytes; 1 where L has no divisor between 1 and L.
+
+    `carry_bytes` are those of `x`, `layer_bytes` those of one layer's weights. While a group of L/G layers is at work,
+    the inputs of G groups and of its own L/G layers are alive, and a second time its weights, and their gradients:
+    `(G + L/G) * carry_bytes + 2 * (L/G) * layer_bytes`. One layer's workspace comes on top, whatever G is.
+    Long sequences lead to about sqrt(L) groups, heavy weights to more and smaller ones. See notebook 03.
+    """
+
+    def cost(groups: int) -> int:
+        per_group = n_layers // groups
+        return (groups + per_group) * carry_bytes + 2 * per_group * layer_bytes
+
+    return min((g for g in range(2, n_layers) if n_layers % g == 0), key=cost, default=1)
 
 
 def _unroll(body: Callable, x: Any, xs: Any, n_layers: int, remat: str | Policy | None) -> tuple[Any, Any]:
@@ -115,13 +124,16 @@ def _unroll(body: Callable, x: Any, xs: Any, n_layers: int, remat: str | Policy 
     return x, stack_layers(outs)
 
 
-def _nest(body: Callable, x: Any, xs: Any, n_layers: int, remat: str | Policy | None) -> tuple[Any, Any]:
-    groups = group_count(n_layers)
-    grouped = jax.tree.map(lambda a: a.reshape(groups, n_layers // groups, *a.shape[1:]), xs)
+def _nest(body: Callable, x: Any, xs: Any, groups: int, remat: str | Policy | None) -> tuple[Any, Any]:
+    grouped = jax.tree.map(lambda a: a.reshape(groups, len(a) // groups, *a.shape[1:]), xs)
     # The group keeps its input alone. A policy that saved more out here would save it for all L layers at once.
     group = checkpoint(lambda x, xs: jax.lax.scan(checkpoint(body, remat), x, xs), None if remat is None else "nothing")
     x, outs = jax.lax.scan(group, x, grouped)
-    return x, jax.tree.map(lambda a: a.reshape(n_layers, *a.shape[2:]), outs)
+    return x, jax.tree.map(lambda a: a.reshape(groups * a.shape[1], *a.shape[2:]), outs)
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _index(tree: Any, i: int) -> Any:
