@@ -22,11 +22,19 @@ def check_smoothed_gradient(fn: Callable[..., Any]) -> None:
         return -jnp.sum((1 - epsilon) * picked_N + epsilon * logp_NV.mean(1))
 
     def body() -> str:
-        for epsilon, hint in (
-            (0.0, "with epsilon 0 it must be softmax minus one-hot: one row per token, summing to 0"),
-            (0.3, "epsilon / V is subtracted from every word, the target's included; the target gives up epsilon"),
-        ):
-            _close(fn(z_NV, targets_N, epsilon), jax.grad(losses)(z_NV, epsilon), hint)
+        found, smoothed = fn(z_NV, targets_N, 0.0), fn(z_NV, targets_N, 0.3)
+        plain = jax.grad(losses)(z_NV, 0.0)
+        _close(found, plain, "with epsilon 0 it must be the gradient that this notebook derived")
+        if np.allclose(smoothed, plain, atol=1e-5):
+            raise AssertionError("epsilon changes nothing in your answer. Which term of the loss does it enter?")
+        rows_N = np.asarray(smoothed).sum(1)
+        if not np.allclose(rows_N, 0, atol=1e-5):
+            raise AssertionError(
+                f"your rows sum to {rows_N[0]:.3f}. What does a mixture of targets weigh in all, and what must a row "
+                "of the gradient then sum to?"
+            )
+        hint = "the rows sum to 0, but the weight lies on the wrong words: 'all V' of the text includes the target"
+        _close(smoothed, jax.grad(losses)(z_NV, 0.3), hint)
         return "Every row still sums to 0: a mixture of targets weighs 1, and so does softmax."
 
     grade(1, body)
@@ -46,30 +54,138 @@ def check_merge(fn: Callable[..., Any]) -> None:
         assert isinstance(result, tuple) and len(result) == 2, (
             "return two arrays, the maximum and the sum, in this order"
         )
-        _close(result[0], part(z_NV)[0], "the first result is the larger of the two maxima, token by token")
-        hint = "each sum counts from its own maximum: multiply it by exp(own maximum - new maximum) before adding"
+        _close(result[0], part(z_NV)[0], "the first result is the maximum of all words, token by token")
+        hint = "each half counted its exponentials from a maximum of its own; from which one does the new sum count?"
         _close(result[1], part(z_NV)[1], hint)
         return "It is what a vocabulary split over devices needs: two numbers per token travel, not the logits."
 
     grade(2, body)
 
 
+def check_repaired(fn: Callable[..., Any]) -> None:
+    """Exercise 3: the backward pass that forgot to multiply, repaired."""
+    x_ND, head_VD, targets_N = _inputs(jnp.float32)
+
+    def wired(x_ND: Any, head_VD: Any) -> Any:
+        return _wire(fn)(x_ND, head_VD, targets_N)
+
+    def body() -> str:
+        for scale, where in ((1.0, "a sum"), (1 / 12, "a mean"), (-3.0, "a loss multiplied by -3")):
+            found = jax.grad(lambda x, w, scale=scale: scale * wired(x, w), (0, 1))(x_ND, head_VD)
+            exact = jax.grad(lambda x, w, scale=scale: scale * _plain(x, w, targets_N), (0, 1))(x_ND, head_VD)
+            for name, actual, expected in zip(("hidden states", "head"), found, exact, strict=True):
+                _close(actual, expected, f"under {where} the gradient of the {name} is wrong")
+        for name, array, gradient in zip(("hidden states", "head"), _inputs(jnp.bfloat16), _scaled(fn), strict=False):
+            assert gradient.dtype == array.dtype, (
+                f"for {name} in bfloat16 the gradient comes out as {gradient.dtype}; a gradient has its array's type"
+            )
+        return "A sum, a mean, any scale from outside: every leaf is right."
+
+    grade(3, body)
+
+
 def check_smallest_tile(fn: Callable[..., Any]) -> None:
-    """Exercise 3: from how many tokens on a tile is bound by compute."""
+    """Exercise 4: from how many tokens on a tile is bound by compute."""
+
+    def intensity(rows: int, d_model: int) -> float:
+        return 6 * rows * d_model / (12 * d_model + 16 * rows)
 
     def body() -> str:
         for d_model, balance in ((4096, 560), (4096, 153), (2048, 241)):
             rows = fn(d_model, balance)
             assert rows is not None and np.ndim(rows) == 0, "return one number, the tokens in a tile"
-            intensity = 6 * float(rows) * d_model / (12 * d_model + 14 * float(rows))
-            hint = f"with D = {d_model} and R = {balance} a tile of {rows} does {intensity:.1f} FLOPs per byte, not R"
-            assert math.isclose(intensity, balance, rel_tol=0.01), hint
+            assert rows != math.inf, f"with D = {d_model} and R = {balance} a large enough tile exists"
+            assert rows == int(rows), f"a tile has a whole number of tokens, not {rows}"
+            assert intensity(int(rows), d_model) >= balance, (
+                f"with D = {d_model} a tile of {rows} tokens does {intensity(int(rows), d_model):.2f} FLOPs per byte, "
+                f"fewer than R = {balance}"
+            )
+            assert intensity(int(rows) - 1, d_model) < balance, (
+                f"with D = {d_model} and R = {balance} a tile with one token less than {rows} is enough as well"
+            )
         assert fn(1024, 560) == math.inf, (
-            "however large T, 6TD / (12D + 14T) stays below 6D / 14: too little when D = 1024"
+            "let T grow without end: what does 6TD / (12D + 16T) approach, and is it R when D = 1024 and R = 560?"
         )
-        return "A narrow model never gets there: its tiles are bound by the logits they write."
+        return "A narrow model never gets there: its tiles are bound by the logits they move."
 
-    grade(3, body)
+    grade(4, body)
+
+
+def check_frozen_loss(fn: Callable[..., Any]) -> None:
+    """Exercise 5: `custom_vjp` around a function that makes the loss and one gradient."""
+    calls = []
+
+    def make(x_ND: Any, head_VD: Any, targets_N: Any) -> tuple[Any, Any]:
+        calls.append(x_ND)
+        d_NV = jax.nn.softmax(_logits(x_ND, head_VD)) - jax.nn.one_hot(targets_N, len(head_VD))
+        # Nothing of this may be differentiated: the gradient is made here.
+        return jax.lax.stop_gradient((_plain(x_ND, head_VD, targets_N), d_NV @ head_VD.astype(jnp.float32)))
+
+    def body() -> str:
+        x_ND, head_VD, targets_N = _inputs(jnp.float32)
+        loss = fn(make)
+        assert callable(loss), "return the loss, a function of hidden states, head and targets"
+        value = loss(x_ND, head_VD, targets_N)
+        assert getattr(value, "shape", None) == (), (
+            "the loss is one number; its gradient is a residual, no second result"
+        )
+        _close(value, _plain(x_ND, head_VD, targets_N), "the value is that of `make`")
+        for scale, where in ((1.0, "a sum"), (1 / 12, "a mean")):
+            found = jax.grad(lambda x, scale=scale: scale * loss(x, head_VD, targets_N))(x_ND)
+            exact = jax.grad(lambda x, scale=scale: scale * _plain(x, head_VD, targets_N))(x_ND)
+            _close(found, exact, f"under {where} the gradient of the hidden states is wrong")
+        for_head = jax.grad(loss, argnums=1)(x_ND, head_VD, targets_N)
+        _close(for_head, jnp.zeros_like(head_VD), "the head is frozen: None, or zeros, stands for its gradient")
+        calls.clear()
+        _, pull = jax.vjp(lambda x: loss(x, head_VD, targets_N), x_ND)
+        pull(jnp.ones(()))
+        assert len(calls) == 1, f"forward and backward together call `make` {len(calls)} times; all is known after one"
+        kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull))
+        assert kept <= x_ND.nbytes + 64, (
+            f"between forward and backward {kept} bytes are kept. What does the backward pass multiply, and how many "
+            f"bytes has that? (x has {x_ND.nbytes}.)"
+        )
+        x_ND, head_VD, targets_N = _inputs(jnp.bfloat16)
+        gradient = jax.grad(lambda x: loss(x, head_VD, targets_N))(x_ND)
+        assert gradient.dtype == x_ND.dtype, "hidden states in bfloat16 want a gradient in bfloat16"
+        return "One sweep, one residual, no head in the backward pass at all."
+
+    grade(5, body)
+
+
+def _logits(x_ND: Any, head_VD: Any) -> Any:
+    return x_ND.astype(jnp.float32) @ head_VD.astype(jnp.float32).T
+
+
+def _plain(x_ND: Any, head_VD: Any, targets_N: Any) -> Any:
+    logp_NV = jax.nn.log_softmax(_logits(x_ND, head_VD))
+    return -jnp.take_along_axis(logp_NV, targets_N[:, None], 1).sum()
+
+
+def _inputs(dtype: Any) -> tuple[Any, Any, Any]:
+    keys = jax.random.split(jax.random.key(2), 2)
+    x_ND, head_VD = (jax.random.normal(k, shape, dtype) for k, shape in zip(keys, [(12, 4), (7, 4)], strict=True))
+    return x_ND, head_VD, jnp.arange(12) % 7
+
+
+def _wire(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The loss of the notebook's `gradients_in_forward`, with this backward pass."""
+
+    @jax.custom_vjp
+    def loss(x_ND: Any, head_VD: Any, targets_N: Any) -> Any:
+        return _plain(x_ND, head_VD, targets_N)
+
+    def forward(x_ND: Any, head_VD: Any, targets_N: Any) -> tuple[Any, Any]:
+        value, gradients = jax.value_and_grad(_plain, (0, 1))(x_ND, head_VD, targets_N)
+        return value, gradients
+
+    loss.defvjp(forward, backward)
+    return loss
+
+
+def _scaled(backward: Callable[..., Any]) -> Any:
+    x_ND, head_VD, targets_N = _inputs(jnp.bfloat16)
+    return jax.grad(lambda x, w: _wire(backward)(x, w, targets_N) / 12, (0, 1))(x_ND, head_VD)
 
 
 def _close(actual: Any, expected: Any, hint: str) -> None:

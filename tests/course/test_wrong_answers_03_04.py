@@ -1,0 +1,338 @@
+"""Wrong answers to the exercises of notebooks 03 and 04: each is refused, with a hint that says what is wrong with it.
+
+Each hint is checked for what it must lead to (a pattern) and for what it must not give away.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from llamem import apply_stack
+from llamem.course.exercises import scan_vs_unrolled as stacks
+from llamem.course.exercises import vocabulary_tiling as tiles
+
+
+def loop(layer, w, x):
+    for i in range(len(w["up"])):
+        x = layer(jax.tree.map(lambda leaf, i=i: leaf[i], w), x)
+    return x
+
+
+def scan(layer, w, x, **options):
+    return jax.lax.scan(lambda x, w: (layer(w, x), None), x, w, **options)[0]
+
+
+def remat_scan(layer, w, x):
+    return scan(jax.checkpoint(layer), w, x)
+
+
+def everything(layer):
+    return jax.checkpoint(layer, policy=jax.checkpoint_policies.everything_saveable)
+
+
+def dropout(layer, w, x, keys, remat=jax.checkpoint):
+    return jax.lax.scan(lambda x, wk: (remat(layer)(wk[0], x, wk[1]), None), x, (w, keys))[0]
+
+
+def split(key, w):
+    return jax.random.split(key, len(w["up"]))
+
+
+def divisors(n):
+    return [g for g in range(1, n + 1) if n % g == 0]
+
+
+def line(depth, known):
+    (a, low), (b, high) = sorted(known.items())
+    return low + (high - low) * (depth - a) / (b - a)
+
+
+STACKS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
+    # The line. 400 and 360 for known {8: 100, 16: 180}, whose line holds 340 at depth 32.
+    "in proportion to the deeper": (stacks.check_peak_at, lambda d, k: d / max(k) * k[max(k)], "depth 0"),
+    "in proportion to the shallower": (stacks.check_peak_at, lambda d, k: d / min(k) * k[min(k)], "depth 0"),
+    "all layers on top of the deeper": (
+        stacks.check_peak_at,
+        lambda d, k: k[max(k)] + d * (k[max(k)] - k[min(k)]) / (max(k) - min(k)),
+        "How many are missing",
+    ),
+    "one layer too many": (stacks.check_peak_at, lambda d, k: line(d + 1, k), "not on the line"),
+    "the difference is one layer": (
+        stacks.check_peak_at,
+        lambda d, k: k[min(k)] + (d - min(k)) * (k[max(k)] - k[min(k)]),
+        "what one layer adds",
+    ),
+    "no number": (stacks.check_peak_at, lambda d, k: None, "one number"),
+    # The stack.
+    "a scan without a checkpoint": (stacks.check_remat_stack, scan, "no checkpoint of the layer"),
+    "the checkpoint around the scan": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: jax.checkpoint(partial(scan, layer))(w, x),
+        "running the whole stack again",
+    ),
+    "a checkpoint around and inside": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: jax.checkpoint(partial(remat_scan, layer))(w, x),
+        "running the whole stack again",
+    ),
+    "a Python loop": (stacks.check_remat_stack, lambda layer, w, x: loop(jax.checkpoint(layer), w, x), "grows"),
+    "a policy that keeps everything": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: scan(everything(layer), w, x),
+        "no checkpoint of the layer",
+    ),
+    "from last to first": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: scan(jax.checkpoint(layer), w, x, reverse=True),
+        "first to last",
+    ),
+    "the pair that a scan returns": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(w, x), None), x, w),
+        "returns a pair",
+    ),
+    "the first layer only": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: scan(jax.checkpoint(lambda _, x: layer(jax.tree.map(lambda a: a[0], w), x)), w, x),
+        "each layer used once",
+    ),
+    # The groups.
+    "the square root": (
+        stacks.check_best_groups,
+        lambda n, x, w: min(divisors(n), key=lambda g: g + n // g),
+        "hold twice",
+    ),
+    "weights without their gradients": (
+        stacks.check_best_groups,
+        lambda n, x, w: min(divisors(n), key=lambda g: (g + n // g) * x + n // g * w),
+        "hold twice",
+    ),
+    "layers in a group instead of groups": (
+        stacks.check_best_groups,
+        lambda n, x, w: n // min(divisors(n), key=lambda g: (g + n // g) * x + 2 * (n // g) * w),
+        "number of layers in a group",
+    ),
+    "weights times groups": (
+        stacks.check_best_groups,
+        lambda n, x, w: min(divisors(n), key=lambda g: (g + n // g) * x + 2 * g * w),
+        "How many groups|less is possible",
+    ),
+    "only weights": (stacks.check_best_groups, lambda n, x, w: n, "less is possible"),
+    "no divisor": (stacks.check_best_groups, lambda n, x, w: math.isqrt(n) + 1, "does not divide"),
+    "a fraction": (stacks.check_best_groups, lambda n, x, w: n**0.5, "does not divide"),
+    # The keys.
+    "one key for all layers": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: scan(jax.checkpoint(lambda w, x: layer(w, x, key)), w, x),
+        "the same mask",
+    ),
+    "keys without a checkpoint": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(layer, w, x, split(key, w), remat=lambda f: f),
+        "drawn again",
+    ),
+    "keys and a checkpoint around the loop": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: jax.checkpoint(partial(dropout, layer, remat=lambda f: f))(w, x, split(key, w)),
+        "around the loop",
+    ),
+    "a key of its own making": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(layer, w, x, split(jax.random.key(0), w)),
+        "does not use its key",
+    ),
+    "every key the first one": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(layer, w, x, jnp.broadcast_to(split(key, w)[0], (len(w["up"]),))),
+        "the same mask",
+    ),
+}
+
+
+def softmax_minus(z, t, eps, *, share, own):
+    wanted = own * jax.nn.one_hot(t, z.shape[1])
+    return jax.nn.softmax(z) - wanted - share
+
+
+def off_target(z, t, eps):
+    hot = jax.nn.one_hot(t, z.shape[1])
+    return jax.nn.softmax(z) - (1 - eps) * hot - eps / (z.shape[1] - 1) * (1 - hot)
+
+
+def frozen(make, *, backward, keep=lambda dx, *inputs: dx):
+    @jax.custom_vjp
+    def loss(x, head, targets):
+        return make(x, head, targets)[0]
+
+    def forward(x, head, targets):
+        value, dx = make(x, head, targets)
+        return value, keep(dx, x, head, targets)
+
+    loss.defvjp(forward, backward)
+    return loss
+
+
+def right(dx, g):
+    return (g * dx).astype(dx.dtype), None, None
+
+
+def cast(dx, x, *_):
+    return dx.astype(x.dtype)
+
+
+TILES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
+    "softmax minus one-hot": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: softmax_minus(z, t, eps, share=0, own=1),
+        "changes nothing",
+    ),
+    "eps / (V - 1) on the other words": (tiles.check_smoothed_gradient, off_target, "includes the target"),
+    "the target gives up nothing": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: softmax_minus(z, t, eps, share=eps / z.shape[1], own=1),
+        "rows sum to",
+    ),
+    "nothing is spread": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: softmax_minus(z, t, eps, share=0, own=1 - eps),
+        "rows sum to",
+    ),
+    "eps on every word": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: softmax_minus(z, t, eps, share=eps, own=1 - eps),
+        "rows sum to",
+    ),
+    "the other sign": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: -softmax_minus(z, t, eps, share=eps / z.shape[1], own=1 - eps),
+        "with epsilon 0",
+    ),
+    "sums added as they are": (
+        tiles.check_merge,
+        lambda ma, sa, mb, sb: (jnp.maximum(ma, mb), sa + sb),
+        "maximum of its own",
+    ),
+    "the exponents the wrong way round": (
+        tiles.check_merge,
+        lambda ma, sa, mb, sb: (
+            jnp.maximum(ma, mb),
+            sa * jnp.exp(jnp.maximum(ma, mb) - ma) + sb * jnp.exp(jnp.maximum(ma, mb) - mb),
+        ),
+        "maximum of its own",
+    ),
+    "without a maximum": (
+        tiles.check_merge,
+        lambda ma, sa, mb, sb: (jnp.maximum(ma, mb), jnp.exp(ma) * sa + jnp.exp(mb) * sb),
+        "maximum of its own",
+    ),
+    "the maxima added": (tiles.check_merge, lambda ma, sa, mb, sb: (ma + mb, sa + sb), "first result"),
+    "one array": (tiles.check_merge, lambda ma, sa, mb, sb: sa, "two arrays"),
+    "forgetful as it was": (tiles.check_repaired, lambda grads, g: (grads[0], g * grads[1], None), "hidden states"),
+    "forgetful about the head": (tiles.check_repaired, lambda grads, g: (g * grads[0], grads[1], None), "head"),
+    "divided by g": (tiles.check_repaired, lambda grads, g: (grads[0] / g, grads[1] / g, None), "under a mean"),
+    "divided by the tokens": (
+        tiles.check_repaired,
+        lambda grads, g: (grads[0] / 12, g * grads[1], None),
+        "under a sum",
+    ),
+    "multiplied twice": (
+        tiles.check_repaired,
+        lambda grads, g: (g * g * grads[0], g * g * grads[1], None),
+        "under a mean",
+    ),
+    "the sign lost": (
+        tiles.check_repaired,
+        lambda grads, g: (abs(g) * grads[0], abs(g) * grads[1], None),
+        "multiplied by -3",
+    ),
+    "two results for three arguments": (tiles.check_repaired, lambda grads, g: (g * grads[0], g * grads[1]), ""),
+    "rounded down": (
+        tiles.check_smallest_tile,
+        lambda d, r: int(12 * d * r / (6 * d - 16 * r)) if 6 * d > 16 * r else math.inf,
+        "fewer than R",
+    ),
+    "not rounded": (
+        tiles.check_smallest_tile,
+        lambda d, r: 12 * d * r / (6 * d - 16 * r) if 6 * d > 16 * r else math.inf,
+        "whole number",
+    ),
+    "always a number": (
+        tiles.check_smallest_tile,
+        lambda d, r: math.ceil(12 * d * r / (6 * d - 16 * r)),
+        "without end",
+    ),
+    "never a number": (tiles.check_smallest_tile, lambda d, r: math.inf, "large enough tile exists"),
+    "without the logits": (tiles.check_smallest_tile, lambda d, r: 2 * r, "fewer than R"),
+    "a tile too large": (
+        tiles.check_smallest_tile,
+        lambda d, r: 2 * math.ceil(12 * d * r / (6 * d - 16 * r)) if 6 * d > 16 * r else math.inf,
+        "one token less",
+    ),
+    "make as it is": (tiles.check_frozen_loss, lambda make: make, "one number"),
+    "only the value of make": (
+        tiles.check_frozen_loss,
+        lambda make: lambda x, head, t: make(x, head, t)[0],
+        "under a sum",
+    ),
+    "the cotangent forgotten": (
+        tiles.check_frozen_loss,
+        partial(frozen, backward=lambda dx, g: (dx, None, None), keep=cast),
+        "under a mean",
+    ),
+    "made again in the backward pass": (
+        tiles.check_frozen_loss,
+        lambda make: frozen(
+            make,
+            backward=lambda kept, g: ((g * make(*kept)[1]).astype(kept[0].dtype), None, None),
+            keep=lambda dx, *inputs: inputs,
+        ),
+        "2 times",
+    ),
+    "the head kept as well": (
+        tiles.check_frozen_loss,
+        partial(frozen, backward=lambda kept, g: right(kept[0], g), keep=lambda dx, x, head, t: (dx, head)),
+        "bytes are kept",
+    ),
+    "a gradient for the head": (
+        tiles.check_frozen_loss,
+        partial(frozen, backward=lambda dx, g: (right(dx, g)[0], jnp.ones((7, 4)), None), keep=cast),
+        "frozen",
+    ),
+    "in float32 whatever x is": (tiles.check_frozen_loss, partial(frozen, backward=right), "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", STACKS | TILES)
+def test_a_wrong_answer_is_refused_with_its_hint(name):
+    check, answer, leads_to = (STACKS | TILES)[name]
+    with pytest.raises(AssertionError, match=leads_to) as refused:
+        check(answer)
+    hint = str(refused.value)
+    assert len(hint.split()) > 8, "the hint says too little"
+    assert "340" not in hint and "epsilon / V" not in hint and "exp(" not in hint, "the hint is the answer"
+
+
+@pytest.mark.parametrize(
+    ("check", "answer"),
+    [
+        (stacks.check_peak_at, line),
+        (stacks.check_remat_stack, remat_scan),
+        (stacks.check_remat_stack, partial(apply_stack, remat="nothing")),
+        # Of two counts that hold the same either is right.
+        (stacks.check_best_groups, lambda n, x, w: min(divisors(n), key=lambda g: (g + n // g) * x + 2 * n // g * w)),
+        (stacks.check_dropout_stack, lambda layer, w, x, key: dropout(layer, w, x, split(key, w))),
+        (
+            stacks.check_dropout_stack,
+            lambda layer, w, x, key: apply_stack(layer, w, x, split(key, w), remat="nothing"),
+        ),
+        (tiles.check_frozen_loss, partial(frozen, backward=right, keep=cast)),
+    ],
+)
+def test_a_right_answer_in_other_words_is_accepted(check, answer, capsys):
+    check(answer)
+    assert "correct" in capsys.readouterr().out
