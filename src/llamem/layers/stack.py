@@ -57,7 +57,7 @@ def apply_stack(
     _check_layer(body, x, xs, remat)
     if mode == "unroll" and n_layers > 0:
         x, (aux, hidden) = _unroll(body, x, xs, n_layers, remat)
-    elif mode == "nested" and (groups := group_count(n_layers, _bytes(x), _bytes(stacked) // max(n_layers, 1))) > 1:
+    elif mode == "nested" and (groups := group_count(n_layers, _bytes(x), _bytes(xs[0]) // max(n_layers, 1))) > 1:
         x, (aux, hidden) = _nest(body, x, xs, groups, remat)
     else:
         x, (aux, hidden) = jax.lax.scan(checkpoint(body, remat), x, xs)
