@@ -181,14 +181,9 @@ def _capacity(ax: Axes, one: Timeline, n_bytes: int, unit: str) -> None:
     if line := drawn_capacity(one):
         capacity = line / n_bytes
         ax.axhline(capacity, color="black", linestyle="--", linewidth=1.2)
-        ax.text(
-            0.995 * ax.get_xlim()[1],
-            capacity,
-            f"{one.target}: {capacity:.2f} {unit}",
-            ha="right",
-            va="bottom",
-            fontsize=8,
-        )
+        place = {"ha": "right", "va": "bottom", "fontsize": 8}
+        frame = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.8}
+        ax.text(0.995 * ax.get_xlim()[1], 1.015 * capacity, f"{one.target}: {capacity:.2f} {unit}", bbox=frame, **place)
 
 
 def _peak(ax: Axes, one: Timeline, n_bytes: int) -> None:
@@ -206,4 +201,5 @@ def _peak(ax: Axes, one: Timeline, n_bytes: int) -> None:
         va="top",
         fontsize=7.5,
         linespacing=1.25,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
     )

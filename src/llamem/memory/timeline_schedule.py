@@ -150,12 +150,12 @@ class _Reader:
         made_in: Pass = told[0] if told else self._phase_of_step[group[0].first]
         last = max(value.last for value in group)
         output = "maybe-live-out" in allocation and last >= len(self.schedule) - 1
+        if not output and any(_is_logits(_op_name(maker)) for _, maker in makers):
+            return "logits", made_in
         if made_in in ("backward", "run again") and (output or self._used_by_optimizer(group, last)):
             return "gradients", made_in
         if output:
             return "output", made_in
-        if any(_is_logits(_op_name(maker)) for _, maker in makers):
-            return "logits", made_in
         if made_in == "run again":
             return "rematerialised", made_in
         kept = made_in == "forward" and self._phase_of_step[last] in ("backward", "optimizer")
