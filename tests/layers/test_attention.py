@@ -104,7 +104,10 @@ def test_packed_documents_and_padding_equal_each_document_alone(implementation, 
 def temporaries(implementation, T, target="cpu", heads=4, kv_heads=4, size=16, dtype=jnp.float32):
     q = jax.ShapeDtypeStruct((1, T, heads, size), dtype)
     k = jax.ShapeDtypeStruct((1, T, kv_heads, size), dtype)
-    loss = lambda q, k, v: jnp.sum(causal_attention(q, k, v, implementation=implementation).astype(jnp.float32) ** 2)  # noqa: E731
+
+    def loss(q, k, v):
+        return jnp.sum(causal_attention(q, k, v, implementation=implementation).astype(jnp.float32) ** 2)
+
     return llamem.compile_report(jax.grad(loss, argnums=(0, 1, 2)), q, k, k, target=target).parts["temporaries"]
 
 
@@ -131,7 +134,9 @@ def test_only_tiles_below_the_diagonal_are_computed():
     q = jax.ShapeDtypeStruct((1, T, 2, 8), jnp.float32)
 
     def flops(**options):
-        fn = lambda q, k, v: causal_attention(q, k, v, implementation="tiled", **options)  # noqa: E731
+        def fn(q, k, v):
+            return causal_attention(q, k, v, implementation="tiled", **options)
+
         return llamem.compile_report(fn, q, q, q).matmul_flops
 
     square = 2 * 2 * T * T * 2 * 8
@@ -143,7 +148,9 @@ def test_saving_attn_spares_the_forward_pass():
     q, k, v, _ = arrays(700)
 
     def products(remat):
-        fn = lambda q, k, v: jnp.sum(causal_attention(q, k, v, implementation="tiled") ** 2)  # noqa: E731
+        def fn(q, k, v):
+            return jnp.sum(causal_attention(q, k, v, implementation="tiled") ** 2)
+
         return str(jax.make_jaxpr(jax.grad(checkpoint(fn, remat)))(q, k, v)).count("dot_general")
 
     assert products("nothing") - products("attn") == 2 and products("attn") == products(None)
@@ -170,7 +177,9 @@ def test_masks_are_not_computed_ahead_and_stored():
     q, k, v, _ = arrays(T)
 
     def loss(scales):
-        layer = lambda scale, x: causal_attention(scale * x, k, v, implementation="tiled")  # noqa: E731
+        def layer(scale, x):
+            return causal_attention(scale * x, k, v, implementation="tiled")
+
         return jnp.sum(llamem.apply_stack(layer, scales, q, remat="nothing") ** 2)
 
     program = str(jax.make_jaxpr(jax.grad(loss))(jnp.ones(3)))

@@ -112,7 +112,10 @@ def test_the_routers_logits_can_be_saved():
 
     def products(remat):
         graphdef, params = nnx.split(model_of(MOE, remat=remat, loss_tiles=1))
-        loss = lambda p: loss_fn(graphdef, p, tokens_of(MOE), tokens_of(MOE))  # noqa: E731
+
+        def loss(p):
+            return loss_fn(graphdef, p, tokens_of(MOE), tokens_of(MOE))
+
         jaxpr = jax.make_jaxpr(jax.grad(loss))(params)
         assert "router" in set(names_in(jaxpr.jaxpr))
         return str(jaxpr).count("f32[2,37,24] f32[24,5]"), str(jaxpr).count("top_k")
@@ -125,9 +128,14 @@ def test_experts_cost_what_the_chosen_compute():
     """Eight times the experts: more groups to pad, at most as many as there are full, and no copy of the weights."""
 
     def report(E):
-        S = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+        def S(*shape):
+            return jax.ShapeDtypeStruct(shape, jnp.float32)
+
         args = S(1, 2048, 64), S(64, E), S(E, 64, 128), S(E, 64, 128), S(E, 128, 64)
-        value = lambda x, router, gate, up, down: jnp.sum(mixture(x, router, gate, up, down, 2) ** 2)  # noqa: E731
+
+        def value(x, router, gate, up, down):
+            return jnp.sum(mixture(x, router, gate, up, down, 2) ** 2)
+
         return llamem.compile_report(jax.grad(value, argnums=(0, 1, 2, 3, 4)), *args)
 
     few, many = report(4), report(32)

@@ -83,7 +83,10 @@ def test_a_llamas_layers_cost_one_x_each_and_save_what_they_should(chip):
         graphdef, params = nnx.split(
             nnx.eval_shape(lambda: llamem.Llama(config, rngs=nnx.Rngs(0), plan=llamem.Plan(remat=remat)))
         )
-        number = lambda p, t: jnp.sum(nnx.merge(graphdef, p).hidden(t).astype(jnp.float32) ** 2)  # noqa: E731
+
+        def number(p, t):
+            return jnp.sum(nnx.merge(graphdef, p).hidden(t).astype(jnp.float32) ** 2)
+
         tokens_BT = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
         return llamem.compile_report(jax.grad(number), params, tokens_BT, target=chip)
 
@@ -96,7 +99,10 @@ def test_a_llamas_layers_cost_one_x_each_and_save_what_they_should(chip):
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2e-2)])
 def test_gradients_are_the_same_in_every_mode(dtype, tolerance):
     keys = jax.random.split(jax.random.key(0), 3)
-    make = lambda key, *shape: (jax.random.normal(key, shape) / 4).astype(dtype)  # noqa: E731
+
+    def make(key, *shape):
+        return (jax.random.normal(key, shape) / 4).astype(dtype)
+
     w = {"up": make(keys[0], 6, 16, 16), "down": make(keys[1], 6, 16, 16)}
     x = make(keys[2], 7, 16)
 
@@ -114,7 +120,9 @@ def test_gradients_are_the_same_in_every_mode(dtype, tolerance):
 def test_nesting_takes_any_depth(n_layers):
     w = jax.random.normal(jax.random.key(1), (n_layers, 5, 5)) / 3
     x = jax.random.normal(jax.random.key(2), (4, 5))
-    flat = lambda w, x: jnp.sin(x @ w)  # noqa: E731
+
+    def flat(w, x):
+        return jnp.sin(x @ w)
 
     def gradient(mode):
         return jax.grad(lambda w: jnp.sum(llamem.apply_stack(flat, w, x, mode=mode, remat="nothing") ** 2))(w)

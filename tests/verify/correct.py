@@ -40,12 +40,16 @@ def as_argument(w, x, remat):
     def body(w, x, *, scale, places):
         return layer(w, x) * scale + 0 * places[:, None]
 
-    call = lambda w, x: body(w, x, scale=0.9, places=jnp.arange(N))  # noqa: E731
+    def call(w, x):
+        return body(w, x, scale=0.9, places=jnp.arange(N))
+
     return jnp.mean(llamem.apply_stack(call, w, x, remat=remat) ** 2)
 
 
 def mapped(w, x, remat):
-    one = lambda x: stack("scan")(w, x, remat)  # noqa: E731
+    def one(x):
+        return stack("scan")(w, x, remat)
+
     return jnp.mean(jax.vmap(one)(jnp.stack([x, 2 * x])))
 
 
@@ -119,7 +123,10 @@ def nnx_transforms(w, batch, remat):
     """nnx.scan of nnx.remat; what the layers changed is returned, the counts of draws among it."""
     state = jax.tree.map(lambda leaf: leaf, batch["state"])  # Variables belong to the trace that made them
     layers = nnx.merge(NOISY, w, state)
-    body = lambda layer, x: layer(x)  # noqa: E731
+
+    def body(layer, x):
+        return layer(x)
+
     x = nnx.scan(nnx.remat(body) if remat else body, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(layers, batch["x"])
     return jnp.mean(x**2), nnx.state(layers, nnx.Not(nnx.Param))
 

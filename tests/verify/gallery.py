@@ -47,7 +47,9 @@ def undone_by_the_compiler(w: Any, x: Any, how: Any) -> Any:
 
 
 def one_key_for_all_layers(w: Any, batch: Any, how: Any) -> Any:
-    body = lambda w, x: dropout(w, x, batch["key"])  # noqa: E731
+    def body(w, x):
+        return dropout(w, x, batch["key"])
+
     return scanned(jax.checkpoint(body) if how else body, w, batch["x"])
 
 
@@ -62,7 +64,9 @@ COUNTER = itertools.count()
 
 
 def stateful_draws(w: Any, x: Any, how: Any) -> Any:
-    body = lambda w, x: dropout(w, x, jax.random.key(next(COUNTER)))  # noqa: E731
+    def body(w, x):
+        return dropout(w, x, jax.random.key(next(COUNTER)))
+
     return scanned(jax.checkpoint(body) if how else body, w, x)
 
 

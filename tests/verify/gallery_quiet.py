@@ -53,7 +53,10 @@ def dropout_in_a_branch(w: Any, batch: Any, how: Any) -> Any:
 def masks_beforehand(w: Any, batch: Any, how: Any) -> Any:
     """Masks of all layers are drawn at once, with copies of one key."""
     masks = jax.vmap(lambda key: jax.random.bernoulli(key, 0.8, (N, D)))(jnp.broadcast_to(batch["key"], (L,)))
-    body = lambda w, x, mask: layer(w, x) * mask  # noqa: E731
+
+    def body(w, x, mask):
+        return layer(w, x) * mask
+
     return jnp.mean(llamem.apply_stack(body, w, batch["x"], masks, remat="nothing" if how else None) ** 2)
 
 
@@ -148,7 +151,9 @@ def counted_twice(w: Any, x: Any, how: Any) -> Any:
 
 def only_the_cheap_part(w: Any, x: Any, how: Any) -> Any:
     """What is checkpointed keeps as much as it did: its input is as large as what it saves."""
-    scale = lambda x: 2.0 * x  # noqa: E731
+
+    def scale(x):
+        return 2.0 * x
 
     def body(w: Any, x: Any) -> Any:
         return layer(w, (jax.checkpoint(scale) if how else scale)(x))

@@ -146,7 +146,9 @@ smooth.defvjp(_smooth_forward, lambda y, g: (g * (1 - y**2),))
 
 
 def named_in_a_rule(w: Any, x: Any, remat: Any) -> Any:
-    body = lambda w, x: x + jnp.sin(smooth(x @ w["up"])) @ w["down"]  # noqa: E731
+    def body(w, x):
+        return x + jnp.sin(smooth(x @ w["up"])) @ w["down"]
+
     return jnp.mean(llamem.apply_stack(body, w, x, remat=remat) ** 2)
 
 
@@ -175,7 +177,10 @@ def denoising(w: Any, batch: Any, how: Any) -> Any:
     times = jax.random.uniform(times_key, (N, 1))
     noise = jax.random.normal(noise_key, (N, D))
     noisy = jnp.cos(times) * batch["x"] + jnp.sin(times) * noise
-    body = lambda w, x: layer(w, x + jnp.sin(times))  # noqa: E731
+
+    def body(w, x):
+        return layer(w, x + jnp.sin(times))
+
     return jnp.mean((llamem.apply_stack(body, w, noisy, remat=on(how)) - noise) ** 2)
 
 
@@ -194,7 +199,10 @@ def by_shards(w: Any, x: Any, how: Any) -> Any:
 
 def mixed_precision(w: Any, x: Any, how: Any) -> Any:
     """Weights in float32, products in bfloat16."""
-    body = lambda w, x: layer(half(w), x)  # noqa: E731
+
+    def body(w, x):
+        return layer(half(w), x)
+
     out = llamem.apply_stack(body, w, half(x), remat=on(how))
     return jnp.mean(out.astype(jnp.float32) ** 2)
 
@@ -204,7 +212,10 @@ def state_space(w: Any, x: Any, how: Any) -> Any:
 
     def body(w: Any, x: Any) -> Any:
         decay = jax.nn.sigmoid(x @ w["gate"])
-        join = lambda a, b: (a[0] * b[0], a[1] * b[0] + b[1])  # noqa: E731
+
+        def join(a, b):
+            return (a[0] * b[0], a[1] * b[0] + b[1])
+
         return x + jax.lax.associative_scan(join, (decay, jnp.tanh(x @ w["in"])))[1]
 
     return jnp.mean(llamem.apply_stack(body, w, x.reshape(4, N // 4, D), remat=on(how)) ** 2)

@@ -85,7 +85,9 @@ def test_what_is_not_seen_is_not_called_proved():
     spec = jax.sharding.PartitionSpec()
 
     def hidden(w, batch, how):
-        draw = lambda key, x: x + jax.random.normal(key, x.shape)  # noqa: E731
+        def draw(key, x):
+            return x + jax.random.normal(key, x.shape)
+
         data = jax.random.key_data(batch["key"])
         mapped = jax.shard_map(
             lambda data, x: draw(jax.random.wrap_key_data(data), x), mesh=MESH, in_specs=(spec, spec), out_specs=spec

@@ -98,7 +98,9 @@ def rngs_of_every_step(w: Any, x: Any, how: Any) -> Any:
 
 
 def around_the_encoder(w: Any, x: Any, how: Any) -> Any:
-    encode = lambda w, x: jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0]  # noqa: E731
+    def encode(w, x):
+        return jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0]
+
     x = (jax.checkpoint(encode) if how else encode)(w, x)
     return jnp.mean(standardised(x) ** 4)
 
@@ -115,7 +117,10 @@ def norm_without_its_mean(w: Any, x: Any, how: Any) -> Any:
         return (full + g.mean(-1, keepdims=True) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5),)
 
     norm.defvjp(lambda x: (norm(x), x), backward)
-    body = lambda w, x: layer(w, norm(x) if how else standardised(x))  # noqa: E731
+
+    def body(w, x):
+        return layer(w, norm(x) if how else standardised(x))
+
     return jnp.mean(stack(body, w, x, how) ** 4)
 
 
@@ -144,7 +149,9 @@ def hidden_states_gone(w: Any, x: Any, how: Any) -> Any:
 
 
 def cast_inside(w: Any, x: Any, how: Any) -> Any:
-    body = lambda w, x: layer(w, x.astype(jnp.bfloat16).astype(x.dtype) if how else x)  # noqa: E731
+    def body(w, x):
+        return layer(w, x.astype(jnp.bfloat16).astype(x.dtype) if how else x)
+
     return jnp.mean(stack(body, w, x, how) ** 2)
 
 
@@ -195,12 +202,16 @@ def averages_twice(w: Any, batch: Any, how: Any) -> Any:
 
 
 def raw_key_tiled(w: Any, batch: Any, how: Any) -> Any:
-    body = lambda w, x, key: layer(w, x) * jax.random.bernoulli(key, 0.8, x.shape)  # noqa: E731
+    def body(w, x, key):
+        return layer(w, x) * jax.random.bernoulli(key, 0.8, x.shape)
+
     return jnp.mean(stack(body, w, batch["x"], how, jnp.tile(batch["key"], (L, 1))) ** 2)
 
 
 def shared_by_encoder_and_decoder(w: Any, batch: Any, how: Any) -> Any:
-    body = lambda w, x, key: layer(w, x) * jax.random.bernoulli(key, 0.8, x.shape)  # noqa: E731
+    def body(w, x, key):
+        return layer(w, x) * jax.random.bernoulli(key, 0.8, x.shape)
+
     keys = jax.random.split(batch["key"], L)
     return jnp.mean(stack(body, w, stack(body, w, batch["x"], how, keys), how, keys) ** 2)
 

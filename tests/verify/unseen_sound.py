@@ -10,7 +10,9 @@ from unseen_broken import CELL, gated, stack, two_dropouts
 
 
 def ensemble(w: Any, batch: Any, how: Any) -> Any:
-    one = lambda w, key: two_dropouts(True)(w, {"x": batch["x"], "key": key}, how)  # noqa: E731
+    def one(w, key):
+        return two_dropouts(True)(w, {"x": batch["x"], "key": key}, how)
+
     return jnp.mean(jax.vmap(one)(w, jax.random.split(batch["key"], 2)))
 
 
@@ -22,7 +24,9 @@ def contrastive(w: Any, batch: Any, how: Any) -> Any:
 
 
 def meta_learning(w: Any, x: Any, how: Any) -> Any:
-    inner = lambda w, x: jnp.mean(stack(layer, w, x, how) ** 2)  # noqa: E731
+    def inner(w, x):
+        return jnp.mean(stack(layer, w, x, how) ** 2)
+
     adapted = jax.tree.map(lambda p, g: p - 0.01 * g, w, jax.grad(inner)(w, x[: N // 2]))
     return inner(adapted, x[N // 2 :])
 
@@ -97,7 +101,9 @@ def scaled_loss(w: Any, x: Any, how: Any) -> Any:
 
 
 def gradient_penalty(w: Any, x: Any, how: Any) -> Any:
-    critic = lambda x: jnp.sum(jnp.tanh(stack(layer, w, x, how)))  # noqa: E731
+    def critic(x):
+        return jnp.sum(jnp.tanh(stack(layer, w, x, how)))
+
     value, slope = jax.value_and_grad(critic)(x)
     return value / N + jnp.mean((jnp.linalg.norm(slope, axis=-1) - 1) ** 2)
 
@@ -123,7 +129,10 @@ def sampling(w: Any, batch: Any, how: Any) -> Any:
 
 def tiled_head(w: Any, x: Any, how: Any) -> Any:
     hidden = stack(layer, w["layers"], x, how)
-    tile = lambda h: jnp.sum(jax.nn.logsumexp(h @ w["head"], axis=-1))  # noqa: E731
+
+    def tile(h):
+        return jnp.sum(jax.nn.logsumexp(h @ w["head"], axis=-1))
+
     return jnp.sum(jax.lax.map(jax.checkpoint(tile) if how else tile, hidden.reshape(8, N // 8, D))) / N
 
 

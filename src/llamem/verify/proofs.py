@@ -69,8 +69,7 @@ def results_are_the_same(both: BothWays) -> Proof | None:
             continue
         # Integers are equal or not, and so is what chose them; only rounding excuses another choice.
         tolerance = both.tolerance if jnp.issubdtype(want.dtype, jnp.inexact) else 0.0
-        others = lambda i=i: [_values(jax.tree.leaves(way[1])[i]) for way in both.rounded]  # noqa: E731
-        if differing_rows(_values(got), _values(want), tolerance, others):
+        if differing_rows(_values(got), _values(want), tolerance, _leaf_of_each(both, 1, i)):
             off.append(name)
     cause = (
         "State that a layer changes (batch statistics, counts of draws) was lost in the checkpoint or updated twice: "
@@ -94,8 +93,7 @@ def gradients_are_the_same(both: BothWays) -> Proof:
             continue
         judged += 1
         zero += not want.any()
-        others = lambda i=i: [_values(jax.tree.leaves(way[2])[i]) for way in both.rounded]  # noqa: E731
-        rows = differing_rows(got, want, both.tolerance, others)
+        rows = differing_rows(got, want, both.tolerance, _leaf_of_each(both, 2, i))
         lost += [f"{name}{row.index}" for row in rows if row.size and not _at(got, row).any()]
         off += [f"{name}{row.index} {_difference(row)}" for row in rows if not row.size or _at(got, row).any()]
         largest = max(largest, float(np.linalg.norm(got - want) / (np.linalg.norm(want) or 1.0)))
@@ -273,6 +271,11 @@ def _values(array: Any) -> np.ndarray:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     return np.asarray(array, np.complex128 if jnp.issubdtype(array.dtype, jnp.complexfloating) else np.float64)
+
+
+def _leaf_of_each(both: BothWays, part: int, i: int) -> Callable[[], list[np.ndarray]]:
+    """Leaf `i` of the results (part 1) or gradients (2) of the runs whose inputs were moved by rounding."""
+    return lambda: [_values(jax.tree.leaves(way[part])[i]) for way in both.rounded]
 
 
 def _at(values: np.ndarray, row: Row) -> np.ndarray:
