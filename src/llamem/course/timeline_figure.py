@@ -33,13 +33,14 @@ def timelines(reports: Mapping[str, Report | Timeline]) -> dict[str, Timeline]:
         raise ValueError("timeline({}): give at least one report, as {'name': compile_report(...)}.")
     found: dict[str, Timeline] = {}
     for name, report in reports.items():
-        one = report if isinstance(report, Timeline) else report.timeline
-        if one is None:
+        if isinstance(report, Timeline):
+            found[name] = report
+        elif report.timeline is not None:
+            found[name] = report.timeline
+        else:
             raise ValueError(
-                f"the report {name!r} has no timeline: its compiler wrote down no schedule that could be read, as its "
-                "warnings say. `plots.report_bars` draws its peak."
+                f"the report {name!r} has no timeline: {report.no_timeline} `plots.report_bars` draws its peak."
             )
-        found[name] = one
     return found
 
 

@@ -91,8 +91,7 @@ def compile_report(
             answer |= schedule_or_reason(Path(dump), chip.platform)
     report = _report(chip, depth, answer, jaxpr, leaves, donated)
     if "schedule" not in answer:
-        no_timeline = f"no timeline, as what the compiler wrote down cannot be read: {answer['no_schedule']}"
-        return dataclasses.replace(report, warnings=(*report.warnings, no_timeline))
+        return dataclasses.replace(report, no_timeline=answer["no_schedule"])
     names = argument_names(fn, args)
     timeline = Timeline.from_schedule(answer["schedule"], chip.name, chip.capacity_bytes, names)
     return dataclasses.replace(report, timeline=timeline)

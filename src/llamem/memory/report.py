@@ -47,7 +47,8 @@ class Report:
 
     `compile_seconds` went by until the answer was there; `depth` says how far the compiler went: "memory" until every
     buffer had its place, "code" to the end. A program that the compiler refuses as too big has `fits=False` and, in
-    `peak_bytes`, what it said it needed.
+    `peak_bytes`, what it said it needed. `timeline` is memory against the steps of the program; None where what the
+    compiler wrote down cannot be read, and `no_timeline` says why.
     """
 
     target: Target
@@ -66,6 +67,7 @@ class Report:
     depth: Depth = "code"
     refused: bool = False
     timeline: Timeline | None = dataclasses.field(default=None, repr=False)
+    no_timeline: str = ""
 
     @property
     def capacity_bytes(self) -> int | None:

@@ -80,7 +80,10 @@ def read_files(folder: Path) -> Dump:
 def _stem(folder: Path) -> str:
     files = sorted(folder.glob(f"*{_PROGRAM}{_LIVE}"), key=lambda file: file.stat().st_size)
     if not files:
-        raise ValueError("the compiler wrote down no live ranges.")
+        raise ValueError(
+            "the compiler wrote down no live ranges. What JAX finds in its own cache on disk is not compiled anew: "
+            'for a timeline, jax.config.update("jax_enable_compilation_cache", False) before the first program.'
+        )
     return str(files[-1]).removesuffix(_LIVE)
 
 
