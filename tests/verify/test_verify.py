@@ -159,3 +159,41 @@ def test_evaluation_is_told_from_training():
 
     with pytest.raises(AssertionError, match="eval mode"):
         assert_remat(loss, nnx.state(model), tokens_of(SMALL))
+
+
+def test_an_error_without_a_message_is_a_failed_proof():
+    def loss(w, x, remat):
+        if remat:
+            raise ValueError
+        return stack("scan")(w, x, None)
+
+    (proof,) = verify_remat(loss, WEIGHTS, X).proofs
+    assert (proof.name, proof.holds, proof.seen) == ("it can be traced", False, "ValueError")
+
+
+def test_what_the_plain_program_raises_is_raised():
+    """It traces, and does not compile: no failure of the rematerialised one, which does."""
+
+    def loss(w, x, remat):
+        value = stack("scan")(w, x, remat)
+        return value if remat else value + jax.ffi.ffi_call("no_such_function", jax.ShapeDtypeStruct((), X.dtype))()
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_function"):
+        verify_remat(loss, WEIGHTS, X, proofs=[proofs.loss_is_the_same])
+
+
+def test_layers_left_out_are_counted_where_most_are_covered():
+    def loss(w, x, remat):
+        first_two = jax.tree.map(lambda leaf: leaf[:2], w)
+        return stack("scan")(w, x, remat) + stack("scan")(first_two, x, None)
+
+    (proof,) = verify_remat(loss, WEIGHTS, X, proofs=[proofs.checkpoints_are_there]).proofs
+    assert proof.holds and f"{L} layers are under one, and 2 with the same products are not" in proof.seen
+
+
+def test_a_loss_that_is_not_finite_is_no_passed_test():
+    alone = [proofs.loss_is_the_same, proofs.gradients_are_the_same]
+    infinite = jnp.full_like(X, jnp.inf)
+    assert verify_remat(stack("scan"), WEIGHTS, infinite, proofs=alone).holds
+    with pytest.raises(AssertionError, match=r"(?s)not proved the loss is the same.*not proved every gradient"):
+        assert_remat(stack("scan"), WEIGHTS, infinite, proofs=alone)

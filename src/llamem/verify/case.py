@@ -139,14 +139,15 @@ class BothWays:
     @cached_property
     def expected(self) -> tuple[Any, Any, Any]:
         """Loss, other results and gradients without, computed."""
-        return self._computed(self._programs[1], self.params, self.batch)
+        return self._computed(self._plain_program, self.params, self.batch)
 
     @cached_property
     def found(self) -> tuple[Any, Any, Any]:
         """Loss, other results and gradients with rematerialisation, computed. Raises CannotGo."""
-        wrong = self.faults
+        # The plain program goes first, outside the `try`: what that raises is no failure of this one.
+        wrong, _ = self.faults, self.expected
         try:
-            return self._computed(self._programs[0], self.params, self.batch)
+            return self._computed(self._program, self.params, self.batch)
         except (TypeError, ValueError, jax.errors.JaxRuntimeError) as error:
             raise CannotGo(Proof(Title.COMPUTED, False, _told(error), " ".join(wrong))) from error
 
@@ -156,7 +157,7 @@ class BothWays:
         dtypes = {getattr(var.aval, "dtype", None) for eqn, _ in equations(self.plain.jaxpr) for var in eqn.outvars}
         bits = min((jnp.finfo(dtype).nmant for dtype in dtypes if str(dtype) in TOLERANCE), default=23)
         moved = (moved_by_rounding((self.params, self.batch), seed, bits) for seed in (1, 2))
-        return [self._computed(self._programs[1], *arguments) for arguments in moved]
+        return [self._computed(self._plain_program, *arguments) for arguments in moved]
 
     @cached_property
     def devices(self) -> int:
@@ -185,37 +186,38 @@ class BothWays:
     def reports(self) -> tuple[Report, Report]:
         """What the target's compiler says of the gradients: with rematerialisation, and without."""
         if self.target == "local":
-            programs = zip(self._programs, self.gradients, strict=True)
-            mine, plain = (report_compiled(program, traced) for program, traced in programs)
-        else:
-            mine, plain = (
-                compile_report(self.gradient(how), self.params, self.batch, target=self.target)
-                for how in (self.with_, self.without)
-            )
+            mine, plain = self.gradients
+            return report_compiled(self._program, mine), report_compiled(self._plain_program, plain)
+        mine, plain = (
+            compile_report(self.gradient(how), self.params, self.batch, target=self.target)
+            for how in (self.with_, self.without)
+        )
         return mine, plain
 
     @cached_property
     def gradients(self) -> tuple[jex_core.ClosedJaxpr, jex_core.ClosedJaxpr]:
         """The gradients, traced: with rematerialisation, and without."""
-        mine, plain = self._traces
-        return mine.jaxpr, plain.jaxpr
+        return self._trace.jaxpr, self._plain_trace.jaxpr
 
     @cached_property
     def _plain(self) -> tuple[jex_core.ClosedJaxpr, Any]:
         return jax.make_jaxpr(self.loss(self.without), return_shape=True)(self.params, self.batch)
 
     @cached_property
-    def _traces(self) -> tuple[jax.stages.Traced, jax.stages.Traced]:
-        mine, plain = (
-            jax.jit(self.gradient(how), keep_unused=True).trace(self.params, self.batch)
-            for how in (self.with_, self.without)
-        )
-        return mine, plain
+    def _trace(self) -> jax.stages.Traced:
+        return jax.jit(self.gradient(self.with_), keep_unused=True).trace(self.params, self.batch)
 
     @cached_property
-    def _programs(self) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
-        mine, plain = (traced.lower().compile() for traced in self._traces)
-        return mine, plain
+    def _plain_trace(self) -> jax.stages.Traced:
+        return jax.jit(self.gradient(self.without), keep_unused=True).trace(self.params, self.batch)
+
+    @cached_property
+    def _program(self) -> jax.stages.Compiled:
+        return self._trace.lower().compile()
+
+    @cached_property
+    def _plain_program(self) -> jax.stages.Compiled:
+        return self._plain_trace.lower().compile()
 
     @cached_property
     def _log(self) -> Log:
@@ -236,4 +238,5 @@ def _of_next_step(leaf: Any) -> Any:
 
 
 def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    first, _, _ = str(error).partition("\n")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -19,11 +19,13 @@ from llamem.verify.randomness import draw_faults
 
 
 def checkpoints_are_there(both: BothWays) -> Proof:
-    """A checkpoint reaches the traced program, and most of the layers that are alike."""
+    """A checkpoint reaches the traced program, and most of the layers that are alike; `seen` counts those left out."""
     there = len(list(find_checkpoints(both.traced.jaxpr)))
     extra = there - len(list(find_checkpoints(both.plain.jaxpr)))
     covered, left_out = layers_left_out(both.traced.jaxpr)
     seen, cause = f"{there} of them with {both.with_!r}", ""
+    if left_out > 1:  # one alone is the last of unrolled layers
+        seen += f"; {covered} layers are under one, and {left_out} with the same products are not"
     if there and extra <= 0:
         seen += f", and {there - extra} with {both.without!r}"
         cause = "The layer is checkpointed whatever the flag says: there is no plain program to compare with."
@@ -31,7 +33,6 @@ def checkpoints_are_there(both: BothWays) -> Proof:
         reasons = ["The flag does not reach the layer: filtered by a caller, or the model is in eval mode."]
         cause = " ".join(reasons + placements(both.traced.jaxpr))
     elif left_out > covered:
-        seen += f"; {covered} layers are under one, and {left_out} with the same products are not"
         cause = "The flag reaches some of the layers only. If that is meant, waive it."
     return Proof(Title.CHECKPOINTS, not cause, seen, cause)
 
