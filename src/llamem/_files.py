@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import socket
-import tempfile
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -25,16 +25,12 @@ def cache_folder(kind: str) -> Path:
 def write_whole(file: Path, content: str | bytes) -> None:
     """Writes a file beside its place, then renames it: whoever reads meets all of it, or what stood there before."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
-    unfinished = Path(name)
+    unfinished = _unused_name(file)
     try:
-        with os.fdopen(handle, "wb") as out:
+        with unfinished.open("xb") as out:
             out.write(content.encode() if isinstance(content, str) else content)
             out.flush()
             os.fsync(out.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        unfinished.chmod(0o666 & ~umask)  # mkstemp's own mode is for the owner alone
         unfinished.replace(file)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -47,15 +43,18 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     An empty folder of that name is replaced; OSError where one with something in it is there by then.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    unfinished = _unused_name(folder)
+    unfinished.mkdir()
     try:
         yield unfinished
-        umask = os.umask(0)
-        os.umask(umask)
-        unfinished.chmod(0o777 & ~umask)
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _unused_name(place: Path) -> Path:
+    """A name beside `place`. Python's own temporary files would be for their owner alone, whatever the umask says."""
+    return place.with_name(f".{place.name}-{uuid.uuid4().hex}")
 
 
 def read_json(

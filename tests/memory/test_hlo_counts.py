@@ -33,6 +33,10 @@ LOOP = """
   %x = f32[8,16]{1,0} get-tuple-element(%t), index=1
   %all-gather.3 = f32[16,16]{1,0} all-gather(%x), dimensions={0}
   %dot.1 = f32[8,16]{1,0} dot(%x, %all-gather.3), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %i.1 = s32[]{:T(128)} get-tuple-element(%t), index=0
+  %one = s32[]{:T(128)} constant(1)
+  %add.1 = s32[]{:T(128)} add(%i.1, %one)
+  ROOT %tuple.2 = (s32[]{:T(128)}, f32[8,16]{1,0}) tuple(%add.1, %dot.1)
 }
 
 %condition.1 (t: (s32[], f32[8,16])) -> pred[] {
@@ -46,6 +50,9 @@ ENTRY %main (x: f32[8,16]) -> f32[8,16] {
   %x.1 = f32[8,16]{1,0} parameter(0)
   %start = (f32[8,16]{1,0}, f32[8,16]{1,0}, u32[], u32[]) collective-permute-start(%x.1), source_target_pairs={{0,1}}
   %done = f32[8,16]{1,0} collective-permute-done(%start)
+  %zero = s32[]{:T(128)} constant(0)
+  %copy.1 = s32[]{:T(128)} copy(%zero)
+  %tuple.1 = (s32[]{:T(128)}, f32[8,16]{1,0}) tuple(%copy.1, %done)
   %while.1 = (s32[], f32[8,16]{1,0}) while(%tuple.1), condition=%condition.1, body=%body.1
 }
 """
@@ -97,6 +104,25 @@ def test_what_a_loop_holds_counts_as_often_as_it_runs():
         compiled_matmul_flops(parse(nobody_knows.replace("body=", 'known_trip_count":{"n":"7"}, body=')))
         == 7 * 2 * 8 * 256
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "other"),
+    [
+        ("constant(5)", "constant(0.5)"),
+        ("constant(5)", "constant(inf)"),
+        ("constant(0)", "constant(3)"),
+        ("constant(1)", "constant(7)"),
+        ("add(%i.1, %one)", "multiply(%i.1, %one)"),
+        ("add(%i.1, %one)", "add(%i.1, %i.1)"),
+        ("tuple(%copy.1, %done)", "parameter(1)"),
+        ("get-tuple-element(%t.1), index=0", "parameter(1)"),
+    ],
+)
+def test_a_loop_that_does_not_count_from_0_by_1_to_an_integer_does_not_say_how_often_it_runs(line, other):
+    assert line in LOOP
+    program = parse(LOOP.replace(line, other))
+    assert program.executions is None and compiled_matmul_flops(program) is None
 
 
 def test_an_asynchronous_collective_is_counted_once_however_many_fusions_it_stands_in():

@@ -4,6 +4,7 @@ import glob
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -77,6 +78,13 @@ def test_the_local_device():
         with pytest.raises(RuntimeError, match=rf"the local device is a cpu \(.*\), not a {kind}.*h100"):
             llamem.target(kind)
         assert not llamem.available(kind)
+
+
+@pytest.mark.parametrize(("platform", "ours"), [("gpu", "cuda"), ("rocm", "cuda"), ("tpu", "tpu"), ("cpu", "cpu")])
+def test_what_jax_calls_a_gpu_is_the_platform_cuda(monkeypatch, platform, ours):
+    device = SimpleNamespace(platform=platform, device_kind="a chip", memory_stats=lambda: {"bytes_limit": 5})
+    monkeypatch.setattr(targets.jax, "local_devices", lambda: [device])
+    assert llamem.target("local").platform == ours and llamem.target("local").capacity_bytes == 5
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v5e-1", "tpu-compile"), ("h100", "gpu-compile")])

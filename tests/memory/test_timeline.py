@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
+from jax.experimental.compilation_cache import compilation_cache
 from timeline_programs import PROGRAMS
 from timelines import FILES, MiB, handmade, write_dump
 
@@ -22,17 +22,6 @@ from llamem.memory.timeline_schedule import Pass, phases, read_schedule
 
 # Twenty programs on each take half an hour: `LLAMEM_TIMELINE_MATRIX=local,v5e-1,v6e-1,a100-40,h100` runs them.
 MATRIX = [name for name in os.environ.get("LLAMEM_TIMELINE_MATRIX", "").split(",") if name]
-
-
-@pytest.fixture(autouse=True)
-def compiled_anew():
-    """Programs out of JAX's own cache on disk are not compiled: nothing is written down of them."""
-    before = getattr(jax.config, "jax_enable_compilation_cache")  # noqa: B009
-    jax.config.update("jax_enable_compilation_cache", False)
-    reset_cache()
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-    reset_cache()
 
 
 def read(folder, names=("params['w']", "x")) -> Timeline:
@@ -288,6 +277,33 @@ def check_program(name, target):
     largest = max((b.bytes for b in timeline.buffers if b.space == "device" and b.made_in), default=0)
     if report.buffers and timeline.passes:  # the text's largest arrays, without the padding of tiles
         assert largest >= report.buffers[0].bytes or target.startswith("v")
+
+
+@pytest.fixture
+def jax_cache(tmp_path):
+    """JAX's cache of compiled programs, which keeps each one."""
+    names = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0}
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in names.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield tmp_path
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_a_program_in_jaxs_cache_is_compiled_all_the_same(jax_cache):
+    for _ in range(2):
+        assert llamem.compile_report(lambda x: jnp.sin(x) + 2, jnp.ones((3, 5))).timeline is not None
+    assert not list(jax_cache.glob("jit_flat*"))
+    jax.jit(lambda x: jnp.cos(x) + 3)(np.ones((3, 5), np.float32))
+    assert list(jax_cache.glob("jit__lambda*"))  # the cache is on again
+
+
+def test_a_program_that_holds_nothing_prints(capsys):
+    print(llamem.compile_report(lambda x: x, jnp.zeros((0,))).timeline)
+    assert "0.00 KiB in use" in capsys.readouterr().out
 
 
 def test_a_dump_that_cannot_be_read_costs_the_timeline_alone(monkeypatch):

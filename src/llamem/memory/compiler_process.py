@@ -2,12 +2,16 @@
 
 It imports JAX and nothing of this package, so that it starts fast. FOLDER holds `request.json` and `program`, bytes of
 `jax.export`. The compiler writes down what it does in FOLDER/dump while it works; at the end `answer.json` is written,
-with the fields of JAX's memory analysis, or with the compiler's message under "error".
+with the fields of JAX's memory analysis, or with the compiler's message under "error". Standard input is a pipe from
+the parent, which never writes: its end means that the parent is gone.
 """
 
 import contextlib
 import json
+import os
+import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -48,5 +52,13 @@ def main(folder: Path) -> None:
     unfinished.rename(folder / "answer.json")
 
 
+def end_with_parent(folder: Path) -> None:
+    """Waits for the end of the parent, then removes FOLDER, which nobody reads any more, and ends this process."""
+    sys.stdin.buffer.read()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=end_with_parent, args=(Path(sys.argv[1]),), daemon=True).start()
     main(Path(sys.argv[1]))

@@ -1,5 +1,6 @@
 """The truth about memory: what a program needs on a chip, as that chip's own compiler says."""
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -7,7 +8,7 @@ import re
 import tempfile
 import time
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -17,10 +18,11 @@ import jax
 import jax.export
 import jaxlib
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import core as jex_core
 
 from llamem.memory.cross_compile import compile_absent, export_for, traced_for
-from llamem.memory.dump import analysed_bytes
+from llamem.memory.dump import analysed_bytes, needed_bytes
 from llamem.memory.hlo import optimised_text
 from llamem.memory.hlo_counts import describe
 from llamem.memory.jaxprs import callbacks_in, matmul_flops, moved_to_host
@@ -86,7 +88,8 @@ def compile_report(
         start, depth = time.perf_counter(), "code"
         with tempfile.TemporaryDirectory(prefix="llamem-") as dump:
             options = {"xla_dump_to": dump, "xla_dump_hlo_as_text": True}
-            compiled = jitted.lower(*leaves).compile(compiler_options=options)
+            with _no_compilation_cache():
+                compiled = jitted.lower(*leaves).compile(compiler_options=options)
             answer = _described(compiled, time.perf_counter() - start)
             answer |= schedule_or_reason(Path(dump), chip.platform)
     report = _report(chip, depth, answer, jaxpr, leaves, donated)
@@ -103,6 +106,19 @@ _target = target  # the function, where a parameter has its name
 def report_compiled(compiled: jax.stages.Compiled, traced: jex_core.ClosedJaxpr) -> Report:
     """The report of a program that was compiled for the devices at hand, `traced` being what was traced of it."""
     return _report(_target("local"), "code", _described(compiled, 0.0), traced, [], ())
+
+
+@contextlib.contextmanager
+def _no_compilation_cache() -> Iterator[None]:
+    """Turns JAX's persistent cache off: a program that is found there is not compiled, and nothing is written down."""
+    before = jax.config.jax_enable_compilation_cache  # pyrefly: ignore[missing-attribute]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX looks at the setting once per process, or after this
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def _described(compiled: jax.stages.Compiled, seconds: float) -> dict[str, Any]:
@@ -192,11 +208,9 @@ def _report(
 
     flops = matmul_flops(jaxpr.jaxpr)
     if "error" in answer:
-        found = re.search(r"(?:required for HLO temporaries \(|hbm\. Used )([\d.]+)([KMGT])", answer["error"])
-        if found is None:
+        peak = needed_bytes(answer["error"])
+        if peak is None:
             raise RuntimeError(f"the compiler for {chip.name} refused the program: {answer['error'][:1500]}")
-        # Older compilers say "Used"; newer ones speak of temporaries, where the number is of all that must fit.
-        peak = int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]])
         arguments, outputs = size(leaves), size(jaxpr.out_avals)
         alias = size(leaves[i] for i in donated)
         temp = max(peak - arguments - outputs + alias, 0)

@@ -68,20 +68,24 @@ def compile_absent(
         (folder / "program").write_bytes(program)
         request = {"topology": _topology(target), "donated": list(donated), "axes": axes}
         (folder / "request.json").write_text(json.dumps(request))
-        environment = {**os.environ, **_ENVIRONMENT}
-        environment.pop("XLA_FLAGS", None)
+        wide = jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
+        environment = {**os.environ, **_ENVIRONMENT, "JAX_ENABLE_X64": str(int(wide))}
+        for options in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):  # the answer would depend on them; the cache's key does not
+            environment.pop(options, None)
         # -P: the modules beside the script are not to be found under their bare names.
         command = [sys.executable, "-P", str(Path(__file__).with_name("compiler_process.py")), str(folder)]
-        with (folder / "words").open("w") as words:
-            child = subprocess.Popen(command, env=environment, stdout=words, stderr=words)
-        try:
-            while child.poll() is None and not (depth == "memory" and memory_is_assigned(dump)):
-                time.sleep(0.05)
-        finally:
-            child.kill()
-            child.wait()
+        # The child ends when its pipe does: with this process, however that ends.
+        with (
+            (folder / "words").open("w") as words,
+            subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=words, stderr=words) as child,
+        ):
+            try:
+                while child.poll() is None and not (depth == "memory" and memory_is_assigned(dump)):
+                    time.sleep(0.05)
+            finally:
+                child.kill()
         if depth == "memory" and memory_is_assigned(dump):
-            answer = read_dump(dump)
+            answer = describe("") | read_dump(dump)
         elif file.exists():
             answer = json.loads(file.read_text())
             if "error" not in answer:

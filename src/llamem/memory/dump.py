@@ -35,6 +35,13 @@ def read_dump(folder: Path) -> dict[str, Any]:
     return answer
 
 
+def needed_bytes(error: str) -> int | None:
+    """What a program would need, in the message of a compiler that refuses it as too big; None in any other message."""
+    # Older compilers say "Used"; newer ones speak of temporaries, where the number is of all that must fit.
+    found = re.search(r"(?:required for HLO temporaries \(|hbm\. Used )([\d.]+)([KMGT])", error)
+    return int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]]) if found else None
+
+
 def assigned_bytes(text: str) -> dict[str, int]:
     """Bytes of arguments, outputs, what both share, temporaries, and all on the host, in a buffer assignment."""
     table = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "host_bytes"), 0)

@@ -104,11 +104,26 @@ class Program:
         """How often a `while` runs its body, or None."""
         if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
-        # The TPU compiler does not say, but its condition does: JAX's scans count from 0, by 1, while below a constant.
-        lines = self.computations.get(loop.named("condition"), [])
-        constants = {line.name: line.operands[0] for line in lines if line.opcode == "constant"}
-        bounds = [constants.get(line.operands[-1]) for line in lines if "direction=LT" in line.rest]
-        return int(bounds[0]) if len(bounds) == 1 and bounds[0] is not None else None
+        # The TPU compiler does not say, but JAX's scans show it: they count from 0, by 1, while below a constant.
+        condition, body = (self.computations.get(loop.named(name), []) for name in ("condition", "body"))
+        around = next((lines for lines in self.computations.values() if loop in lines), [])
+        compared = [line.operands for line in condition if "direction=LT" in line.rest]
+        if len(compared) != 1 or not body:
+            return None
+        counter, bound = (_origin(condition, name) for name in compared[0])
+        place = counter.named("index") if counter else ""
+        if not place or bound is None or not _constant(bound).isdigit():
+            return None
+        start = _element(around, loop.operands[0], int(place))
+        step = _element(body, body[-1].name, int(place))
+        if start is None or _constant(start) != "0" or step is None or step.opcode != "add":
+            return None
+        of_step = [_origin(body, name) for name in step.operands]
+        counts_by_one = {line and (line.named("index"), _constant(line)) for line in of_step} == {
+            (place, ""),
+            ("", "1"),
+        }
+        return int(_constant(bound)) if counts_by_one else None
 
     def source(self, instruction: Instruction) -> str:
         """The line of Python that asked for it, `file.py:12`, or ""."""
@@ -150,6 +165,23 @@ def optimised_text(compiled: Any) -> str:
         return compiled.as_text()
     except jax.errors.JaxRuntimeError:
         return ""
+
+
+def _origin(lines: list[Instruction], name: str) -> Instruction | None:
+    """The instruction of this name; where it copies another one, that one."""
+    found = next((line for line in lines if line.name == name), None)
+    return _origin(lines, found.operands[0]) if found is not None and found.opcode == "copy" else found
+
+
+def _element(lines: list[Instruction], name: str, place: int) -> Instruction | None:
+    """What stands at a place of the tuple of this name; None where that is no tuple."""
+    whole = _origin(lines, name)
+    return _origin(lines, whole.operands[place]) if whole is not None and whole.opcode == "tuple" else None
+
+
+def _constant(line: Instruction) -> str:
+    """The text of a constant, or ""."""
+    return line.operands[0] if line.opcode == "constant" else ""
 
 
 def _shapes(text: str) -> Iterator[Shape]:

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from llamem._files import cache_folder, write_whole
+from llamem.memory.dump import needed_bytes
 
 
 def cached(program: str, compile_it: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """The answer kept for a program, or else that of `compile_it`, kept from now on.
 
     `program` names all that an answer depends on. An answer that other code of this package read is no answer of this.
-    Where the cache cannot be read or written, it compiles, and a warning says so once.
+    Of errors only the refusal of a program as too big is kept. Where the cache cannot be read or written, it compiles,
+    and a warning says so once.
     """
     key = hashlib.sha256(f"{_reading_code()} {program}".encode()).hexdigest()
     file = cache_folder("reports") / f"{key[:32]}.json"
@@ -26,6 +28,8 @@ def cached(program: str, compile_it: Callable[[], dict[str, Any]]) -> dict[str, 
     except (OSError, ValueError):  # never compiled, not to be read, or cut short by a full disk
         pass
     answer = compile_it()
+    if "error" in answer and needed_bytes(answer["error"]) is None:  # such as a full disk: it may go well next time
+        return answer
     try:
         write_whole(file, json.dumps(answer))
     except OSError as error:

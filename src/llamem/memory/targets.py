@@ -31,7 +31,8 @@ class Target:
     `devices` is how many there are, connected as `topology` says. `capacity_bytes` is the memory of one that a program
     can use; None where nothing limits it but this machine. `peak_flops` is dense bf16 matrix FLOP/s (f16 on a T4),
     `bandwidth` bytes/s of its memory; None for the chip at hand, which is measured instead. `absent` chips are compiled
-    for in a child process. `gpu` is the description of a GPU that stands in for its driver.
+    for in a child process. `gpu` is the description of a GPU that stands in for its driver. A local GPU of any maker
+    has the platform "cuda": XLA's compiler for GPUs is one.
     """
 
     name: str
@@ -149,7 +150,8 @@ def _local(name: str) -> Target:
         )
     stats = device.memory_stats()
     capacity = stats["bytes_limit"] if stats and "bytes_limit" in stats else None
-    return Target(name, device.platform, device.device_kind, capacity, absent=False)
+    platform = "cuda" if kind == "gpu" else device.platform
+    return Target(name, platform, device.device_kind, capacity, absent=False)
 
 
 def _installed(module: str) -> bool:

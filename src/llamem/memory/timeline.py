@@ -234,9 +234,10 @@ class Timeline:
 
     def __str__(self) -> str:
         where = f" ({self.phase(self.peak_step)})" if self.passes else ""
+        gaps = self.gap_bytes / (self.assigned_bytes or 1)
         lines = [
             f"{self.target}: {self.steps} steps, highest at step {self.peak_step}{where}: {_size(self.peak_bytes)} "
-            f"in use, {_size(self.assigned_bytes)} set aside, of it gaps {self.gap_bytes / self.assigned_bytes:.1%}"
+            f"in use, {_size(self.assigned_bytes)} set aside, of it gaps {gaps:.1%}"
         ]
         if (over := self.over_capacity) is not None:
             lines.append(f"  over the chip's {_size(self.capacity_bytes or 0)} from step {over[0]} to {over[1]}")

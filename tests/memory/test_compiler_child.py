@@ -1,0 +1,87 @@
+"""The child process in which an absent chip's compiler runs, without a compiler: what it inherits, and when it ends."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from llamem.memory import compiler_process, dump
+from llamem.memory import cross_compile as absent
+from llamem.memory.report_cache import cached
+from llamem.memory.targets import TARGETS
+
+TOO_BIG = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.5G of 15.75G hbm."
+
+
+@pytest.fixture
+def stands_in(monkeypatch, tmp_path):
+    """A shell script in place of Python and the compiler."""
+
+    def run(script: str) -> dict:
+        python = tmp_path / "python"
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+        monkeypatch.setattr(absent.sys, "executable", str(python))
+        return absent.compile_absent(TARGETS["v5e-1"], b"", (), None, "memory")
+
+    return run
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the script is one for a shell")
+@pytest.mark.parametrize("wide", [False, True])
+def test_what_the_child_inherits(stands_in, monkeypatch, wide):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--option")
+    monkeypatch.setenv("XLA_FLAGS", "--option")
+    monkeypatch.delenv("JAX_ENABLE_X64", raising=False)
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", wide)
+    try:
+        with pytest.raises(RuntimeError, match=rf"exit status 3.*said: {int(wide)}, none, none, a pipe"):
+            stands_in(
+                'echo "said: $JAX_ENABLE_X64, ${LIBTPU_INIT_ARGS-none}, ${XLA_FLAGS-none}, '
+                '$(test -p /dev/stdin && echo a pipe)"; exit 3'
+            )
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the script is one for a shell")
+def test_memory_that_is_assigned_without_a_text_of_the_program_is_an_answer(stands_in):
+    answer = stands_in(
+        'mkdir "$3/dump"; echo "allocation 0: size 12, parameter 0" > '
+        '"$3/dump/m.jit_call.after_optimizations-buffer-assignment.txt"; '
+        'touch "$3/dump/m.jit_call.after_optimizations_after_buffer_assignment.txt"; sleep 60'
+    )
+    assert answer["argument_bytes"] == 12 and answer["compiled_matmul_flops"] is None
+    assert not answer["buffers"] and not answer["collectives"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_the_child_ends_with_its_parent_and_removes_its_folder(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    os.mkfifo(folder / "request.json")  # at which the child waits for ever
+    command = [sys.executable, "-P", str(Path(compiler_process.__file__)), str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as child:
+        assert child.poll() is None and child.stdin is not None
+        child.stdin.close()  # as the system does for a parent that ended
+        assert child.wait(timeout=120) == 1
+    assert not folder.exists()
+
+
+def test_only_a_refusal_as_too_big_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMEM_CACHE", str(tmp_path))
+    assert dump.needed_bytes(TOO_BIG) == int(20.5 * 2**30)
+    for error, compiled in ((TOO_BIG, 1), ("UNAVAILABLE: the TPU is in use by another process", 2)):
+        asked = []
+        for _ in range(2):
+            answer = cached(error, lambda error=error, asked=asked: asked.append(1) or _refusal(error))
+            assert answer["error"] == error
+        assert len(asked) == compiled
+
+
+def _refusal(error: str) -> dict:
+    return {"error": error, "compile_seconds": 0.0}
