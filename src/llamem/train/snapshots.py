@@ -13,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Integer
 
 from llamem._extras import import_extra
 from llamem._files import locked, write_whole
@@ -175,7 +176,7 @@ class _Damaged(ValueError):
     pass
 
 
-def fingerprint(tokens: np.ndarray) -> str:
+def fingerprint(tokens: Integer[np.ndarray, " tokens"]) -> str:
     """A short name for a token stream: its length and a checksum of it."""
     return f"{len(tokens)} tokens, crc {_checksum(tokens):08x}"
 
