@@ -205,3 +205,17 @@ def test_splash_equals_the_reference_where_a_cpu_interprets_it(monkeypatch, pack
     (_, expected), wanted = grads(q, k, v, "xla")
     for a, b in zip((out, *got), (expected, *wanted), strict=True):
         assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b)
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize("implementation", ["xla", "tiled"])
+def test_shapes_that_do_not_fit_are_named(implementation):
+    q, k, v, _ = arrays(7)
+    attend = functools.partial(causal_attention, implementation=implementation)
+    for bad in [(q[:, :, :5], k, v), (q, k, v[:, :, :1]), (q, k[:1], v[:1]), (q, k[..., :4], v[..., :4]), (q[0], k, v)]:
+        with pytest.raises(ValueError, match="K key/value heads divide the H query heads"):
+            attend(*bad)
+    with pytest.raises(ValueError, match=r"segments_BT has shape \(7,\): expected one number per token, \(2, 7\)"):
+        attend(q, k, v, segments_BT=jnp.zeros(7, jnp.int32))
+    with pytest.raises(ValueError, match="implementation='fast'"):
+        causal_attention(q, k[:1], v, implementation="fast")  # pyrefly: ignore[bad-argument-type]

@@ -173,3 +173,9 @@ def test_hugging_face_config_of_transformers_5():
         LlamaConfig.from_hf({k: v for k, v in hf.items() if k != "norm_topk_prob"})
     with pytest.raises(ValueError, match="qk_norm"):
         MOE.replace(qk_norm=False).to_hf()
+
+
+def test_a_mixture_of_no_token_is_refused():
+    with pytest.raises(ValueError, match="at least one token to route"):
+        x_BTD, router_DE, gate_EDF, up_EDF, down_EFD = arrays(0, 4)
+        mixture(x_BTD, router_DE, gate_EDF, up_EDF, down_EFD, 2)

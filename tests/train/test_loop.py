@@ -15,6 +15,7 @@ import pytest
 from flax import nnx
 
 from llamem import LlamaConfig, Plan, TrainSettings, abstract_step
+from llamem.train import loop
 from llamem.train.data import Corpus
 from llamem.train.loop import train
 from llamem.train.step import init_state, make_model, make_train_step
@@ -251,3 +252,26 @@ def test_abstract_step_has_the_shapes_of_the_real_one():
     new_state, metrics = jax.eval_shape(step, state, batch)
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
     assert metrics["loss"].shape == () and metrics["loss"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_noted_and_the_second_acts_as_before(number):
+    before = signal.getsignal(number)
+    seen = []
+    signal.signal(number, lambda *_: seen.append(number))
+    try:
+        with loop._interruptible() as interrupted:
+            signal.raise_signal(number)
+            assert interrupted.is_set() and not seen
+            signal.raise_signal(number)
+            assert seen == [number]
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_handler_that_is_not_python_s_is_left_alone(monkeypatch):
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(loop.signal, "getsignal", lambda number: None if number == signal.SIGINT else signal.SIG_DFL)
+    with loop._interruptible():
+        monkeypatch.undo()
+        assert signal.getsignal(signal.SIGINT) is before

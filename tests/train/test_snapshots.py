@@ -155,8 +155,23 @@ def test_an_odd_line_of_metrics_is_named_and_a_torn_last_one_left_out(tmp_path, 
         before = b"\n".join([rows[0], odd, rows[1]])
         metrics.write_bytes(before)
         with pytest.raises(ValueError, match=r"line 2 of .*metrics\.jsonl is no row of metrics: .*Delete that line"):
-            snapshots.read_metrics(up_to=3)
+            snapshots.cut_metrics(up_to=3)
         assert metrics.read_bytes() == before
         metrics.write_bytes(b"\n".join([*rows, odd]))
-        assert [row["step"] for row in snapshots.read_metrics(up_to=2)] == [1, 2]
+        assert [row["step"] for row in snapshots.cut_metrics(up_to=2)] == [1, 2]
         assert metrics.read_bytes() == b"\n".join(rows[:2]) + b"\n"
+
+
+def test_steps_that_the_metrics_lack_are_named(tmp_path):
+    with Snapshots(tmp_path, MODEL, SETTINGS) as snapshots:
+        for step in (1, 4):
+            snapshots.append_metrics({"step": step, "loss": 1.0})
+        with pytest.warns(UserWarning, match="lacks 2 of the steps 1 to 4, the first of them 2"):
+            assert [row["step"] for row in snapshots.cut_metrics(up_to=4)] == [1, 4]
+
+
+def test_a_step_that_orbax_declines_is_not_called_saved(folder):
+    with Snapshots(folder, MODEL, SETTINGS) as snapshots:
+        snapshots.save(3, state_of(1))
+        with pytest.raises(RuntimeError, match=r"step 2 was not saved: .* has one of step 3"):
+            snapshots.save(2, state_of(2))

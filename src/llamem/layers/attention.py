@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,9 @@ def causal_attention(
     (bf16 or f16). "auto": Splash on (or compiling for) a TPU where T is a multiple of 512, else "tiled" for more than
     1,024 queries, else "xla". Raises ValueError where the named one cannot do it.
     """
+    if implementation not in get_args(Implementation):
+        raise ValueError(f"implementation={implementation!r}: expected 'auto', 'xla', 'tiled', 'splash' or 'cudnn'.")
+    _check_shapes(q_BTHh, k_BSKh, v_BSKh, segments_BT)
     T, S = q_BTHh.shape[1], k_BSKh.shape[1]
     whole = q_positions is None
     if whole and T != S:
@@ -62,9 +65,19 @@ def causal_attention(
     positions_BT = None if q_positions is None else jnp.broadcast_to(q_positions, q_BTHh.shape[:2])
     if implementation == "tiled":
         return tiled_causal_attention(q_BTHh, k_BSKh, v_BSKh, positions_BT, segments_BT)
-    if implementation == "xla":
-        return checkpoint_name(_xla(q_BTHh, k_BSKh, v_BSKh, positions_BT, segments_BT), "attn")
-    raise ValueError(f"implementation={implementation!r}: expected 'auto', 'xla', 'tiled', 'splash' or 'cudnn'.")
+    return checkpoint_name(_xla(q_BTHh, k_BSKh, v_BSKh, positions_BT, segments_BT), "attn")
+
+
+def _check_shapes(q_BTHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None) -> None:
+    q, k, v = q_BTHh.shape, k_BSKh.shape, v_BSKh.shape
+    fit = len(q) == len(k) == 4 and k == v and (q[0], q[3]) == (k[0], k[3])
+    if not fit or k[2] == 0 or q[2] % k[2]:
+        raise ValueError(
+            f"attention of queries {q}, keys {k} and values {v}: expected queries [B, T, H, h] and keys and values "
+            "[B, S, K, h] with the same B and h, where K key/value heads divide the H query heads."
+        )
+    if segments_BT is not None and segments_BT.shape != q[:2]:
+        raise ValueError(f"segments_BT has shape {segments_BT.shape}: expected one number per token, {q[:2]}.")
 
 
 def _choose(T: int, whole: bool) -> Implementation:

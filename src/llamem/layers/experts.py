@@ -32,8 +32,11 @@ def mixture(
     Tokens are sorted by expert and padded to groups of equal size, one expert each; a loop multiplies group by group.
     So the work is that of k experts per token plus at most one group per expert, on every kind of chip. Named for
     `llamem.Policy`: "router" (the router's logits: saved, rematerialisation cannot route differently), "gate", "up".
+    Raises ValueError where there is no token.
     """
     B, T, D = x_BTD.shape
+    if B * T == 0:
+        raise ValueError(f"a mixture of experts of x_BTD {x_BTD.shape}: expected at least one token to route.")
     E, k = w_router_DE.shape[1], experts_per_token
     x_ND = x_BTD.reshape(-1, D)
     logits_NE = jnp.einsum("ND,DE->NE", x_ND, w_router_DE, preferred_element_type=jnp.float32)

@@ -94,7 +94,7 @@ def checkpoint(fn: Callable, remat: str | Policy | None) -> Callable:
     return jax.checkpoint(fn, policy=_jax_policy(remat))
 
 
-def check_names(remat: str | Policy | None, jaxpr: jex_core.ClosedJaxpr, what: str = "the layer") -> None:
+def check_names(remat: str | Policy | None, jaxpr: jex_core.ClosedJaxpr) -> None:
     """Raises ValueError where the policy mentions a name that the traced function never gives to a value."""
     policy = check_policy(remat)
     if not isinstance(policy, Policy) or not policy.names:
@@ -102,7 +102,7 @@ def check_names(remat: str | Policy | None, jaxpr: jex_core.ClosedJaxpr, what: s
     produced = sorted(names_when_differentiated(jaxpr))
     if unknown := sorted(policy.names.difference(produced)):
         raise ValueError(
-            f"remat policy {remat!r} mentions {unknown}, but {what} produces {produced or 'no names'}. "
+            f"remat policy {remat!r} mentions {unknown}, but the layer produces {produced or 'no names'}. "
             "JAX would recompute everything without a word. Correct the name, or give it: "
             "`y = checkpoint_name(y, 'name')` (the result must be used; naming is an identity operation)."
         )

@@ -31,7 +31,8 @@ def apply_stack(
     `mode`: "scan" compiles one layer and loops, "unroll" repeats it L times in the program, "nested" scans over groups
     of layers and rematerialises groups as well as layers, for one more forward pass; `group_count` chooses the groups.
     Nested holds the weights and gradients of one group a second time, so it pays where inputs outweigh weights: many
-    layers on long sequences. A prime L has no groups and is scanned. `remat`: None, a name from `llamem.POLICIES` or a
+    layers on long sequences. A prime L has no groups and is scanned. With `remat=None` nothing is rematerialised: the
+    nested loops are then a scan in another shape. `remat`: None, a name from `llamem.POLICIES` or a
     `llamem.Policy`. Neither changes a value; both change what is stored for the backward pass. Unrolled, the last layer
     is left as it is: its backward pass begins at once, so recomputing it saves nothing.
 

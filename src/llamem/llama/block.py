@@ -98,7 +98,7 @@ class Block(nnx.Module):
 
     def qkv(
         self, x_BTD: Float[Array, "B T D"], rope: tuple[Array, Array], tensor_axis: str | None = None
-    ) -> tuple[Array, Array, Array]:
+    ) -> tuple[Float[Array, "B T H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
         """Queries `[B, T, H, h]`, keys and values `[B, T, K, h]`, rotated to their positions."""
         y_BTD = enter(rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps), tensor_axis)
         q_BTHh = jnp.einsum("BTD,DHh->BTHh", y_BTD, self._compute(self.wq))

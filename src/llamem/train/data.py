@@ -119,8 +119,8 @@ def _hugging_face_documents(name: str) -> Iterable[str]:
 class Corpus:
     """A tokenised corpus: two memory-mapped streams of uint32 ids, each document `<bos> text <eos>`."""
 
-    train: np.ndarray
-    heldout: np.ndarray
+    train: Integer[np.ndarray, " train_tokens"]
+    heldout: Integer[np.ndarray, " heldout_tokens"]
     num_documents: int
     vocab_size: int
 

@@ -56,9 +56,9 @@ def train(
     one.
 
     A resumed run continues the very same curve: batches depend on the step number alone, and parameters, moments and
-    step are restored exactly. Ctrl-C (or "interrupt kernel") finishes the step, saves, and says how to go on. With
-    other settings or another text the curve would be another one: that is refused, or, with `on_change="continue"`,
-    printed and done. The plan may change.
+    step are restored exactly. Ctrl-C ("interrupt kernel") or SIGTERM finishes the step, saves, and says how to go on.
+    With other settings or another text the curve would be another one: that is refused, or, with
+    `on_change="continue"`, printed and done. The plan may change.
 
     Writes `output_dir/metrics.jsonl` (step, loss, val_loss where evaluated, grad_norm, tokens_per_second, memory_bytes)
     and `output_dir/snapshots/`, training checkpoints by Orbax. `output_dir/run.lock` keeps other processes out.
@@ -89,7 +89,7 @@ def _train(
 ) -> Run:
     state = _first_state(config, settings, plan, snapshots, on_change)
     first = done = int(state.step)
-    metrics = snapshots.read_metrics(up_to=first)
+    metrics = snapshots.cut_metrics(up_to=first)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, settings, plan)))
     evaluate = jax.jit(lambda params, batch: loss_fn(graphdef, params, *batch))
 
@@ -215,19 +215,26 @@ def _progress_bar(first: int, steps: int, shown: bool) -> Any:
 @contextlib.contextmanager
 def _interruptible() -> Iterator[threading.Event]:
     # An exception in the middle of a step would lose the state, whose buffers the step was given; so the first Ctrl-C
-    # is only noted. A second one acts as usual.
+    # or SIGTERM (a cloud takes its machine back) is only noted. A second one acts as usual.
     event = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield event
         return
-    before = signal.getsignal(signal.SIGINT)
+    # A handler that was not set from Python is None here, and cannot be put back: such a signal is left alone.
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in before.items() if handler is not None}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def note(*_: Any) -> None:
         event.set()
-        signal.signal(signal.SIGINT, before)
+        restore()
 
-    signal.signal(signal.SIGINT, note)
+    for number in before:
+        signal.signal(number, note)
     try:
         yield event
     finally:
-        signal.signal(signal.SIGINT, before)
+        restore()

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import sys
+import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Integer
 
 from llamem._extras import import_extra
 from llamem._files import locked, write_whole
@@ -60,7 +62,8 @@ class Snapshots:
     def save(self, step: int, state: Any) -> None:
         """Stores every array of `state`, with what it belongs to. Returns when all is on disk under its final name.
 
-        Raises FloatingPointError, and stores nothing, where an array holds a NaN or an infinity.
+        Raises FloatingPointError where an array holds a NaN or an infinity, and RuntimeError where Orbax declines the
+        step, since it has one as new; neither stores anything.
         """
         arrays = _flat(state)
         ruined = [name for name, array in arrays.items() if not _is_finite(array)]
@@ -68,13 +71,18 @@ class Snapshots:
             raise FloatingPointError(f"{_few(ruined)} of step {step} hold NaN or infinity, so they were not saved.")
         about = {**self.about, "checksums": {name: _checksum(array) for name, array in arrays.items()}}
         args = self._ocp.args
-        self._manager.save(
+        stored = self._manager.save(
             step,
             args=args.Composite(
                 state=args.StandardSave(arrays),
                 identity=args.JsonSave({"about": about, "checksum": _checksum_of_json(about)}),
             ),
         )
+        if not stored:
+            raise RuntimeError(
+                f"step {step} was not saved: {self.folder / 'snapshots'} has one of step {self.latest()}. Steps are "
+                "saved in rising order; delete what is newer, or choose another output folder."
+            )
 
     def delete(self, step: int) -> None:
         """Removes the snapshot of a step; nothing where there is none."""
@@ -126,11 +134,13 @@ class Snapshots:
                 f"the snapshots in {self.folder} belong to another run: {'; '.join([*model, *settings])}. {remedy}"
             )
 
-    def read_metrics(self, up_to: int) -> list[dict[str, float]]:
-        """The rows of steps 1..`up_to`; later ones, written after the snapshot that is resumed, leave the file.
+    def cut_metrics(self, up_to: int) -> list[dict[str, float]]:
+        """Rewrites the metrics file without the rows after step `up_to`, and returns those that stay.
 
-        A torn last line is left out: the run was killed while it wrote it. Raises ValueError for any other line that
-        is no row, and leaves the file as it is.
+        Later rows were written after the snapshot that is resumed, and are written again. A torn last line is left out
+        too: the run was killed while it wrote it. Rows are not synced to the disk one by one, so after a power failure
+        some before `up_to` may be missing: a warning names the steps. Raises ValueError for any other line that is no
+        row, and leaves the file as it is.
         """
         lines = self._metrics.read_bytes().splitlines() if self._metrics.exists() else []
         rows = []
@@ -143,6 +153,12 @@ class Snapshots:
                 )
             if row is not None and row["step"] <= up_to:
                 rows.append(row)
+        if missing := sorted(set(range(1, up_to + 1)) - {row["step"] for row in rows}):
+            warnings.warn(
+                f"{self._metrics} lacks {len(missing)} of the steps 1 to {up_to}, the first of them {missing[0]}: the "
+                "machine went down before they were on disk, or lines were deleted. Training goes on without them.",
+                stacklevel=2,
+            )
         write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
         return rows
 
@@ -160,7 +176,7 @@ class _Damaged(ValueError):
     pass
 
 
-def fingerprint(tokens: np.ndarray) -> str:
+def fingerprint(tokens: Integer[np.ndarray, " tokens"]) -> str:
     """A short name for a token stream: its length and a checksum of it."""
     return f"{len(tokens)} tokens, crc {_checksum(tokens):08x}"
 

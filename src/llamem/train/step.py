@@ -27,8 +27,9 @@ class TrainSettings:
     """Everything about a run but the model and the text.
 
     A step reads `batch_size` sequences of `seq_len` tokens, in `accumulate` equal parts one after the other. AdamW's
-    rate rises linearly for `warmup_steps`, then falls along a cosine to a tenth. Counts of steps are updates; 0
-    turns the regular evaluation or snapshot off. How a step is computed is not said here: see `llamem.Plan`.
+    rate rises linearly for `warmup_steps`, at most all steps but the last, then falls along a cosine to a tenth. Counts
+    of steps are updates; 0 turns the regular evaluation or snapshot off. How a step is computed is not said here: see
+    `llamem.Plan`.
     """
 
     steps: int = 100
@@ -84,17 +85,18 @@ def make_model(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()
 def make_optimizer(settings: TrainSettings, norm: Callable[[Any], Array] = global_norm) -> optax.GradientTransformation:
     """Global-norm clipping, then AdamW (betas 0.9 and 0.95; no decay on norms) under warm-up and cosine decay.
 
+    A warm-up of `steps` or more ends at the last step but one: the rate has its peak in the last.
     `norm` is the norm of all gradients, from those that one device has.
     """
     warmup = min(settings.warmup_steps, settings.steps - 1)
     peak = settings.learning_rate
     schedule = optax.warmup_cosine_decay_schedule(peak / max(warmup, 1), peak, warmup, settings.steps, peak / 10)
 
-    def is_matrix(path: tuple, _: Any) -> bool:
+    def decays(path: tuple, _: Any) -> bool:
         return "norm" not in jax.tree_util.keystr(path)
 
     def decayed(params: Any) -> Any:
-        return jax.tree.map_with_path(is_matrix, params)
+        return jax.tree.map_with_path(decays, params)
 
     adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=settings.weight_decay, mask=decayed)
     return optax.chain(_clip(settings.clip_norm, norm), adamw)

@@ -112,7 +112,7 @@ class Tokenizer:
         """Token ids of a text, with the begin- and end-of-document tokens where asked for."""
         return self.encode_to_numpy(text, bos=bos, eos=eos).tolist()
 
-    def encode_to_numpy(self, text: str, *, bos: bool = False, eos: bool = False) -> np.ndarray:
+    def encode_to_numpy(self, text: str, *, bos: bool = False, eos: bool = False) -> Integer[np.ndarray, " tokens"]:
         """Like `encode`, as a uint32 array."""
         if not isinstance(text, str):
             raise TypeError(f"encode({type(text).__name__} {str(text)[:60]!r}): expected a str.")
