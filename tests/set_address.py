@@ -18,7 +18,7 @@ PLACES = (
     rf"(llamem[^\"']* @ git\+https://github\.com/)(?P<slug>{SLUG})(@)(?P<ref>{REF})(\\?[\"'])",
     rf"(git clone https://github\.com/)(?P<slug>{SLUG})(?P<ref>)(\s|\.git)",
     rf"(repository-code: \"?https://github\.com/)(?P<slug>{SLUG})(?P<ref>)(\"?\n)",
-    rf"(https://github\.com/)(?P<slug>{SLUG})(?P<ref>)(/(?:actions/workflows|issues)\b|#notebooks)",
+    rf"(https://github\.com/)(?P<slug>{SLUG})(?P<ref>)(/(?:actions/workflows|issues)\b(?!/\d)|#notebooks)",
 )
 
 

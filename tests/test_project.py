@@ -138,7 +138,7 @@ def test_the_address_can_be_changed(tmp_path):
 
 
 def test_other_projects_addresses_are_left_alone():
-    text = "https://github.com/jax-ml/jax git+https://github.com/meta/x@v1 "
+    text = "https://github.com/jax-ml/jax git+https://github.com/meta/x@v1 https://github.com/meta/x/issues/4699 "
     ours = "https://colab.research.google.com/github/a/b/blob/v9/notebooks/c"
     rewritten = text + ours.replace("/a/b/blob/v9", "/me/mine/blob/v2")
     assert set_address.rewrite(text + ours, "me/mine", "v2") == rewritten
