@@ -36,7 +36,7 @@ def test_what_the_child_inherits(stands_in, monkeypatch, wide):
     monkeypatch.setenv("LIBTPU_INIT_ARGS", "--option")
     monkeypatch.setenv("XLA_FLAGS", "--option")
     monkeypatch.delenv("JAX_ENABLE_X64", raising=False)
-    before = jax.config.jax_enable_x64
+    before = jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
     jax.config.update("jax_enable_x64", wide)
     try:
         with pytest.raises(RuntimeError, match=rf"exit status 3.*said: {int(wide)}, none, none, a pipe"):
