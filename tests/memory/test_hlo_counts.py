@@ -122,7 +122,7 @@ def test_what_a_loop_holds_counts_as_often_as_it_runs():
 def test_a_loop_that_does_not_count_from_0_by_1_to_an_integer_does_not_say_how_often_it_runs(line, other):
     assert line in LOOP
     program = parse(LOOP.replace(line, other))
-    assert program.executions is None and compiled_matmul_flops(program) is None
+    assert program.executions is None and compiled_matmul_flops(program) is None and collectives(program) is None
 
 
 def test_an_asynchronous_collective_is_counted_once_however_many_fusions_it_stands_in():

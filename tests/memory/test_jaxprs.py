@@ -57,6 +57,12 @@ def test_moves_to_the_host_name_their_destination():
     assert jaxprs.moved_to_host(traced(lambda x: jax.device_put(x, jax.devices()[0]), X)) == 0
 
 
+def test_an_axis_of_a_mesh_that_is_called_hosts_is_no_memory():
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("hosts",))
+    there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("hosts"))
+    assert jaxprs.moved_to_host(traced(lambda x: jax.device_put(x, there), X)) == 0
+
+
 def test_python_that_is_called_back_is_seen():
     def prints(x):
         jax.debug.print("{}", x)

@@ -63,9 +63,10 @@ def compile_report(
         raise ValueError(f"depth={depth!r}: expected 'memory', as soon as memory is assigned, or 'code', to the end.")
     donated = _donated_leaves(args, donate)
     paths, tree = jax.tree.flatten_with_path(args)
-    given = [shape_of(leaf, f"args{jax.tree_util.keystr(path)}") for path, leaf in paths]
+    places = [f"args{jax.tree_util.keystr(path)}" for path, _ in paths]
+    given = [shape_of(leaf, place) for place, (_, leaf) in zip(places, paths, strict=True)]
     keys = [key_implementation(leaf) if is_key(leaf.dtype) else None for leaf in given]
-    leaves = [_placed(shape, leaf, chip) for shape, (_, leaf) in zip(given, paths, strict=True)]
+    leaves = [_placed(shape, leaf, place, chip) for shape, place, (_, leaf) in zip(given, places, paths, strict=True)]
     mesh = _mesh(leaves, chip)
 
     def flat(*leaves: Any) -> list[Any]:
@@ -143,9 +144,17 @@ def _donated_leaves(args: tuple[Any, ...], donate: tuple[int, ...]) -> tuple[int
     return tuple(int(leaf) for i in donate for leaf in range(starts[i], starts[i + 1]))
 
 
-def _placed(shape: jax.ShapeDtypeStruct, leaf: Any, chip: Target) -> jax.ShapeDtypeStruct:
+def _placed(shape: jax.ShapeDtypeStruct, leaf: Any, where: str, chip: Target) -> jax.ShapeDtypeStruct:
     """The shape with the sharding that its leaf names, if any, on the chips of the target; a key as its numbers."""
     sharding = getattr(leaf, "sharding", None)
+    kind = getattr(sharding, "memory_kind", None)
+    counted = isinstance(sharding, jax.sharding.NamedSharding) and not chip.absent
+    # What arrays have here without being asked may be called the host's memory: a CPU has no other.
+    if kind not in (None, "device", jax.devices()[0].default_memory().kind) and not counted:
+        raise ValueError(
+            f"{where} is in the memory {kind!r}: arguments there are counted for target='local' alone, with a "
+            f"jax.sharding.NamedSharding. Leave the memory_kind out: its bytes then count as those of {chip.name}."
+        )
     if not isinstance(sharding, jax.sharding.NamedSharding):
         sharding = None
     elif chip.absent:  # the same axes, of the absent chips
@@ -225,6 +234,8 @@ def _report(
         warnings.append(
             f"{closed / 2**20:.0f} MiB of arrays are closed over: constants, which no line here counts. Pass them."
         )
+    if answer["collectives"] is None:
+        warnings.append("what chips send to each other cannot be counted: a loop does not say how often it runs.")
     if chip.platform == "tpu" and peak < 512 * 2**20:
         warnings.append("so small that much of it lives in on-chip memory (VMEM), which temp does not count.")
     if not answer["host_bytes"] and moved_to_host(jaxpr.jaxpr):
@@ -245,7 +256,7 @@ def _report(
         depth=depth,
         matmul_flops=flops,
         compiled_matmul_flops=answer["compiled_matmul_flops"],
-        collectives=tuple(Collective(**row) for row in answer["collectives"]),
+        collectives=tuple(Collective(**row) for row in answer["collectives"] or ()),
         buffers=tuple(Buffer(**row) for row in answer["buffers"]),
         warnings=tuple(warnings),
     )

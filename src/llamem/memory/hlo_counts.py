@@ -18,9 +18,10 @@ _NO_BUFFER = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "co
 def describe(text: str, largest: int = 12) -> dict[str, Any]:
     """All that a report says of a program's text, for JSON: FLOPs, collectives and the `largest` buffers."""
     program = parse(text)
+    sent = collectives(program)
     return {
         "compiled_matmul_flops": compiled_matmul_flops(program),
-        "collectives": [dataclasses.asdict(row) for row in collectives(program)],
+        "collectives": None if sent is None else [dataclasses.asdict(row) for row in sent],
         "buffers": [dataclasses.asdict(row) for row in largest_buffers(program, largest)],
     }
 
@@ -42,15 +43,16 @@ def compiled_matmul_flops(program: Program) -> int | None:
     return total
 
 
-def collectives(program: Program) -> list[Collective]:
+def collectives(program: Program) -> list[Collective] | None:
     """What the devices say to each other, by kind: how often, and the bytes of the results on one device, in all.
 
     A TPU's asynchronous collective stands in each of the fusions that it runs beside, always with the number of its
-    channel: it is counted once.
+    channel: it is counted once. None where some are there, and a loop does not say how often it runs.
     """
+    times_of = program.executions
     sent: dict[tuple[str, str], tuple[int, int]] = {}
     for computation, instructions in program.computations.items():
-        runs = (program.executions or {}).get(computation, 0)
+        runs = 1 if times_of is None else times_of.get(computation, 0)
         for instruction in instructions:
             # In a pair of start and done the shape at the end is that of the result alone; the channel's number stands
             # at the start only.
@@ -59,6 +61,8 @@ def collectives(program: Program) -> list[Collective]:
                 channel = instruction.named("channel_id") or f"{computation}/{instruction.name}"
                 n_bytes = sum(shape.item_bytes * math.prod(shape.sizes) for shape in instruction.shapes)
                 sent[kind, channel] = max(sent.get((kind, channel), (0, 0)), (runs, int(runs * n_bytes)))
+    if times_of is None and sent:
+        return None
     rows = []
     for kind in dict.fromkeys(kind for kind, _ in sent):
         times, n_bytes = zip(*(row for (of_kind, _), row in sent.items() if of_kind == kind), strict=True)

@@ -250,7 +250,9 @@ def moved_to_host(jaxpr: jex_core.Jaxpr) -> int:
     """Bytes that a program asks to be put into the host's memory, as offloading policies write it, loops multiplied."""
     total = 0
     for eqn, times in equations(jaxpr):
-        if eqn.primitive.name == "device_put" and "host" in str(eqn.params["devices"]).lower():
+        # Not a sharding's whole text, in which an axis may be called "hosts".
+        places = [getattr(place, "memory_kind", place) for place in eqn.params.get("devices", ())]
+        if eqn.primitive.name == "device_put" and "host" in str(places).lower():
             avals: list[Any] = [var.aval for var in eqn.outvars]
             total += times * sum(aval.size * aval.dtype.itemsize for aval in avals)
     return total

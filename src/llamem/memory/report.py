@@ -42,8 +42,8 @@ class Report:
     out; what lies in the host's memory is in `host_bytes` alone. `temp_bytes` alone can mislead: a compiler keeps
     temporaries inside outputs that are not yet written. `matmul_flops` counts the matrix products of the traced
     program, loops multiplied out (Pallas kernels are not seen); `compiled_matmul_flops` those that the compiler left in
-    its own, per device, or None where that cannot be told. `collectives` say what chips send to each other, `buffers`
-    are the largest arrays.
+    its own, per device, or None where that cannot be told. `collectives` say what chips send to each other, with a
+    warning where that cannot be counted; `buffers` are the largest arrays.
 
     `compile_seconds` went by until the answer was there; `depth` says how far the compiler went: "memory" until every
     buffer had its place, "code" to the end. A program that the compiler refuses as too big has `fits=False` and, in
