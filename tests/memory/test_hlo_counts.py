@@ -131,6 +131,14 @@ def test_an_asynchronous_collective_is_counted_once_however_many_fusions_it_stan
     ]
 
 
+def test_collectives_that_share_a_channel_are_counted_each():
+    """As `jax.shard_map` sends everything."""
+    line = "  %all-gather.3 = f32[16,16]{1,0} all-gather(%x), dimensions={0}\n"
+    first = line.replace("dimensions", "channel_id=1, dimensions")
+    both = LOOP.replace(line, first + first.replace("all-gather.3", "all-gather.4"))
+    assert collectives(parse(both))[0] == Collective("all-gather", times=10, bytes=10 * 16 * 16 * 4)
+
+
 @pytest.mark.tpu_compile
 @pytest.mark.skipif(not llamem.available("v5e-8"), reason="needs libtpu")
 def test_one_collective_a_layer_is_compiled_and_counted_as_one():

@@ -46,19 +46,21 @@ def compiled_matmul_flops(program: Program) -> int | None:
 def collectives(program: Program) -> list[Collective] | None:
     """What the devices say to each other, by kind: how often, and the bytes of the results on one device, in all.
 
-    A TPU's asynchronous collective stands in each of the fusions that it runs beside, always with the number of its
-    channel: it is counted once. None where some are there, and a loop does not say how often it runs.
+    A TPU's asynchronous collective stands in each of the fusions that it runs beside, always with the numbers of its
+    channel and its chain: it is counted once. Without a chain each line is one: all that `jax.shard_map` sends goes
+    through one channel. None where some are there, and a loop does not say how often it runs.
     """
     times_of = program.executions
     sent: dict[tuple[str, str], tuple[int, int]] = {}
     for computation, instructions in program.computations.items():
         runs = 1 if times_of is None else times_of.get(computation, 0)
         for instruction in instructions:
-            # In a pair of start and done the shape at the end is that of the result alone; the channel's number stands
-            # at the start only.
+            # In a pair of start and done the shape at the end is that of the result alone.
             kind = instruction.opcode.removesuffix("-done")
             if kind in _COLLECTIVES and runs:
-                channel = instruction.named("channel_id") or f"{computation}/{instruction.name}"
+                chain = re.search(r'\bchain_id="(\d+)"', instruction.rest)
+                line = f"{computation}/{instruction.name}"
+                channel = f"{instruction.named('channel_id')}, chain {chain[1]}" if chain else line
                 n_bytes = sum(shape.item_bytes * math.prod(shape.sizes) for shape in instruction.shapes)
                 sent[kind, channel] = max(sent.get((kind, channel), (0, 0)), (runs, int(runs * n_bytes)))
     if times_of is None and sent:
