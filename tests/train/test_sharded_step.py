@@ -80,6 +80,7 @@ def test_tiled_attention_over_shared_sequences_computes_what_is_seen(seen):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_all_meshes_heads_and_axes_experts_splash_and_a_run(every):
     check_values(every["cases"])
     shared = [case for case in every["cases"] if case["name"] != "experts"]  # theirs depend on the routing
@@ -90,6 +91,7 @@ def test_all_meshes_heads_and_axes_experts_splash_and_a_run(every):
 
 
 @pytest.mark.slow
+@pytest.mark.weekly
 def test_a_run_goes_on_on_another_mesh_and_its_model_writes_the_same_text(every):
     one, two = every["run"]["losses"]["one device"], every["run"]["losses"]["two meshes"]
     assert len(one) == len(two) == 4
