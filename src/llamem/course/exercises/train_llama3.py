@@ -19,7 +19,7 @@ def check_standing_bytes(fn: Callable[..., Any]) -> None:
     """Exercise 1: weights, gradients and AdamW's moments."""
 
     def body() -> str:
-        for name, sizes in (("llama3.1-8b", (2, 4)), ("tiny", (4, 2)), ("llama3.2-1b", (2, 2))):
+        for name, sizes in (("tiny", (4, 2)), ("llama3.1-8b", (2, 4)), ("llama3.2-1b", (2, 2))):
             config = LlamaConfig.from_name(name)
             got = fn(config, *sizes)
             weights, moment = (config.n_params * size for size in sizes)
