@@ -35,6 +35,9 @@ class Plan:
     mesh: MeshShape | Mapping[str, int] = MeshShape()
 
     def __post_init__(self):
+        names_ok = isinstance(self.mesh, Mapping) and all(isinstance(name, str) for name in self.mesh)
+        if not (names_ok or isinstance(self.mesh, MeshShape)):
+            raise TypeError(f"Plan(mesh={self.mesh!r}): expected axes and their sizes, such as mesh={{'fsdp': 8}}.")
         object.__setattr__(self, "mesh", MeshShape.of(self.mesh))
         _check_word("mode", self.mode, get_args(Mode))
         check_policy(self.remat)
