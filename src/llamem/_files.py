@@ -38,7 +38,7 @@ def write_whole(file: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, which is given its name at the end; after an error nothing of it is left.
+    """A new folder to write into, given its name when all is on disk; after an error nothing of it is left.
 
     An empty folder of that name is replaced; OSError where one with something in it is there by then.
     """
@@ -47,6 +47,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     unfinished.mkdir()
     try:
         yield unfinished
+        for file in filter(Path.is_file, unfinished.rglob("*")):
+            with file.open("rb+") as written:
+                os.fsync(written.fileno())
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

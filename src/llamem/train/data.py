@@ -166,8 +166,6 @@ def _write_cache(folder: Path, documents: list[str], tokenizer: Tokenizer, heldo
                 with open(unfinished / f"{part}.bin", "wb") as out, ThreadPoolExecutor() as pool:
                     for ids in pool.map(lambda text: tokenizer.encode_to_numpy(text, bos=True, eos=True), texts):
                         out.write(ids.astype("<u4").tobytes())
-                    out.flush()
-                    os.fsync(out.fileno())
             (unfinished / "corpus.json").write_text(json.dumps({"num_documents": len(documents)}))
     except OSError:
         if not folder.is_dir():  # else another process finished the same corpus first
