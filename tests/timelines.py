@@ -30,17 +30,21 @@ StackFrames
 
 %body (carry: (s32[], f32[4,100])) -> (s32[], f32[4,100]) {
   %carry = (s32[], f32[4,100]{1,0}) parameter(0)
+  %turn = s32[] get-tuple-element(%carry), index=0
+  %one = s32[] constant(1)
+  %up = s32[] add(%turn, %one)
   %stack = f32[4,100]{1,0} get-tuple-element(%carry), index=1
   %tanh = f32[1,100]{1,0} tanh(%stack), metadata={op_name="jit(step)/jvp()/while/body/tanh" stack_frame_id=1}
   %update = f32[4,100]{1,0} dynamic-update-slice(%stack, %tanh), metadata={op_name="jit(step)/jvp()/while/body/write"}
-  ROOT %next = (s32[], f32[4,100]{1,0}) tuple(%count, %update)
+  ROOT %next = (s32[], f32[4,100]{1,0}) tuple(%up, %update)
 }
 
 ENTRY %main (w: f32[100], x: f32[50]) -> f32[100] {
   %w = f32[100]{0} parameter(0), metadata={op_name="w"}
   %x = f32[50]{0} parameter(1), metadata={op_name="x"}
   %zeros = f32[4,100]{1,0} broadcast(%w), metadata={op_name="jit(step)"}
-  %tuple = (s32[], f32[4,100]{1,0}) tuple(%w, %zeros)
+  %start = s32[] constant(0)
+  %tuple = (s32[], f32[4,100]{1,0}) tuple(%start, %zeros)
   %while = (s32[], f32[4,100]{1,0}) while(%tuple), condition=%cond, body=%body, metadata={op_name="jit(f)/jvp()/while"}
   %again = f32[100]{0} cosine(%while), metadata={op_name="jit(step)/transpose(jvp())/rematted_computation/cos"}
   %grad = f32[100]{0} multiply(%again, %while), metadata={op_name="jit(step)/transpose(jvp())/mul"}

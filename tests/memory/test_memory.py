@@ -346,6 +346,7 @@ def compiled(empty_cache, monkeypatch):
     calls = []
     names = ("argument", "output", "alias", "temp", "host")
     empty: dict = {"buffers": [], "collectives": [], "compiled_matmul_flops": None, "compile_seconds": 0.0}
+    empty["no_schedule"] = "no compiler ran"
     answer = {f"{name}_bytes": 0 for name in names} | empty
     monkeypatch.setattr(
         memory, "compile_absent", lambda chip, _, donated, axes, depth: calls.append((chip.name, donated)) or answer
