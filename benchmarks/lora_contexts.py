@@ -1,4 +1,4 @@
-"""The longest context for LoRA of Llama 3.1 8B on one chip: `python benchmarks/lora_contexts.py` into lora_contexts.md.
+"""The longest context for LoRA of Llama 3.1 8B on one chip; `python benchmarks/lora_contexts.py` draws the table.
 
 Adapters of rank 16 on all seven projections, f32 with AdamW, over a base in bf16; one sequence. What fits is asked of
 each chip's compiler, by bisection, without the chip.

@@ -16,14 +16,14 @@ MIXED = LoraConfig(ranks=(3, 5, 1), alphas=(6, 2.5, 4), targets=TARGETS)
 IDS = np.array([2, 0, 2, 1])
 
 
-def adapters_of(config, lora=MIXED, seed=3):
+def adapters_of(config, lora=MIXED, seed=3, size=0.3):
     """With both matrices random within each adapter's rank, and zero beyond it."""
     made = Adapters.create(config, lora, rngs=nnx.Rngs(seed))
     rng = np.random.default_rng(seed)
 
     def stirred(target, array):
         within = np.arange(array.shape[-2])[:, None] < np.asarray(made.rank[target])[..., None, None]
-        return jnp.asarray(within * 0.3 * rng.standard_normal(array.shape), jnp.float32)
+        return jnp.asarray(within * size * rng.standard_normal(array.shape), jnp.float32)
 
     weights = {name: {t: stirred(t, x) for t, x in part.items()} for name, part in made.weights.items()}
     return made.with_weights(weights)

@@ -19,7 +19,7 @@ from llamem.llama import IN_LAYERS, TARGETS
 from llamem.memory.compiling import matmul_flops
 from llamem.train import init_lora_state, make_lora_step
 
-CONFIG = SMALL.replace(n_layers=2)
+CONFIG = SMALL.replace(n_layers=1)
 SETTINGS = TrainSettings(steps=9, batch_size=4, seq_len=8, learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
 
 

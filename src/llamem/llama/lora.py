@@ -133,8 +133,10 @@ class Adapters:
         if not indices or not all(isinstance(i, (int, np.integer)) and 0 <= i < self.count for i in indices):
             raise ValueError(f"select({indices}): expected indices of adapters, 0 to {self.count - 1}, at least one.")
 
+        picked = np.asarray(indices)
+
         def pick(target: str, array: Any) -> Any:
-            return array[:, indices] if target in IN_LAYERS else array[indices]
+            return array[:, picked] if target in IN_LAYERS else array[picked]
 
         parts = {name: {t: pick(t, x) for t, x in part.items()} for name, part in vars(self).items()}
         width = {target: max(1, int(np.max(rank, initial=0))) for target, rank in parts["rank"].items()}

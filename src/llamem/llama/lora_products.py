@@ -110,10 +110,10 @@ def adapted_head(
     z_BTr = project_in(x_BTD, adapters.a["head"], adapters.scale["head"], adapter_B)
     b_ArV = _own(adapters.b["head"], head_VD.shape[0], tensor_axis)
     if adapters.count <= x_BTD.shape[0]:
-        owner_B = adapter_B
+        unknown_B = (adapter_B < 0) | (adapter_B >= adapters.count)  # their z is NaN, and belongs somewhere
+        own_BA = (adapter_B[:, None] == jnp.arange(adapters.count)) | unknown_B[:, None]
     else:  # fewer columns with one block for each sequence
-        b_ArV, owner_B = chosen(b_ArV, adapter_B), jnp.arange(x_BTD.shape[0])
-    own_BA = owner_B[:, None] == jnp.arange(b_ArV.shape[0])
+        b_ArV, own_BA = chosen(b_ArV, adapter_B), jnp.eye(x_BTD.shape[0], dtype=bool)
     z_BTAr = jnp.where(own_BA[:, None, :, None], z_BTr[:, :, None, :], 0)
     wide_BTW = jnp.concatenate([x_BTD, z_BTAr.reshape(*z_BTr.shape[:2], -1)], axis=-1)
     b_VR = b_ArV.astype(dtype).reshape(-1, b_ArV.shape[-1]).T
