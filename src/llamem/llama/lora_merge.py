@@ -29,13 +29,12 @@ def merge_adapter(model: Llama, adapters: Adapters, i: int) -> Llama:
     for target in one.a:
         a, b, scale = one.a[target], one.b[target], one.scale[target]
         if target in IN_LAYERS:
-            name = _PARAMETERS[target]
-            product_LIO = jnp.einsum("LrI,LrO,L->LIO", a[:, 0], b[:, 0], scale[:, 0])
-            params["blocks"][name] = _sum(params["blocks"][name], product_LIO)
+            blocks, name = params["blocks"], _PARAMETERS[target]
+            blocks[name] = _sum_by_layer(blocks[name], a[:, 0], b[:, 0], scale[:, 0])
         elif target == "embedding":
-            params["embedding"] = _sum(params["embedding"], jnp.einsum("rV,rD->VD", a[0], b[0]) * scale[0])
+            params["embedding"] = _sum(params["embedding"], a[0], b[0], scale[0])
         else:
-            params["untied_head"] = _sum(params["untied_head"], jnp.einsum("rD,rV->VD", a[0], b[0]) * scale[0])
+            params["untied_head"] = _sum(params["untied_head"], b[0], a[0], scale[0])  # stored as [out, in]
     config = model.config.replace(tied_head="untied_head" not in params)
     abstract = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), plan=model.plan))
     graphdef, state = nnx.split(abstract)
@@ -44,6 +43,11 @@ def merge_adapter(model: Llama, adapters: Adapters, i: int) -> Llama:
 
 
 @jax.jit
-def _sum(w: Any, product: Any) -> Any:
-    wide = w.astype(jnp.promote_types(w.dtype, product.dtype))
-    return (wide + product.reshape(w.shape)).astype(w.dtype)
+def _sum(w: Any, a_rI: Any, b_rO: Any, scale: Any) -> Any:
+    product_IO = scale * jnp.einsum("rI,rO->IO", a_rI, b_rO)
+    return (w.astype(jnp.promote_types(w.dtype, product_IO.dtype)) + product_IO.reshape(w.shape)).astype(w.dtype)
+
+
+@jax.jit
+def _sum_by_layer(*stacked: Any) -> Any:
+    return jax.lax.map(lambda layer: _sum(*layer), stacked)  # one layer's product alive at a time
