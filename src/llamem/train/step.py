@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from llamem.layers.context import local_positions
+from llamem.layers.parts import gradients_together
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
@@ -206,6 +207,8 @@ def local_loss(
         targets_BT = targets_BT[:, local_positions(targets_BT.shape[1], mesh.context_axis)]
     # Gathered once, before the loop over tiles; where the vocabulary is split, each device has its rows.
     head_VD = gather_weight("untied_head", model.head, mesh, hidden_BTD.dtype)
+    if plan.saves_memory:  # the head's f32 gradient would stay for the whole backward pass
+        hidden_BTD, head_VD = gradients_together(hidden_BTD, head_VD)
     shares = mesh.devices // mesh.tensor  # parts into which the tokens are cut
     if plan.loss_tiles is not None or mesh.tensor_axis:
         return tiled_cross_entropy(
