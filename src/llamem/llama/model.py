@@ -50,6 +50,7 @@ class Llama(nnx.Module):
                 f"Llama({config!r}, rngs={rngs!r}, plan={plan!r}): expected a llamem.LlamaConfig, such as "
                 "LlamaConfig.from_name('tiny'), an nnx.Rngs, such as nnx.Rngs(0), and a llamem.Plan."
             )
+        _check_heads(config, plan)
         self.config, self.plan = config, plan
         self.deterministic = False  # the attribute that nnx's train() and eval() set
         V, D = config.vocab_size, config.d_model
@@ -97,6 +98,11 @@ class Llama(nnx.Module):
         """
         check_tokens(tokens_BT, self.config.vocab_size)
         adapter_B = check_adapters(adapters, adapter_B, tokens_BT.shape[0], self.config)
+        if adapters is not None and (self.plan.attention_tiles > 1 or self.plan.mlp_tiles > 1):
+            raise ValueError(
+                f"adapters with Plan(attention_tiles={self.plan.attention_tiles}, mlp_tiles={self.plan.mlp_tiles}): what "
+                "adapters add is not computed in groups of heads or tiles of tokens. Leave both at 1; offload works."
+            )
         check_segments(segments_BT, tokens_BT)
         mesh = MeshShape.of(self.plan.mesh)
         mesh.check_inside()
@@ -116,7 +122,8 @@ class Llama(nnx.Module):
             # Gathered in here: rematerialised with the layer, and so never whole for more than one layer.
             params = gather_weights(params, mesh, self.config.compute_dtype)
             lora = LayerAdapters.of(part, adapter_B, mesh.tensor_axis)
-            return nnx.merge(graphdef, params)(x_BTD, rope, segments_BT, self.plan.attention, mesh, lora)
+            tools = {name: getattr(self.plan, name) for name in ("attention_tiles", "mlp_tiles", "offload")}
+            return nnx.merge(graphdef, params)(x_BTD, rope, segments_BT, self.plan.attention, mesh, lora, **tools)
 
         result = apply_stack(
             layer,
@@ -124,7 +131,7 @@ class Llama(nnx.Module):
             adapted_embedding(self._embed(tokens_BT, mesh), tokens_BT, adapters, adapter_B),
             layers_of(adapters),
             mode=self.plan.mode,
-            remat=None if self.deterministic else self.plan.remat,
+            remat=None if self.deterministic else self.plan.policy,
             return_hidden=return_hidden,
         )
         x_BTD, hidden = result if return_hidden else (result, None)
@@ -233,3 +240,17 @@ class Llama(nnx.Module):
                 "was not set up for such positions. Shorten the sequence, or "
                 "config.replace(max_seq_len=..., rope_scaling=...)."
             )
+
+
+def _check_heads(config: LlamaConfig, plan: Plan) -> None:
+    tensor = MeshShape.of(plan.mesh).tensor
+    heads = config.n_kv_heads // tensor
+    if heads % plan.attention_tiles:
+        each = f"{config.n_kv_heads} key/value heads" + (
+            f", {heads} on each of tensor={tensor} devices" if tensor > 1 else ""
+        )
+        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ValueError(
+            f"Plan(attention_tiles={plan.attention_tiles}) of a model with {each}: groups of heads are equal, and keep "
+            f"the queries of a key/value head together. Choose {divisors}."
+        )
