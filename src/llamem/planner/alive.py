@@ -1,0 +1,184 @@
+"""What is alive when: the bytes of a training step at each of the moments at which its memory can peak.
+
+A step is a loop forward over the layers, a loop over tiles of the loss, a loop backward over the layers, the
+embedding's gradient, the optimizer. Each sum below was read off the compilers' own timelines (`Report.timeline`): who
+lies in memory at that moment, for v5e, v6e, v5p and A100. No number is fitted.
+"""
+
+import dataclasses
+
+from llamem.planner.share import Share
+
+LINES = (
+    "weights",
+    "moments",
+    "batch",
+    "gradients",
+    "residuals",
+    "head gradient",
+    "loss tiles",
+    "attention",
+    "feed-forward",
+    "layer weights",
+    "stream",
+)
+_F32 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line of an estimate: bytes on one device, and why so many."""
+
+    name: str
+    bytes: int
+    why: str
+
+
+def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
+    """The moments at which a step's memory can peak, by name, each with its lines."""
+    held = _held(share)
+    residuals = Line("residuals", _residuals(share), _why_residuals(share))
+    gradients = Line("gradients", share.stack * share.param_bytes, "of all layers, from the backward loop's start")
+    moments = {
+        "a tile of the loss": [residuals, *_loss(share)],
+        "a layer's backward pass, feed-forward": [residuals, gradients, *_backward(share), *_feed_forward(share)],
+        "a layer's backward pass, attention": [residuals, gradients, *_backward(share), *_attention(share)],
+        "the optimizer": _optimizer(share),
+    }
+    if share.target.platform != "tpu":  # XLA's GPU scheduler zeroes the gradients' buffers before the loss
+        moments["a tile of the loss"].append(gradients)
+    return {name: tuple([*held, *lines]) for name, lines in moments.items()}
+
+
+def host_bytes(share: Share) -> tuple[int, int]:
+    """Bytes in the host's memory, and bytes that cross the link in a step, both ways."""
+    away = share.L * sum(_activation(share, name) for name in share.offloaded)
+    moments = 2 * share.params * share.param_bytes if share.plan.moments == "host" else 0
+    return away + moments, 2 * (away + moments)
+
+
+def _held(share: Share) -> list[Line]:
+    p = share.param_bytes
+    at_home = share.plan.moments == "device"
+    moments = 2 * p * share.params if at_home else 2 * p * (share.params - share.stack)
+    return [
+        Line("weights", p * share.params, f"{share.params:,} of {p} bytes"),
+        Line("moments", moments, "two for each weight" if at_home else "on the host"),
+        Line("batch", 2 * _F32 * share.B * share.T * share.mesh.context, "tokens and targets, int32"),
+    ]
+
+
+def _activation(share: Share, name: str) -> int:
+    """Bytes of one named activation of one layer, as it lies in memory."""
+    per_token = {
+        "q": share.H * share.lanes,
+        "k": share.K * share.lanes,
+        "v": share.K * share.lanes,
+        "attn": share.H * share.lanes,
+        "gate": share.F,
+        "up": share.F,
+    }.get(name, share.D)
+    logsumexp = _F32 * share.N * share.H if name == "attn" and share.attention != "xla" else 0
+    return share.N * per_token * share.compute_bytes + logsumexp
+
+
+def _residuals(share: Share) -> int:
+    """Bytes that the forward pass leaves on the device for the backward one."""
+    if share.kept:
+        return share.L * share.N * _kept_per_token(share)
+    saved = sum(_activation(share, name) for name in share.saved - {"block_in"})
+    inputs = 0 if "block_in" in share.offloaded else _activation(share, "block_in")
+    if share.groups > 1:  # the inputs of all groups, and all that one group's layers keep
+        return share.groups * inputs + (share.L // share.groups) * (inputs + saved)
+    return share.L * (inputs + saved)
+
+
+def _kept_per_token(share: Share) -> int:
+    """Bytes of one token in one layer where everything stays: what the derivative of each operation reads."""
+    c = share.compute_bytes
+    inner = 6 * c * share.F  # gate, up, and silu's parts
+    stream = (5 * _F32 + 2 * c) * share.D  # the norms' f32 factors, and both norms' results
+    heads = c * share.lanes * (3 * share.H + 2 * share.K) + _F32 * share.H
+    return inner + stream + heads
+
+
+def _why_residuals(share: Share) -> str:
+    if share.kept:
+        return f"everything of {share.L} layers"
+    kept = sorted(share.saved | ({"block_in"} - share.offloaded))
+    layers = f"{share.L} layers" if share.groups == 1 else f"{share.groups} groups and {share.L // share.groups} layers"
+    return f"{', '.join(kept) or 'nothing'} of {layers}"
+
+
+def _loss(share: Share) -> list[Line]:
+    c, N, D = share.compute_bytes, share.N, share.D
+    if share.plan.loss_tiles is None and share.mesh.tensor == 1:
+        return [
+            Line("loss tiles", 2 * _F32 * N * share.V, "all logits and their gradient, f32"),
+            Line("stream", 2 * c * N * D, "the last layer's output, and its norm"),
+        ]
+    logits = share.loss_rows * share.loss_columns
+    if share.loss_axis == "vocab":
+        return [
+            Line("head gradient", share.param_bytes * share.head, "written row by row"),
+            Line("loss tiles", (_F32 + c) * logits, f"{share.loss_columns:,} columns of logits, and their gradient"),
+            Line("stream", (2 * c + _F32) * N * D, "the last output, its norm, the norm's gradient in f32"),
+        ]
+    narrow = 0 if share.target.platform == "tpu" else c  # a TPU narrows the logits' gradient inside the product
+    return [
+        Line("head gradient", _F32 * share.head, "summed over tiles in f32"),
+        Line("loss tiles", (_F32 + narrow) * logits, f"logits of {share.loss_rows:,} tokens, f32"),
+        Line("stream", 3 * c * N * D, "the last output, its norm, the norm's gradient"),
+    ]
+
+
+def _backward(share: Share) -> list[Line]:
+    """What a layer's backward pass holds whatever it works on."""
+    c, p, N, D = share.compute_bytes, share.param_bytes, share.N, share.D
+    gathered = (c + p) * share.layer_weights if share.split > 1 else 0
+    slices = gathered or c * (share.D * share.F + share.attention_weights)
+    return [
+        Line("head gradient", p * share.head // share.split, "until the optimizer takes it"),
+        Line("layer weights", slices, "of one layer, gathered, and its gradients" if gathered else "slices of one layer"),
+    ]
+
+
+def _kept_for_attention(share: Share) -> int:
+    """Bytes that attention's forward pass leaves for its backward one, of all heads."""
+    c, N = share.compute_bytes, share.N
+    if share.attention == "xla":
+        return N * share.lanes * c * (share.H + 2 * share.K) + (_F32 + c) * share.B * share.H * share.T * share.T
+    logsumexp = _F32 * N * share.H * (128 if share.attention == "splash" else 1)
+    return c * N * share.lanes * (2 * share.H + 2 * share.K) + logsumexp
+
+
+def _feed_forward(share: Share) -> list[Line]:
+    c, N, tiles = share.compute_bytes, share.N, share.plan.mlp_tiles
+    rows = -(-N // tiles)
+    inner = 0 if share.kept else 3 * c * rows * share.F
+    sums = _F32 * share.mlp_weights if tiles > 1 else 0
+    waiting = _kept_for_attention(share) if share.plan.attention_tiles == 1 and not share.kept else 0
+    return [
+        Line("attention", waiting, "its forward pass, which runs again first"),
+        Line("feed-forward", inner + sums, f"gate, up and their gradient for {rows:,} tokens"),
+        Line("stream", 5 * c * N * share.D, "residual stream, its gradient, norms"),
+    ]
+
+
+def _attention(share: Share) -> list[Line]:
+    c, N, tiles = share.compute_bytes, share.N, share.plan.attention_tiles
+    waiting = 0 if share.kept else _kept_for_attention(share) // tiles
+    gradients = c * N * share.lanes * (2 * share.H + 2 * share.K) // tiles
+    return [
+        Line("attention", waiting + gradients, "queries, keys, values, output, their gradients"),
+        Line("stream", 5 * c * N * share.D, "residual stream, its gradient, norms"),
+    ]
+
+
+def _optimizer(share: Share) -> list[Line]:
+    p = share.param_bytes
+    gradients = p * (share.stack + share.head * share.tables // share.split)
+    lines = [Line("gradients", gradients, "of everything")]
+    if share.plan.moments == "host":
+        lines.append(Line("moments on the way", 4 * p * share.stack // max(share.L, 1), "of one layer"))
+    return lines
