@@ -114,7 +114,7 @@ class Llama(nnx.Module):
             stacked,
             self._embed(tokens_BT, mesh),
             mode=self.plan.mode,
-            remat=None if self.deterministic else self.plan.remat,
+            remat=None if self.deterministic else self.plan.policy,
             return_hidden=return_hidden,
         )
         x_BTD, hidden = result if return_hidden else (result, None)
