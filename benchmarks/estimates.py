@@ -1,8 +1,8 @@
 """Compares the planner's closed form with chips' compilers: random models, chips, lengths, batches and plans.
 
-`python benchmarks/estimates.py --count 40` writes estimates.md beside itself, a line per case as soon as it is there; ten
-seconds each on an idle machine, cached. Seeds are fixed: a case is its number. Exits with 1 where the estimate misses its
-aim: within 5 % of the compiler's peak for 90 % of the cases, 10 % for all, and too low by more than 3 % for none.
+`python benchmarks/estimates.py --count 40` writes estimates.md beside itself, a line per case as soon as it is there;
+ten seconds each on an idle machine, cached. Seeds are fixed: a case is its number. Exits with 1 where the estimate
+misses its aim: within 5 % of the compiler's peak for 90 % of the cases, 10 % for all, too low by over 3 % for none.
 """
 
 import argparse
@@ -36,7 +36,9 @@ def case(number: int) -> Estimate:
         try:
             plan = llamem.Plan(
                 mode=rng.choice(("scan", "scan", "scan", "nested")),
-                remat=rng.choice(("nothing", "nothing", "attn", "qkv_attn", "minimal", Policy(save=("attn_out",)), None)),
+                remat=rng.choice(
+                    ("nothing", "nothing", "attn", "qkv_attn", "minimal", Policy(save=("attn_out",)), None)
+                ),
                 loss_tiles=rng.choice(("auto", "auto", 4, 16, 64)),
                 loss_axis=rng.choice(("auto", "tokens", "vocab")),
                 attention_tiles=rng.choice((1, 1, 2, 4, 8)),
@@ -57,7 +59,9 @@ def compared(number: int) -> tuple[str, float | None]:
     """A line of the table, and by what share the estimate is too high; None where the compiler gave no answer."""
     found = case(number)
     what = f"{found.config.n_params / 1e9:.1f}B {jnp.dtype(found.config.param_dtype).name}"
-    start = f"| {number} | {what} | {found.target.name} | {found.batch_size} x {found.seq_len:,} | `{words(found.plan)}`"
+    start = (
+        f"| {number} | {what} | {found.target.name} | {found.batch_size} x {found.seq_len:,} | `{words(found.plan)}`"
+    )
     try:
         report = ask(found.config, found.plan, found.target.name, seq_len=found.seq_len, batch_size=found.batch_size)
     except RuntimeError as error:
@@ -96,8 +100,8 @@ def page(lines: list[str], errors: list[float]) -> str:
     head = [
         "# Estimated and compiled peaks of random training steps",
         "",
-        f"{datetime.date.today()}, {versions}, by `benchmarks/estimates.py`. {len(errors)} cases: {within[0]} within 5 %,",
-        f"{within[1]} within 10 %, {low} too low by more than 3 %. GiB on one chip; the difference in %.",
+        f"{datetime.date.today()}, {versions}, by `benchmarks/estimates.py`. {len(errors)} cases: {within[0]} within",
+        f"5 %, {within[1]} within 10 %, {low} too low by more than 3 %. GiB on one chip; the difference in %.",
         "",
         "| case | model | chip | batch x tokens | plan | estimated | compiled | difference | the estimate's peak |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -49,6 +49,11 @@ def test_bad_input_has_a_status_of_its_own(arguments, complaint, capsys):
 
 
 def test_it_is_a_command():
-    done = subprocess.run([sys.executable, "-m", "llamem", "plan", "--help"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "llamem", "plan", "--help"], capture_output=True, text=True, check=True
+    )
     assert "Exit status: 0 it fits, 1 nothing fits, 2 bad input." in done.stdout
-    assert subprocess.run([sys.executable, "-m", "llamem", "fly"], capture_output=True, check=False).returncode == BAD_INPUT
+    assert (
+        subprocess.run([sys.executable, "-m", "llamem", "fly"], capture_output=True, check=False).returncode
+        == BAD_INPUT
+    )

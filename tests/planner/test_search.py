@@ -18,9 +18,19 @@ ONE_B = LlamaConfig.from_name("llama3.2-1b", **BF16)
 def finer(config, chip, seq_len, batch_size):
     """The fastest plan that fits, of all in a grid with tiles that the search does not try."""
     rng = random.Random(0)
-    remats = ("nothing", "attn", "qkv_attn", "minimal", None, Policy(save=("attn_out",)), Policy(save=("attn", "attn_out")))
+    remats = (
+        "nothing",
+        "attn",
+        "qkv_attn",
+        "minimal",
+        None,
+        Policy(save=("attn_out",)),
+        Policy(save=("attn", "attn_out")),
+    )
     loss = [(None, "tokens")] + [(n, axis) for n in (2, 5, 16, 60, 250) for axis in ("tokens", "vocab")]
-    tools = itertools.product(("device", "host"), (1, 2, 4, 8), (1, 2, 3, 8, 20, 100), ((), ("block_in",)), ("scan", "nested"))
+    tools = itertools.product(
+        ("device", "host"), (1, 2, 4, 8), (1, 2, 3, 8, 20, 100), ((), ("block_in",)), ("scan", "nested")
+    )
     grid = list(itertools.product(remats, tools, loss))
     best = None
     for remat, (moments, heads, rows, offload, mode), (tiles, axis) in rng.sample(grid, 2500):

@@ -11,7 +11,8 @@ from IPython.display import display
 from matplotlib.figure import Figure
 
 from llamem.course import plots
-from llamem.llama import PRESETS, LlamaConfig, Plan
+from llamem.llama import PRESETS, LlamaConfig
+from llamem.llama.plan import Plan
 from llamem.memory import TARGETS, GiB
 from llamem.planner import Estimate, ask, estimate
 from llamem.planner.alive import LINES
@@ -164,7 +165,8 @@ def bars_html(one: Estimate) -> str:
         f'style="width:{100 * line.bytes / whole:.2f}%;background:{COLOURS[line.name]}"></div>'
         for line in lines
     )
-    mark = f'<div style="position:absolute;left:{100 * capacity / whole:.2f}%;top:-4px;bottom:-4px;border-left:2px dashed"></div>'
+    at_capacity = f"position:absolute;left:{100 * capacity / whole:.2f}%;top:-4px;bottom:-4px;border-left:2px dashed"
+    mark = f'<div style="{at_capacity}"></div>'
     frame = "position:relative;display:flex;height:1.6em;max-width:52em;border:1px solid gray;margin:6px 0"
     legend = " ".join(
         f'<span style="white-space:nowrap"><span style="color:{COLOURS[line.name]}">&#9632;</span> {line.name} '

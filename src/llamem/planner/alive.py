@@ -134,12 +134,14 @@ def _loss(share: Share) -> list[Line]:
 
 def _backward(share: Share) -> list[Line]:
     """What a layer's backward pass holds whatever it works on."""
-    c, p, N, D = share.compute_bytes, share.param_bytes, share.N, share.D
+    c, p = share.compute_bytes, share.param_bytes
     gathered = (c + p) * share.layer_weights if share.split > 1 else 0
     slices = gathered or c * (share.D * share.F + share.attention_weights)
     return [
         Line("head gradient", p * share.head // share.split, "until the optimizer takes it"),
-        Line("layer weights", slices, "of one layer, gathered, and its gradients" if gathered else "slices of one layer"),
+        Line(
+            "layer weights", slices, "of one layer, gathered, and its gradients" if gathered else "slices of one layer"
+        ),
     ]
 
 
@@ -148,8 +150,12 @@ def _kept_for_attention(share: Share) -> int:
     c, N = share.compute_bytes, share.N
     if share.attention == "xla":
         return N * share.lanes * c * (share.H + 2 * share.K) + (_F32 + c) * share.B * share.H * share.T * share.T
-    logsumexp = _F32 * N * share.H * (128 if share.attention == "splash" else 1)
-    return c * N * share.lanes * (2 * share.H + 2 * share.K) + logsumexp
+    both = c * N * share.lanes * (2 * share.H + 2 * share.K)  # queries and output, keys and values
+    if share.attention == "splash":  # which writes each logsumexp 128 times
+        return both + _F32 * 128 * N * share.H
+    if share.attention == "tiled":  # the sums of its gradients, f32, are zeroed early
+        return both + _F32 * N * share.h * (share.H + 2 * share.K)
+    return both
 
 
 def _feed_forward(share: Share) -> list[Line]:
@@ -180,5 +186,5 @@ def _optimizer(share: Share) -> list[Line]:
     gradients = p * (share.stack + share.head * share.tables // share.split)
     lines = [Line("gradients", gradients, "of everything")]
     if share.plan.moments == "host":
-        lines.append(Line("moments on the way", 4 * p * share.stack // max(share.L, 1), "of one layer"))
+        lines.append(Line("moments", 4 * p * share.stack // max(share.L, 1), "of one layer, on their way"))
     return lines

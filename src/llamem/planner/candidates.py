@@ -14,7 +14,7 @@ MODES = ("scan", "nested")
 REMATS: tuple[str | Policy | None, ...] = ("nothing", "attn", Policy(save=("attn_out",)), "qkv_attn", "minimal", None)
 ATTENTION_TILES = (1, 2, 4, 8)
 MLP_TILES = (1, 4, 16, 64)
-OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("block_in",))
+OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("block_in",), ("block_in", "attn_out"))
 MOMENTS = ("device", "host")
 # About how many logits a tile holds, in rows of tokens or columns of the vocabulary; None: as `choose_tiles` says.
 LOSS_TILES: tuple[tuple[str, int] | None, ...] = (None, ("tokens", 512), ("vocab", 2048), ("vocab", 512))
@@ -43,7 +43,9 @@ def plans(
         attention_tiles = [n for n in ATTENTION_TILES if (config.n_kv_heads // lies.tensor) % n == 0]
         choices = product(MODES, REMATS, attention_tiles, MLP_TILES, OFFLOADS, MOMENTS, LOSS_TILES)
         for mode, remat, heads, rows, offload, moments, loss in choices:
-            if (remat is None or lies.devices > 1) and moments == "host" or remat is None and (mode, rows) != ("scan", 1):
+            if ((remat is None or lies.devices > 1) and moments == "host") or (
+                remat is None and (mode, rows) != ("scan", 1)
+            ):
                 continue
             if loss is not None and lies.tensor > 1 and loss[0] == "tokens":
                 continue

@@ -26,7 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Finds the fastest plan, by estimate, that a chip's compiler accepts for one AdamW step.",
         epilog="Exit status: 0 it fits, 1 nothing fits, 2 bad input.",
     )
-    plan.add_argument("models", nargs="+", metavar="MODEL", help="such as llama3.2-1b, or a config.json of Hugging Face")
+    plan.add_argument(
+        "models", nargs="+", metavar="MODEL", help="such as llama3.2-1b, or a config.json of Hugging Face"
+    )
     plan.add_argument("--chip", nargs="+", default=["v5e-1"], help=f"{', '.join(TARGETS)}, or all; default v5e-1")
     plan.add_argument("--tokens", type=int, help="of one sequence; without it, the longest context that fits")
     plan.add_argument("--batch", type=int, default=1, help="sequences of one step, over all chips; default 1")
@@ -75,9 +77,7 @@ def _answer(model: str, config: LlamaConfig, chip: str, given: argparse.Namespac
         "estimated_bytes": found.estimate.peak_bytes,
         "host_bytes": found.estimate.host_bytes,
         "estimated_seconds": round(found.estimate.seconds.total, 4),
-        "plan": {
-            field.name: _plain(getattr(found.plan, field.name)) for field in dataclasses.fields(found.plan)
-        },
+        "plan": {field.name: _plain(getattr(found.plan, field.name)) for field in dataclasses.fields(found.plan)},
         "plan_in_words": words(found.plan),
         "why": found.why,
         "alternatives": [
@@ -115,7 +115,9 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         cells.append((row["model"], row["chip"], length, *shown, seconds, row["plan_in_words"]))
     widths = [max(len(line[i]) for line in cells) for i in range(len(_HEAD))]
     return "\n".join(
-        "  ".join(cell.ljust(w) if i in (0, 1, 7) else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths)))
-        .rstrip()
+        "  ".join(
+            cell.ljust(w) if i in (0, 1, 7) else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
         for line in cells
     )

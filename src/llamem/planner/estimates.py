@@ -8,7 +8,8 @@ import dataclasses
 import html
 from collections.abc import Mapping
 
-from llamem.llama import LlamaConfig, Plan
+from llamem.llama import LlamaConfig
+from llamem.llama.plan import Plan
 from llamem.memory import TARGETS, GiB, Report, Target
 from llamem.memory.show import html_table
 from llamem.planner.alive import Line, host_bytes, moments_of
@@ -93,11 +94,12 @@ class Estimate:
         rows += [("peak", f"{self.peak_bytes / GiB:.2f}", self.peak_at)]
         rows += [("on the host", f"{self.host_bytes / GiB:.2f}", "")]
         parts = [(name, f"{value:.2f}") for name, value in describe(self.seconds).items()]
+        parts.append(("step", f"{self.seconds.total:.2f}"))
         title = html.escape(f"{self.target.name}, {self.batch_size} x {self.seq_len:,} tokens")
         verdict = "fits" if self.fits else "does not fit"
         return (
             f"<p><b>{title}: {verdict}</b>, by estimate</p>{html_table(('line', 'GiB', 'why'), rows)}"
-            f"{html_table(('part (roofline, not measured)', 'seconds'), [*parts, ('step', f'{self.seconds.total:.2f}')])}"
+            f"{html_table(('part (roofline, not measured)', 'seconds'), parts)}"
         )
 
 

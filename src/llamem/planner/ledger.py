@@ -71,7 +71,7 @@ def beside(share: Share, lines: Sequence[Line], peak_at: str, report: Report) ->
     timeline = report.timeline
     if timeline is None:
         raise ValueError(f"the report has no timeline to take apart: {report.no_timeline}")
-    estimated = {line.name: line.bytes for line in lines}
+    estimated = {name: sum(line.bytes for line in lines if line.name == name) for name in LINES}
     spans: dict[str, list[Span]] = {}
     for span in timeline.at_peak():
         spans.setdefault(line_of(span, share), []).append(span)
@@ -80,9 +80,9 @@ def beside(share: Share, lines: Sequence[Line], peak_at: str, report: Report) ->
         found = spans.get(name, [])
         largest = max(found, key=lambda span: span.bytes, default=None)
         compiled = sum(span.bytes for span in found)
-        if compiled or estimated.get(name):
+        if compiled or estimated[name]:
             what = "" if largest is None or largest.name == "argument" else f"{largest.shape} {largest.source}".strip()
-            rows.append(Row(name, estimated.get(name, 0), compiled, what))
+            rows.append(Row(name, estimated[name], compiled, what))
     rows.append(Row(_GAPS, 0, report.peak_bytes - timeline.peak_bytes, ""))
     return Ledger(tuple(rows), peak_at, timeline.phase(timeline.peak_step) or "the only pass")
 

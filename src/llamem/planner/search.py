@@ -161,8 +161,8 @@ def _search(
     closest = min(tried, key=lambda e: e.peak_bytes, default=None)
     least = f" The least, by estimate: {closest.peak_bytes / GiB:.2f} GiB, {words(closest.plan)}." if closest else ""
     raise NothingFits(
-        f"nothing fits: {batch_size} x {seq_len:,} tokens on {chip.name} ({capacity / GiB:.2f} GiB), {len(tried)} plans "
-        f"estimated, {asked} of them compiled.{least} Choose fewer tokens, a larger chip or more of them.",
+        f"nothing fits: {batch_size} x {seq_len:,} tokens on {chip.name} ({capacity / GiB:.2f} GiB), {len(tried)} "
+        f"plans estimated, {asked} of them compiled.{least} Choose fewer tokens, a larger chip or more of them.",
         closest,
     )
 

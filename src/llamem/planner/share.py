@@ -27,7 +27,7 @@ _HEURISTICS = {
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """One device's part, in elements unless a name says bytes: `N` tokens `B x T`, of heads `H` and `K`, of `F`, of `V`.
+    """One device's part, in numbers unless a name says bytes: `N` tokens `B x T`, of heads `H` and `K`, of `F`, of `V`.
 
     `split` is into how many parts each weight is cut along D; `param_bytes` and `compute_bytes` are those of a number.
     `saved` are the named activations of a layer that stay on the device, `offloaded` those on the host; `kept` says
@@ -59,14 +59,17 @@ class Share:
 
     @property
     def D(self) -> int:
+        """The width of the residual stream."""
         return self.config.d_model
 
     @property
     def L(self) -> int:
+        """Layers."""
         return self.config.n_layers
 
     @property
     def h(self) -> int:
+        """Channels of a head."""
         return self.config.head_dim
 
     @property
@@ -179,7 +182,7 @@ def _implementation(plan: Plan, target: Target, T: int) -> Any:
 
 def _kept_names(plan: Plan) -> tuple[frozenset[str], frozenset[str], bool]:
     """Which activations stay on the device, which go to the host, and whether simply everything stays."""
-    policy = check_policy(plan.remat)
+    policy = check_policy(plan.policy)
     offload = frozenset(plan.offload)
     if plan.remat is None or plan.remat == "everything_saveable":
         return frozenset(ACTIVATIONS) - offload, offload, True
