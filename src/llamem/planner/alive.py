@@ -137,11 +137,10 @@ def _backward(share: Share) -> list[Line]:
     c, p = share.compute_bytes, share.param_bytes
     gathered = (c + p) * share.layer_weights if share.split > 1 else 0
     slices = gathered or c * (share.D * share.F + share.attention_weights)
+    in_f32 = share.plan.loss_tiles is not None and share.loss_axis == "tokens"
     return [
-        Line("head gradient", p * share.head // share.split, "until the optimizer takes it"),
-        Line(
-            "layer weights", slices, "of one layer, gathered, and its gradients" if gathered else "slices of one layer"
-        ),
+        Line("head gradient", (_F32 if in_f32 else p) * share.head, "as the loss left it, until the optimizer takes it"),
+        Line("layer weights", slices, "of one layer, gathered, and its gradients" if gathered else "slices of one layer"),
     ]
 
 
@@ -151,34 +150,57 @@ def _kept_for_attention(share: Share) -> int:
     if share.attention == "xla":
         return N * share.lanes * c * (share.H + 2 * share.K) + (_F32 + c) * share.B * share.H * share.T * share.T
     both = c * N * share.lanes * (2 * share.H + 2 * share.K)  # queries and output, keys and values
-    if share.attention == "splash":  # which writes each logsumexp 128 times
-        return both + _F32 * 128 * N * share.H
     if share.attention == "tiled":  # the sums of its gradients, f32, are zeroed early
         return both + _F32 * N * share.h * (share.H + 2 * share.K)
-    return both
+    return both + _F32 * N * share.H
+
+
+def _logsumexp(share: Share) -> int:
+    """Bytes of what Splash writes beside its result: of each query's logsumexp, f32, 128 copies."""
+    return _F32 * 128 * share.N * share.H if share.attention == "splash" else 0
 
 
 def _feed_forward(share: Share) -> list[Line]:
     c, N, tiles = share.compute_bytes, share.N, share.plan.mlp_tiles
     rows = -(-N // tiles)
-    inner = 0 if share.kept else 3 * c * rows * share.F
-    sums = _F32 * share.mlp_weights if tiles > 1 else 0
-    waiting = _kept_for_attention(share) if share.plan.attention_tiles == 1 and not share.kept else 0
+    kept = 0 if share.kept or share.plan.attention_tiles > 1 else _kept_for_attention(share)
+    if tiles > 1 or share.target.name.startswith("v5e"):
+        inner = 3 * c * rows * share.F
+        kept += _logsumexp(share) if kept else 0
+    else:  # other compilers hold silu's result, too, and have dropped the logsumexp by then
+        inner = 4 * c * rows * share.F
+    if share.kept:
+        inner = 2 * c * rows * share.F
     return [
-        Line("attention", waiting, "its forward pass, which runs again first"),
-        Line("feed-forward", inner + sums, f"gate, up and their gradient for {rows:,} tokens"),
-        Line("stream", 5 * c * N * share.D, "residual stream, its gradient, norms"),
+        Line("attention", kept, "what its forward pass, run again, leaves for its backward one"),
+        Line("feed-forward", inner + _row_sums(share), f"gate, up and gradients for {rows:,} tokens"),
+        Line("stream", _stream(share), "residual stream, its gradient, norms; rope's tables"),
     ]
 
 
 def _attention(share: Share) -> list[Line]:
     c, N, tiles = share.compute_bytes, share.N, share.plan.attention_tiles
-    waiting = 0 if share.kept else _kept_for_attention(share) // tiles
-    gradients = c * N * share.lanes * (2 * share.H + 2 * share.K) // tiles
+    kept = 0 if share.kept else _kept_for_attention(share) + _logsumexp(share)
+    gradients = c * N * share.lanes * (2 * share.H + 2 * share.K)
     return [
-        Line("attention", waiting + gradients, "queries, keys, values, output, their gradients"),
-        Line("stream", 5 * c * N * share.D, "residual stream, its gradient, norms"),
+        Line("attention", (kept + gradients) // tiles, "queries, keys, values, output, their gradients"),
+        Line("feed-forward", _row_sums(share), "sums of its weights' gradients, f32"),
+        Line("stream", _stream(share), "residual stream, its gradient, norms; rope's tables"),
     ]
+
+
+def _row_sums(share: Share) -> int:
+    """Bytes of the f32 sums of the feed-forward's gradients over tiles of rows."""
+    return _F32 * share.mlp_weights if share.plan.mlp_tiles > 1 else 0
+
+
+def _stream(share: Share) -> int:
+    """Bytes of activations as wide as the residual stream, and of rope's two tables."""
+    c, wide = share.compute_bytes, share.N * share.D
+    tables = _F32 * share.T * share.h
+    if share.plan.attention_tiles > 1:  # two sums over groups of heads in f32: the output's, and its input's gradient
+        return (2 * _F32 + 3 * c) * wide + tables
+    return 5 * c * wide + tables
 
 
 def _optimizer(share: Share) -> list[Line]:

@@ -78,10 +78,11 @@ def beside(share: Share, lines: Sequence[Line], peak_at: str, report: Report) ->
     rows = []
     for name in LINES:
         found = spans.get(name, [])
-        largest = max(found, key=lambda span: span.bytes, default=None)
+        arrays = [span for span in found if not span.shape.startswith("(") and span.name != "argument"]
+        largest = max(arrays, key=lambda span: span.bytes, default=None)
         compiled = sum(span.bytes for span in found)
         if compiled or estimated[name]:
-            what = "" if largest is None or largest.name == "argument" else f"{largest.shape} {largest.source}".strip()
+            what = "" if largest is None else f"{largest.shape} {largest.source}".strip()
             rows.append(Row(name, estimated[name], compiled, what))
     rows.append(Row(_GAPS, 0, report.peak_bytes - timeline.peak_bytes, ""))
     return Ledger(tuple(rows), peak_at, timeline.phase(timeline.peak_step) or "the only pass")
@@ -99,6 +100,8 @@ def line_of(span: Span, share: Share) -> str:
     if span.category == "logits" or share.V in sizes or share.loss_columns in sizes:
         return "loss tiles"
     stacked = len(sizes) > 2 and sizes[0] in (share.L, share.groups, share.L // share.groups)
+    if stacked and span.category == "gradients":
+        return "gradients"
     if span.category == "residuals" and stacked:
         return "residuals"
     without_tokens = share.N not in sizes and share.T not in sizes
