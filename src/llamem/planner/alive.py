@@ -37,6 +37,9 @@ class Line:
 def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
     """The moments at which a step's memory can peak, by name, each with its lines."""
     held = _held(share)
+    if share.param_bytes > share.compute_bytes:
+        copies = share.compute_bytes * (share.stack + share.head // share.split)
+        held.append(Line("layer weights", copies, "of all layers and the head, in the type of the products"))
     residuals = Line("residuals", _residuals(share), _why_residuals(share))
     gradients = Line("gradients", share.stack * share.param_bytes, "of all layers, from the backward loop's start")
     moments = {
@@ -53,17 +56,18 @@ def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
 def host_bytes(share: Share) -> tuple[int, int]:
     """Bytes in the host's memory, and bytes that cross the link in a step, both ways."""
     away = share.L * sum(_activation(share, name) for name in share.offloaded)
-    moments = 2 * share.params * share.param_bytes if share.plan.moments == "host" else 0
+    at_host = share.plan.moments == "host"
+    moments = 2 * (share.params - share.vectors) * share.param_bytes if at_host else 0
     return away + moments, 2 * (away + moments)
 
 
 def _held(share: Share) -> list[Line]:
     p = share.param_bytes
     at_home = share.plan.moments == "device"
-    moments = 2 * p * share.params if at_home else 2 * p * (share.params - share.stack)
+    moments = 2 * p * (share.params if at_home else share.vectors)
     return [
         Line("weights", p * share.params, f"{share.params:,} of {p} bytes"),
-        Line("moments", moments, "two for each weight" if at_home else "on the host"),
+        Line("moments", moments, "two for each weight" if at_home else "the norms'; the others wait on the host"),
         Line("batch", 2 * _F32 * share.B * share.T * share.mesh.context, "tokens and targets, int32"),
     ]
 
@@ -97,9 +101,11 @@ def _kept_per_token(share: Share) -> int:
     """Bytes of one token in one layer where everything stays: what the derivative of each operation reads."""
     c = share.compute_bytes
     inner = 6 * c * share.F  # gate, up, and silu's parts
-    stream = (5 * _F32 + 2 * c) * share.D  # the norms' f32 factors, and both norms' results
-    heads = c * share.lanes * (3 * share.H + 2 * share.K) + _F32 * share.H
-    return inner + stream + heads
+    stream = (6 * _F32 + 2 * c) * share.D  # the norms' f32 factors, and both norms' results
+    queries = 3 if share.target.platform == "tpu" else 2  # Splash reads scaled ones
+    heads = c * share.lanes * (queries * share.H + 2 * share.K) + _F32 * share.H
+    scores = (_F32 + c) * share.H * share.T if share.attention == "xla" else 0
+    return inner + stream + heads + scores
 
 
 def _why_residuals(share: Share) -> str:
@@ -137,10 +143,16 @@ def _backward(share: Share) -> list[Line]:
     c, p = share.compute_bytes, share.param_bytes
     gathered = (c + p) * share.layer_weights if share.split > 1 else 0
     slices = gathered or c * (share.D * share.F + share.attention_weights)
+    if share.groups > 1:  # a group's weights, sliced out for the inner loop, and their gradients
+        slices += 2 * p * (share.L // share.groups) * share.layer_weights // share.split
     in_f32 = share.plan.loss_tiles is not None and share.loss_axis == "tokens"
     return [
-        Line("head gradient", (_F32 if in_f32 else p) * share.head, "as the loss left it, until the optimizer takes it"),
-        Line("layer weights", slices, "of one layer, gathered, and its gradients" if gathered else "slices of one layer"),
+        Line(
+            "head gradient", (_F32 if in_f32 else p) * share.head, "as the loss left it, until the optimizer takes it"
+        ),
+        Line(
+            "layer weights", slices, "of one layer, gathered, and its gradients" if gathered else "slices of one layer"
+        ),
     ]
 
 
@@ -148,11 +160,16 @@ def _kept_for_attention(share: Share) -> int:
     """Bytes that attention's forward pass leaves for its backward one, of all heads."""
     c, N = share.compute_bytes, share.N
     if share.attention == "xla":
-        return N * share.lanes * c * (share.H + 2 * share.K) + (_F32 + c) * share.B * share.H * share.T * share.T
+        return N * share.lanes * c * (share.H + 2 * share.K) + (_F32 + c) * _scores(share)
     both = c * N * share.lanes * (2 * share.H + 2 * share.K)  # queries and output, keys and values
     if share.attention == "tiled":  # the sums of its gradients, f32, are zeroed early
         return both + _F32 * N * share.h * (share.H + 2 * share.K)
     return both + _F32 * N * share.H
+
+
+def _scores(share: Share) -> int:
+    """How many scores a layer's attention has where it writes them down."""
+    return share.B * share.H * share.T * share.T * share.mesh.context
 
 
 def _logsumexp(share: Share) -> int:
@@ -182,6 +199,8 @@ def _attention(share: Share) -> list[Line]:
     c, N, tiles = share.compute_bytes, share.N, share.plan.attention_tiles
     kept = 0 if share.kept else _kept_for_attention(share) + _logsumexp(share)
     gradients = c * N * share.lanes * (2 * share.H + 2 * share.K)
+    if share.attention == "xla":  # their gradients, and which of them are seen
+        gradients += (_F32 + 1) * _scores(share)
     return [
         Line("attention", (kept + gradients) // tiles, "queries, keys, values, output, their gradients"),
         Line("feed-forward", _row_sums(share), "sums of its weights' gradients, f32"),

@@ -97,14 +97,16 @@ def line_of(span: Span, share: Share) -> str:
     of_tables = share.V in sizes and (share.D in sizes or share.D // share.split in sizes)
     if of_tables and share.loss_rows not in sizes:
         return "head gradient"
-    if span.category == "logits" or share.V in sizes or share.loss_columns in sizes:
+    if span.category == "logits" or share.V in sizes or {share.loss_rows, share.loss_columns} <= set(sizes):
         return "loss tiles"
     stacked = len(sizes) > 2 and sizes[0] in (share.L, share.groups, share.L // share.groups)
     if stacked and span.category == "gradients":
         return "gradients"
+    without_tokens = share.N not in sizes and share.T not in sizes
+    if stacked and span.category == "residuals" and span.operation.startswith("args"):
+        return "layer weights"  # the weights in the type of the products
     if span.category == "residuals" and stacked:
         return "residuals"
-    without_tokens = share.N not in sizes and share.T not in sizes
     if stacked and without_tokens:
         return "gradients"
     if without_tokens and share.D in sizes and (share.F in sizes or heads & set(sizes)):

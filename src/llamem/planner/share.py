@@ -100,8 +100,12 @@ class Share:
     @property
     def stack(self) -> int:
         """Numbers that this device stores of all layers' weights; norms are whole on every device."""
-        norms = 2 * self.D + (2 * self.h if self.config.qk_norm else 0)
-        return self.L * (self.layer_weights // self.split + norms)
+        return self.L * self.layer_weights // self.split + self.vectors - self.D
+
+    @property
+    def vectors(self) -> int:
+        """Numbers in the scales of all norms."""
+        return self.L * (2 * self.D + (2 * self.h if self.config.qk_norm else 0)) + self.D
 
     @property
     def tables(self) -> int:
