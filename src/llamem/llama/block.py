@@ -1,6 +1,7 @@
 """One Llama layer: norms, rotary positions, attention, feed-forward."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,14 @@ from llamem.layers.attention import Implementation, causal_attention
 from llamem.layers.collectives import enter, leave
 from llamem.layers.context import context_attention
 from llamem.layers.experts import mixture
+from llamem.layers.offload import name_in_pieces
+from llamem.layers.parts import map_rows, sum_parts
 from llamem.llama.config import LlamaConfig
-from llamem.llama.sharding import MeshShape
+from llamem.llama.sharding import PARAMETERS, MeshShape, parameter_name
+
+# What attention reads of a block beside its first norm, and what the feed-forward reads.
+_ATTENTION = ("wq", "wk", "wv", "wo", "q_norm", "k_norm")
+_FEED_FORWARD = ("mlp_norm", "w_router", "w_gate", "w_up", "w_down")
 
 
 def rms_norm(x: Float[Array, "*N D"], scale_D: Float[Array, " D"], eps: float) -> Float[Array, "*N D"]:
@@ -82,25 +89,52 @@ class Block(nnx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
         implementation: Implementation = "auto",
         mesh: MeshShape = MeshShape(),
+        *,
+        attention_tiles: int = 1,
+        mlp_tiles: int = 1,
+        offload: tuple[str, ...] = (),
     ) -> Float[Array, "B T D"]:
         """The layer over a whole sequence; `ACTIVATIONS` lists the names it gives for `llamem.Policy`.
+
+        `attention_tiles`, `mlp_tiles` and `offload`: see `llamem.Plan`.
 
         On a mesh, inside `shard_map`, the weights are this device's part of the heads and of F, whole along D, and
         the sequence is this device's part of it.
         """
-        x_BTD = checkpoint_name(x_BTD, "block_in")
-        q_BTHh, k_BTKh, v_BTKh = self.qkv(x_BTD, rope, mesh.tensor_axis)
-        if mesh.context_axis:
-            attn_BTHh = context_attention(q_BTHh, k_BTKh, v_BTKh, axis=mesh.context_axis, implementation=implementation)
-        else:
-            attn_BTHh = causal_attention(q_BTHh, k_BTKh, v_BTKh, segments_BT=segments_BT, implementation=implementation)
-        return self.finish(x_BTD, attn_BTHh, mesh.tensor_axis)
+        x_BTD = name_in_pieces(x_BTD, "block_in") if "block_in" in offload else checkpoint_name(x_BTD, "block_in")
+        y_BTD = enter(rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps), mesh.tensor_axis)
+        if attention_tiles == 1:
+            attn_BTHh = self._attend(y_BTD, rope, segments_BT, implementation, mesh)
+            return self.finish(x_BTD, attn_BTHh, mesh.tensor_axis, mlp_tiles)
+        graphdef, mine, others = nnx.split(self, lambda path, _: path[0] in _ATTENTION, ...)
+        heads, shared = _groups_of_heads(mine, attention_tiles)
+
+        def group(shared: Any, heads: Any, dtype: Any) -> Array:
+            weights, y_BTD, rope, segments_BT = shared
+            weights = jax.tree.map(lambda a, b: b if a is None else a, weights, heads, is_leaf=lambda a: a is None)
+            block = nnx.merge(graphdef, weights, others)
+            return block._project(block._attend(y_BTD, rope, segments_BT, implementation, mesh), dtype)
+
+        attn_out_BTD = sum_parts(group, (shared, y_BTD, rope, segments_BT), heads, x_BTD.dtype)
+        return self._feed_forward(
+            self._after_attention(x_BTD, attn_out_BTD, mesh.tensor_axis), mesh.tensor_axis, mlp_tiles
+        )
 
     def qkv(
-        self, x_BTD: Float[Array, "B T D"], rope: tuple[Array, Array], tensor_axis: str | None = None
+        self, x_BTD: Float[Array, "B T D"], rope: tuple[Array, Array]
     ) -> tuple[Float[Array, "B T H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
         """Queries `[B, T, H, h]`, keys and values `[B, T, K, h]`, rotated to their positions."""
-        y_BTD = enter(rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps), tensor_axis)
+        return self._qkv(rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps), rope)
+
+    def _attend(
+        self, y_BTD: Array, rope: tuple[Array, Array], segments_BT: Array | None, how: Implementation, mesh: MeshShape
+    ) -> Array:
+        q_BTHh, k_BTKh, v_BTKh = self._qkv(y_BTD, rope)
+        if mesh.context_axis:
+            return context_attention(q_BTHh, k_BTKh, v_BTKh, axis=mesh.context_axis, implementation=how)
+        return causal_attention(q_BTHh, k_BTKh, v_BTKh, segments_BT=segments_BT, implementation=how)
+
+    def _qkv(self, y_BTD: Array, rope: tuple[Array, Array]) -> tuple[Array, Array, Array]:
         q_BTHh = jnp.einsum("BTD,DHh->BTHh", y_BTD, self._compute(self.wq))
         k_BTKh = jnp.einsum("BTD,DKh->BTKh", y_BTD, self._compute(self.wk))
         v_BTKh = jnp.einsum("BTD,DKh->BTKh", y_BTD, self._compute(self.wv))
@@ -111,11 +145,30 @@ class Block(nnx.Module):
         return checkpoint_name(q_BTHh, "q"), checkpoint_name(k_BTKh, "k"), checkpoint_name(v_BTKh, "v")
 
     def finish(
-        self, x_BTD: Float[Array, "B T D"], attn_BTHh: Float[Array, "B T H h"], tensor_axis: str | None = None
+        self,
+        x_BTD: Float[Array, "B T D"],
+        attn_BTHh: Float[Array, "B T H h"],
+        tensor_axis: str | None = None,
+        mlp_tiles: int = 1,
     ) -> Float[Array, "B T D"]:
         """What follows attention: output projection and feed-forward (SwiGLU, or experts), each added to the stream."""
-        attn_out_BTD = jnp.einsum("BTHh,HhD->BTD", attn_BTHh, self._compute(self.wo))
-        x_BTD = x_BTD + checkpoint_name(leave(attn_out_BTD, tensor_axis), "attn_out")
+        x_BTD = self._after_attention(x_BTD, self._project(attn_BTHh), tensor_axis)
+        return self._feed_forward(x_BTD, tensor_axis, mlp_tiles)
+
+    def _project(self, attn_BTHh: Array, dtype: Any = None) -> Array:
+        return jnp.einsum("BTHh,HhD->BTD", attn_BTHh, self._compute(self.wo), preferred_element_type=dtype)
+
+    def _after_attention(self, x_BTD: Array, attn_out_BTD: Array, tensor_axis: str | None) -> Array:
+        return x_BTD + checkpoint_name(leave(attn_out_BTD, tensor_axis), "attn_out")
+
+    def _feed_forward(self, x_BTD: Array, tensor_axis: str | None, tiles: int = 1) -> Array:
+        if tiles > 1:
+            graphdef, mine, others = nnx.split(self, lambda path, _: path[0] in _FEED_FORWARD, ...)
+
+            def rows(params: nnx.State, x_ND: Array) -> Array:
+                return nnx.merge(graphdef, params, others)._feed_forward(x_ND[None], tensor_axis)[0]
+
+            return map_rows(rows, mine, x_BTD.reshape(-1, x_BTD.shape[-1]), tiles).reshape(x_BTD.shape)
         y_BTD = enter(rms_norm(x_BTD, self.mlp_norm[...], self.config.norm_eps), tensor_axis)
         w_gate, w_up, w_down = map(self._compute, (self.w_gate, self.w_up, self.w_down))
         if k := self.config.experts_per_token:
@@ -128,6 +181,29 @@ class Block(nnx.Module):
 
     def _compute(self, param: nnx.Param) -> Array:
         return param[...].astype(self.config.compute_dtype)
+
+
+def _groups_of_heads(weights: nnx.State, groups: int) -> tuple[nnx.State, nnx.State]:
+    """Weights that have heads, cut into groups of them, `[groups, ...]`; and those that all heads share. Each with None
+    for the others.
+    """
+
+    def axis_of_heads(path: tuple[Any, ...], weight: Array) -> int | None:
+        names = PARAMETERS[str(parameter_name(path))]
+        found = [i for i, name in enumerate(names) if name in ("heads", "kv_heads")]
+        return weight.ndim - len(names) + found[0] if found else None
+
+    def cut(path: tuple[Any, ...], weight: Array) -> Array | None:
+        axis = axis_of_heads(path, weight)
+        if axis is None:
+            return None
+        shape = (*weight.shape[:axis], groups, -1, *weight.shape[axis + 1 :])
+        return jnp.moveaxis(weight.reshape(shape), axis, 0)
+
+    def shared(path: tuple[Any, ...], weight: Array) -> Array | None:
+        return weight if axis_of_heads(path, weight) is None else None
+
+    return jax.tree.map_with_path(cut, weights), jax.tree.map_with_path(shared, weights)
 
 
 # What a block names; with experts also "router".

@@ -48,6 +48,7 @@ class Llama(nnx.Module):
                 f"Llama({config!r}, rngs={rngs!r}, plan={plan!r}): expected a llamem.LlamaConfig, such as "
                 "LlamaConfig.from_name('tiny'), an nnx.Rngs, such as nnx.Rngs(0), and a llamem.Plan."
             )
+        _check_heads(config, plan)
         self.config, self.plan = config, plan
         self.deterministic = False  # the attribute that nnx's train() and eval() set
         V, D = config.vocab_size, config.d_model
@@ -107,7 +108,8 @@ class Llama(nnx.Module):
         def layer(params: nnx.State, x_BTD: Array) -> Array:
             # Gathered in here: rematerialised with the layer, and so never whole for more than one layer.
             params = gather_weights(params, mesh, self.config.compute_dtype)
-            return nnx.merge(graphdef, params)(x_BTD, rope, segments_BT, self.plan.attention, mesh)
+            tools = {name: getattr(self.plan, name) for name in ("attention_tiles", "mlp_tiles", "offload")}
+            return nnx.merge(graphdef, params)(x_BTD, rope, segments_BT, self.plan.attention, mesh, **tools)
 
         result = apply_stack(
             layer,
@@ -198,3 +200,17 @@ class Llama(nnx.Module):
                 "was not set up for such positions. Shorten the sequence, or "
                 "config.replace(max_seq_len=..., rope_scaling=...)."
             )
+
+
+def _check_heads(config: LlamaConfig, plan: Plan) -> None:
+    tensor = MeshShape.of(plan.mesh).tensor
+    heads = config.n_kv_heads // tensor
+    if heads % plan.attention_tiles:
+        each = f"{config.n_kv_heads} key/value heads" + (
+            f", {heads} on each of tensor={tensor} devices" if tensor > 1 else ""
+        )
+        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ValueError(
+            f"Plan(attention_tiles={plan.attention_tiles}) of a model with {each}: groups of heads are equal, and keep "
+            f"the queries of a key/value head together. Choose {divisors}."
+        )

@@ -13,7 +13,7 @@ LossAxis = Literal["auto", "tokens", "vocab"]
 Moments = Literal["device", "host"]
 # Names that are given inside a tile, whose forward pass is always computed again: no policy could keep them.
 _IN_ATTENTION_TILES = frozenset(("q", "k", "v", "attn"))
-_IN_MLP_TILES = frozenset(("gate", "up", "router"))
+_IN_MLP_TILES = frozenset(("gate", "up", "router", "mlp_out"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Plan:
         tiles = getattr(self, field)
         if not isinstance(tiles, int) or isinstance(tiles, bool) or tiles < 1:
             raise ValueError(f"Plan({field}={tiles!r}): expected a whole number of at least 1.")
-        policy = self.policy
+        policy = check_policy(self.policy)
         if tiles > 1 and isinstance(policy, Policy) and (lost := sorted(inside.intersection(policy.names))):
             raise ValueError(
                 f"Plan({field}={tiles}): the policy mentions {lost}, which are computed tile by tile and again in the "
