@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import llamem
 from llamem.layers import Policy
 from llamem.planner import Estimate, ask
-from llamem.planner.search import words
+from llamem.planner.candidates import words
 
 TABLE = Path(__file__).with_suffix(".md")
 GiB = 2**30

@@ -9,7 +9,7 @@ import pytest
 import llamem
 from llamem import LlamaConfig, NothingFits, Plan, Policy, find_plan, largest_batch, longest_context, smallest_chip
 from llamem.planner import search
-from llamem.planner.search import words
+from llamem.planner.candidates import words
 
 BF16 = {"param_dtype": jnp.bfloat16, "compute_dtype": jnp.bfloat16}
 ONE_B = LlamaConfig.from_name("llama3.2-1b", **BF16)

@@ -16,7 +16,7 @@ from llamem.llama.plan import Plan
 from llamem.memory import TARGETS, GiB
 from llamem.planner import Estimate, ask, estimate
 from llamem.planner.alive import LINES
-from llamem.planner.search import words
+from llamem.planner.candidates import words
 
 __all__ = ["Explorer", "estimate_bars", "estimate_bars_alt"]
 

@@ -1,5 +1,6 @@
 """Which plans are worth a thought, and which of them no other beats: plain enumeration, every one estimated."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any
@@ -91,3 +92,18 @@ def frontier(found: Iterable[Estimate]) -> list[Estimate]:
         if not best or one.peak_bytes < best[-1].peak_bytes:
             best.append(one)
     return best
+
+
+def words(plan: Plan) -> str:
+    """What a plan says beyond the defaults, as in its call: `Plan(mlp_tiles=16, offload=('block_in',))`."""
+    return _call(plan)
+
+
+def _call(made: Plan | Policy) -> str:
+    changed = []
+    for field in dataclasses.fields(made):
+        value = getattr(made, field.name)
+        if value != field.default:
+            shown = _call(value) if isinstance(value, Policy) else value.axes if isinstance(value, MeshShape) else value
+            changed.append(f"{field.name}={shown if isinstance(value, Policy) else repr(shown)}")
+    return f"{type(made).__name__}({', '.join(changed)})"

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 
 from llamem.llama import LlamaConfig, MeshShape
 from llamem.memory import TARGETS, GiB
-from llamem.planner.search import Found, NothingFits, find_plan, longest_context, words
+from llamem.planner.candidates import words
+from llamem.planner.search import Found, NothingFits, find_plan, longest_context
 
 FITS, NOTHING_FITS, BAD_INPUT = 0, 1, 2
 _HEAD = ("model", "chip", "batch x tokens", "GiB", "of", "host GiB", "s a step, estimated", "plan")

@@ -7,7 +7,7 @@ from llamem.llama import LlamaConfig, MeshShape, Plan
 from llamem.memory import TARGETS, GiB, Report, Target, compile_report
 from llamem.memory import target as checked_target
 from llamem.memory.show import html_table
-from llamem.planner.candidates import estimates, frontier
+from llamem.planner.candidates import estimates, frontier, words
 from llamem.planner.estimates import Estimate
 from llamem.train import TrainSettings, abstract_step
 
@@ -78,16 +78,6 @@ class Found:
 
     def _repr_html_(self) -> str:
         return f"<p>{'<br>'.join(self.why.splitlines())}</p>{html_table(self._HEAD, self._rows())}"
-
-
-def words(plan: Plan) -> str:
-    """What a plan says beyond the defaults, as in its call: `Plan(mlp_tiles=16, offload=('block_in',))`."""
-    changed = []
-    for field in dataclasses.fields(plan):
-        value = getattr(plan, field.name)
-        if value != field.default:
-            changed.append(f"{field.name}={value.axes if isinstance(value, MeshShape) else value!r}")
-    return f"Plan({', '.join(changed)})"
 
 
 def find_plan(

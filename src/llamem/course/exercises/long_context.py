@@ -11,7 +11,7 @@ from llamem.course.exercises import grade
 from llamem.llama import PRESETS, LlamaConfig, Plan
 from llamem.memory.jaxprs import equations
 from llamem.planner import Estimate, estimate
-from llamem.planner.search import words
+from llamem.planner.candidates import words
 
 GiB = 2**30
 # Exercise 3: a plan that fits and wastes time, for this model, chip and length.
