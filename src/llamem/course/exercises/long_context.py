@@ -30,7 +30,7 @@ def check_waiting_bytes(fn: Callable[..., int]) -> None:
     def body() -> str:
         for L, D, tokens, groups in (
             (16, 2048, 131_072, 1),
-            (16, 2048, 131_072, 4),
+            (16, 2048, 131_072, 8),
             (28, 3072, 8192, 7),
             (12, 64, 10, 3),
         ):
@@ -71,7 +71,7 @@ def check_feed_forward(fn: Callable[..., Any]) -> None:
         for tried in (tiles, 16):
             jaxpr = jax.make_jaxpr(jax.grad(lambda w, n=tried: jnp.sum(fn(w, x_ND, n) * weight_ND)))(w).jaxpr
             largest = max(
-                (int(np.prod(v.aval.shape)) for e in equations(jaxpr) for v in e.outvars if F in v.aval.shape[-1:]),
+                (int(np.prod(v.aval.shape)) for e, _ in equations(jaxpr) for v in e.outvars if F in v.aval.shape),
                 default=0,
             )
             if largest >= N * F:
@@ -87,7 +87,7 @@ def check_feed_forward(fn: Callable[..., Any]) -> None:
         for name in w:
             assert by_rows[name].dtype == jnp.bfloat16, f"the gradient of {name} has another type than the weight"
             error, limit = (_error(one[name], true[name]) for one in (by_rows, whole))
-            if error > 1.1 * limit:
+            if error > 1.3 * limit:
                 raise AssertionError(
                     f"the gradient of {name} is off by {error:.1e}, that of the whole feed-forward by {limit:.1e}: "
                     f"{tiles} tiles are added up, each sum rounded to eight bits. In which type is the sum?"
