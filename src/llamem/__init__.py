@@ -21,6 +21,16 @@ from llamem.llama import (
 )
 from llamem.losses import TileChoice, choose_tiles, tiled_cross_entropy, tiled_logprobs
 from llamem.memory import TARGETS, Comparison, Report, available, compare, compile_report, saved_residuals, target
+from llamem.planner import (
+    Estimate,
+    Found,
+    NothingFits,
+    estimate,
+    find_plan,
+    largest_batch,
+    longest_context,
+    smallest_chip,
+)
 from llamem.train import TrainSettings, abstract_lora_step, abstract_step
 from llamem.verify import assert_remat, verify_remat
 
@@ -30,10 +40,13 @@ __all__ = [
     "TARGETS",
     "Adapters",
     "Comparison",
+    "Estimate",
+    "Found",
     "KVCache",
     "Llama",
     "LlamaConfig",
     "LoraConfig",
+    "NothingFits",
     "Plan",
     "Policy",
     "Report",
@@ -48,13 +61,18 @@ __all__ = [
     "choose_tiles",
     "compare",
     "compile_report",
+    "estimate",
+    "find_plan",
     "generate",
+    "largest_batch",
     "load_adapters",
     "load_pretrained",
+    "longest_context",
     "merge_adapter",
     "save_adapter",
     "save_pretrained",
     "saved_residuals",
+    "smallest_chip",
     "stack_layers",
     "target",
     "tiled_cross_entropy",
