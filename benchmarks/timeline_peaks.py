@@ -124,20 +124,16 @@ def first_paint(page: Page) -> str:
     return f"{painted / 1000:.2f}"
 
 
-def kept_lines() -> tuple[dict[tuple[str, str], str], dict[str, str]]:
-    """The lines of both tables as they were written before: by program and chip, and by chip."""
+def write(line: str) -> None:
+    """Puts a line into its table, in place of the one of the same program and chip, and keeps the others."""
     peaks: dict[tuple[str, str], str] = {}
     steps: dict[str, str] = {}
-    for line in TABLE.read_text().splitlines() if TABLE.exists() else ():
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
+    for one in (*(TABLE.read_text().splitlines() if TABLE.exists() else ()), line):
+        cells = [cell.strip() for cell in one.strip("|").split("|")]
         if cells[0] in PROGRAMS:
-            peaks[cells[0], cells[1]] = line
+            peaks[cells[0], cells[1]] = one
         elif cells[0] in TARGETS:
-            steps[cells[0]] = line
-    return peaks, steps
-
-
-def write(peaks: dict[tuple[str, str], str], steps: dict[str, str]) -> None:
+            steps[cells[0]] = one
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "libtpu", "jax-cuda12-plugin"))
     lines = [peaks[name, target] for target in TARGETS for name in PROGRAMS if (name, target) in peaks]
     text = HEAD.format(date=datetime.date.today(), versions=packages) + "\n".join(lines) + "\n\n" + STEP
@@ -151,18 +147,17 @@ def main() -> None:
     parser.add_argument("--steps", nargs="*", default=("v5e-1", "a100-40"), choices=TARGETS)
     parser.add_argument("--depth", default="memory", choices=("memory", "code"))
     chosen = parser.parse_args()
-    peaks, steps = kept_lines()
     open_books = []
     for target in chosen.targets:
         for name in chosen.programs:
-            peaks[name, target], closes = compared(name, target, chosen.depth)
-            print(peaks[name, target], flush=True)
+            line, closes = compared(name, target, chosen.depth)
+            print(line, flush=True)
             open_books += [] if closes else [f"{name} on {target}"]
-            write(peaks, steps)
+            write(line)
     for target in chosen.steps:
-        steps[target] = one_step(target)
-        print(steps[target], flush=True)
-        write(peaks, steps)
+        line = one_step(target)
+        print(line, flush=True)
+        write(line)
     raise SystemExit(f"books that do not close: {open_books}" if open_books else 0)
 
 

@@ -240,7 +240,7 @@ class Timeline:
             f"{self.target}: {self.steps} steps, highest at step {self.peak_step}{where}: {size_text(self.peak_bytes)} "
             f"in use, {size_text(self.assigned_bytes)} set aside, of it gaps {gaps:.1%}"
         ]
-        if self.gap_bytes:
+        if self.gap_bytes > self.assigned_bytes / 1000:
             lines.append(f"  {self.difference}")
         if (over := self.over_capacity) is not None:
             lines.append(f"  over the chip's {size_text(self.capacity_bytes or 0)} from step {over[0]} to {over[1]}")
