@@ -3,12 +3,12 @@
 import dataclasses
 import functools
 import json
-import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.compilation_cache import compilation_cache
 from timeline_programs import PROGRAMS
 from timelines import FILES, MiB, handmade, write_dump
@@ -21,9 +21,6 @@ from llamem.memory.name_stacks import differentiation_pass
 from llamem.memory.timeline import Timeline
 from llamem.memory.timeline_categories import CATEGORIES, argument_category
 from llamem.memory.timeline_schedule import Pass, find_passes, read_schedule
-
-# Twenty programs on each take half an hour: `LLAMEM_TIMELINE_MATRIX=local,v5e-1,v6e-1,a100-40,h100` runs them.
-MATRIX = [name for name in os.environ.get("LLAMEM_TIMELINE_MATRIX", "").split(",") if name]
 
 
 def read(folder, names=("params['w']", "x")) -> Timeline:
@@ -129,7 +126,7 @@ def test_what_shares_an_address_counts_once():
     assert timeline.gaps == {
         "outputs": (~now[1]).sum(),
         "between": (ever & ~now)[made].sum(),
-        "unnamed": (~ever)[made].sum(),
+        "unnamed": np.logical_not(ever)[made].sum(),
     }
     assert all(timeline.gaps.values()) and sum(timeline.gaps.values()) == timeline.gap_bytes
 
@@ -286,13 +283,52 @@ def test_the_highest_point_on_a_gpu():
     check_program("loss, tiles of tokens", "a100-40")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("target", MATRIX)
+@pytest.mark.weekly
+@pytest.mark.parametrize("target", ["local", "v5e-1", "v6e-1", "a100-40", "h100"])
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_highest_point_of_twenty_programs_everywhere(program, target):
     if not llamem.available(target):
         pytest.skip(f"no compiler for {target} here")
     check_program(program, target)
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("target", ["v5e-1", "a100-40"])
+def test_nine_tenths_of_the_bytes_of_a_large_step_have_a_category(target):
+    if not llamem.available(target):
+        pytest.skip(f"no compiler for {target} here")
+    config = llamem.LlamaConfig.from_name("llama3.2-1b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    step, *args = llamem.abstract_step(config, llamem.TrainSettings(batch_size=1, seq_len=8192), llamem.Plan())
+    timeline = llamem.compile_report(step, *args, donate=(0,), target=target).timeline
+    assert timeline is not None
+    named = sum(buffer.bytes for buffer in timeline.at_peak() if buffer.category != "other")
+    assert named > 0.9 * timeline.peak_bytes
+
+
+@pytest.mark.weekly
+@pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
+def test_what_waits_on_the_host_is_what_is_saved_there():
+    def loss(w, x):
+        layer = lambda w, x: jnp.tanh(checkpoint_name(x, "block_in") @ w) + x  # noqa: E731
+        remat = llamem.Policy(offload=("block_in",))
+        return jnp.sum(llamem.apply_stack(layer, w, x, remat=remat) ** 2)
+
+    shapes = jax.ShapeDtypeStruct((6, 1024, 1024), jnp.float32), jax.ShapeDtypeStruct((16_384, 1024), jnp.float32)
+    report = llamem.compile_report(jax.value_and_grad(loss), *shapes, target="v5e-1")
+    timeline = report.timeline
+    assert timeline is not None
+    assert timeline.curve("host").max() == report.host_bytes == 6 * 16_384 * 1024 * 4
+    assert timeline.curve("host")[0] == 0  # nothing waits there before it is made
+    assert {buffer.category for buffer in timeline.buffers if buffer.space == "host"} == {"residuals"}
+
+
+def test_the_largest_buffers_are_the_reports():
+    report = llamem.compile_report(update, *SHAPES)
+    assert report.timeline is not None
+    spans = {(buffer.shape, buffer.bytes) for buffer in report.timeline.buffers if buffer.made_in}
+    rows = {(row.shape, row.bytes) for row in report.buffers}
+    assert len(rows) >= 2 and rows <= spans
+    assert report.buffers[0].bytes == max(n_bytes for _, n_bytes in spans)
 
 
 def check_program(name, target):
@@ -307,9 +343,7 @@ def check_program(name, target):
     assert timeline.peak_bytes + sum(timeline.gaps.values()) == timeline.assigned_bytes
     assert min(timeline.gaps.values()) >= 0 and timeline.gaps["unnamed"] < 0.005 * timeline.assigned_bytes
     if timeline.gap_bytes > 0.005 * report.peak_bytes:
-        assert f"{timeline.gap_bytes / timeline.assigned_bytes:.1%}" in str(timeline) and timeline.difference in str(
-            timeline
-        )
+        assert timeline.difference in str(timeline) and timeline.difference.count("iB") > 2
     assert timeline.curve("host").max() <= report.host_bytes
     largest = max((b.bytes for b in timeline.buffers if b.space == "device" and b.made_in), default=0)
     if report.buffers and timeline.passes:  # the text's largest arrays, without the padding of tiles
