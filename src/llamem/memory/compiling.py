@@ -271,6 +271,7 @@ def _report(
         depth=depth,
         matmul_flops=flops,
         compiled_matmul_flops=answer["compiled_matmul_flops"],
+        xla_peak_bytes=answer.get("xla_peak_bytes"),
         collectives=tuple(Collective(**row) for row in answer["collectives"] or ()),
         buffers=tuple(Buffer(**row) for row in answer["buffers"]),
         warnings=tuple(warnings),

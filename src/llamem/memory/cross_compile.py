@@ -93,11 +93,12 @@ def compile_absent(
             finally:
                 child.kill()
         if depth == "memory" and memory_is_assigned(dump):
-            answer = describe("") | read_dump(dump)
+            answer = describe("") | read_dump(dump, target.platform)
         elif file.exists():
             answer = json.loads(file.read_text())
             if "error" not in answer:
-                answer = describe(answer.get("text", "")) | read_dump(dump) | analysed_bytes(SimpleNamespace(**answer))
+                dumped, analysed = read_dump(dump, target.platform), analysed_bytes(SimpleNamespace(**answer))
+                answer = describe(answer.get("text", "")) | dumped | analysed
         else:
             died = f"signal {-child.returncode}" if child.returncode < 0 else f"exit status {child.returncode}"
             raise RuntimeError(
