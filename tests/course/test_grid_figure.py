@@ -56,7 +56,7 @@ def test_the_figure_shows_the_peaks_of_its_arguments():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: grids.play("every layer"), "the ways are"),  # pyrefly: ignore
+        (lambda: grids.play("every layer"), "the ways are"),
         (lambda: grids.play("nested", 0), "at least one layer"),
         (lambda: grids.layer_grid(kept=12, everything=11), "no more than everything"),
         (lambda: explore(grids.layer_grid), "name the arguments"),

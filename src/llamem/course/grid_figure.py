@@ -36,7 +36,7 @@ class Play:
         return np.array([0.0, kept, everything])[self.stored].sum(axis=1)
 
 
-def play(way: Way, n_layers: int = 16, group: int = 4) -> Play:
+def play(way: str, n_layers: int = 16, group: int = 4) -> Play:
     """Plays a stack of `n_layers` layers with checkpoints in one of four places.
 
     "nested" has a checkpoint around each `group` layers, and one around each layer inside; a last group may be shorter.
