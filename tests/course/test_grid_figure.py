@@ -50,7 +50,7 @@ def test_the_figure_shows_the_peaks_of_its_arguments():
         assert f"{way}: {len(one.runs)} steps" in titles and f"peak {one.live(3, 20).max():.0f}" in titles
     drawn = fig.axes[4].collections[0]
     assert isinstance(drawn, FillBetweenPolyCollection)
-    assert np.max(drawn.get_paths()[0].vertices[:, 1]) == 8 * 20
+    assert np.asarray(drawn.get_paths()[0].vertices)[:, 1].max() == 8 * 20
 
 
 @pytest.mark.parametrize(

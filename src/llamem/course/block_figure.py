@@ -1,6 +1,7 @@
 """One Llama layer as a picture: what flows along each arrow, in bytes, and what each matrix weighs."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
@@ -35,7 +36,7 @@ def block_flows(config: LlamaConfig, tokens: int) -> dict[str, Flow]:
     sizes = dict(T=tokens, S=tokens, D=config.d_model, F=config.d_ff)
     sizes |= dict(H=config.n_heads, K=config.n_kv_heads, h=config.head_dim)
 
-    def flow(axes: str, dtype: object) -> Flow:
+    def flow(axes: str, dtype: Any) -> Flow:
         count = jnp.dtype(dtype).itemsize
         for axis in axes:
             count *= sizes[axis]

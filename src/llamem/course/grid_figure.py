@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -82,7 +82,7 @@ def layer_grid(
     _check(kept, everything)
     plays = {way: play(way, n_layers, group) for way in ways}
     size = (3 * len(plays) + 0.4, 5.2)
-    shared = {"sharex": True, "sharey": "row", "squeeze": False, "layout": "constrained"}
+    shared: dict[str, Any] = {"sharex": True, "sharey": "row", "squeeze": False, "layout": "constrained"}
     fig, axes = plt.subplots(2, len(plays), figsize=size, height_ratios=[2, 1], **shared)
     for (way, one), top, bottom in zip(plays.items(), *axes, strict=True):
         _cells(top, one, f"{way}: {len(one.runs)} steps")

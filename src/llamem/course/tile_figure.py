@@ -1,5 +1,7 @@
 """The logits cut both ways: what one tile reads, what it makes and forgets, what it finishes, where it adds."""
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -32,9 +34,9 @@ def two_cuts() -> Figure:
     return fig
 
 
-def _patch(box: Box, colour: str, hatch: str, **options: str) -> Rectangle:
-    style = {"facecolor": colour, "alpha": 0.6, "hatch": hatch, "edgecolor": "white"}
-    return Rectangle(box[:2], *box[2:], **style | options)
+def _patch(box: Box, colour: str, hatch: str, label: str = "") -> Rectangle:
+    style: dict[str, Any] = {"facecolor": colour, "alpha": 0.6, "hatch": hatch, "edgecolor": "white", "label": label}
+    return Rectangle(box[:2], *box[2:], **style)
 
 
 def _cut(ax: Axes, title: str, boxes: list[list[Box]]) -> None:
