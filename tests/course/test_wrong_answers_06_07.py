@@ -179,6 +179,17 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
         schedule(right_warmup, decay=lambda s, p, w, n, e: cosine(s, p, 0, n)),
         "ends at the peak",
     ),
+    "a cosine that is too long": (
+        train_llama3.check_rate,
+        schedule(right_warmup, decay=lambda s, p, w, n, e: cosine(s, p, w, n + w)),
+        "cosine",
+    ),
+    "no warm-up": (train_llama3.check_rate, schedule(lambda s, peak, w: peak), "foot"),
+    "too many tokens": (
+        train_llama3.check_settings,
+        lambda: TrainSettings(seq_len=8192, batch_size=16, accumulate=16),
+        "65,536",
+    ),
     "no settings": (train_llama3.check_settings, lambda: 65_536, "TrainSettings"),
     "one long sequence": (train_llama3.check_settings, lambda: TrainSettings(seq_len=65_536, batch_size=1), "8,192"),
     "sequences of another length": (
