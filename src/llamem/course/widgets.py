@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ipywidgets
 import matplotlib.pyplot as plt
 from IPython.display import display
 from matplotlib.figure import Figure
@@ -16,8 +17,6 @@ def explore(draw: Callable[..., Figure], /, **choices: Sequence[Any]) -> Any:
     """
     if not choices or not all(len(values) for values in choices.values()):
         raise ValueError("explore(draw, ...): name the arguments of draw and what each may be, such as depth=(8, 16).")
-    import ipywidgets  # an extra of the package: figures do without it
-
     sliders = {
         name: ipywidgets.SelectionSlider(options=list(values), value=values[0], description=name.replace("_", " "))
         for name, values in choices.items()
