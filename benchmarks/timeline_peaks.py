@@ -42,7 +42,7 @@ HEAD = """\
 aliases + temporaries); the timeline's highest point, what is in use at once; the difference, by where it lies: in
 results not written yet, between buffers at addresses that others use at other steps, at addresses that no array ever
 has. XLA's peak is its `peak_memory_in_bytes`, where the compiler went to the end; on a CPU it leaves temporaries out.
-The exit status says that in use + difference = set aside = the report's peak + constants, to the byte, in each line run.
+In use + difference = set aside = the report's peak + constants, to the byte: the exit status says so.
 
 | program | chip | set aside | in use | difference in % | results | between | unnamed | XLA's peak |
 |---|---|---|---|---|---|---|---|---|
