@@ -91,7 +91,7 @@ REFUSED = [
     ({"something_new": {"on": 1}}, "something_new="),
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'.*other weights"),
     ({"peft_type": "IA3"}, "peft_type='IA3'"),
-    ({"r": 4}, "says rank 4 and alpha 2.5 for model.layers.0.self_attn.q_proj, whose A has 5 rows"),
+    ({"r": 4}, "says rank 4 and alpha 2.5 for .*, whose A has 5 rows"),
     ({"lora_alpha": None}, "alpha None"),
     ({"rank_pattern": {"(a*)*b": 1}}, "rank_pattern names"),
     ({"rank_pattern": [1]}, "expected an object"),
@@ -133,7 +133,7 @@ def test_files_that_hold_something_else_are_refused(model, folder, change, words
 
 
 def test_an_adapter_of_another_base_is_refused(model, folder):
-    with pytest.raises(ValueError, match=r"A is \[r, 24\], and B \[16, r\].*another base"):
+    with pytest.raises(ValueError, match=r"A is \[r, 24\], and B \[8, r\].*another base"):
         load_adapters(model_of(CONFIG.replace(n_kv_heads=1)), folder)
     for other in (CONFIG.replace(d_model=32), CONFIG.replace(vocab_size=102)):
         with pytest.raises(ValueError, match="another base"):
