@@ -236,7 +236,8 @@ def make_train_step(
     """`step(state, (inputs_BT, targets_BT)) -> state, metrics`: one update, to be jitted with the state donated.
 
     With a mesh in the model's plan it is one program for every device of it, on states and batches that lie as
-    `abstract_step` says. Metrics: `loss` (mean over tokens, nats), `grad_norm`.
+    `abstract_step` says. Metrics: `loss` (mean over tokens, nats), `grad_norm`. With moments on
+    the host, JAX 0.7 wants `out_shardings` as well, those of the state: else they come home with the first result.
     """
     _check_settings(settings)
     if not isinstance(graphdef, nnx.GraphDef):
