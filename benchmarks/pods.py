@@ -63,8 +63,9 @@ def main() -> None:
     lines = [
         "# Llama 3.1 on pods, planned by the TPU compiler",
         "",
-        f"{datetime.date.today()}, {versions}, by `benchmarks/pods.py`. GiB per chip of an AdamW step in bfloat16, of what a",
-        "chip offers; messages as times / GiB of their results on one chip, in one step; seconds of the compiler's process.",
+        f"{datetime.date.today()}, {versions}, by `benchmarks/pods.py`. GiB per chip of an AdamW step in bfloat16,",
+        "of what a chip offers; messages as times / GiB of their results on one chip, in one step; seconds of the",
+        "compiler's process.",
         "",
         "| model | chips | mesh | tokens | peak | | all-gather | reduce-scatter | all-reduce | all-to-all | s |",
         "|---|---|---|---|---|---|---|---|---|---|---|",

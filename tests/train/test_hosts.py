@@ -5,7 +5,6 @@ import json
 import os
 import random
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -271,7 +270,9 @@ def test_jax_is_told_what_the_environment_says_and_finds_the_rest_itself(nowhere
 
 def test_words_for_who_is_lost():
     watch = Watch(["host 0 (a, process 1)", "host 1 (b, process 2)"])
-    assert "lost host 1 (b, process 2): " in watch._say("timed out task names: /job:jax_worker/replica:0/task:1")
+    assert "lost host 1 (b, process 2): " in watch._say(
+        "Some timed out task names:\n/job:jax_worker/replica:0/task:1\n\n\nRPC: 5"
+    )
     assert "lost host 0" in watch._say("UNAVAILABLE: failed to connect")
 
 

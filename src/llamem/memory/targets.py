@@ -103,8 +103,9 @@ TARGETS |= {
 def target(name: str) -> Target:
     """A chip by name: "local", one of `TARGETS`, or TPUs by how they are connected, "v5e:16x16" or "v5p:4x4x8".
 
-    "cpu", "gpu" and "tpu" mean the local device, which must be of that kind. Raises ValueError for an unknown name, RuntimeError for a local device of another kind, ImportError that says what
-    to install where the compiler for an absent chip is missing.
+    "cpu", "gpu" and "tpu" mean the local device, which must be of that kind. Raises ValueError for an unknown name,
+    RuntimeError for a local device of another kind, ImportError that says what to install
+    where the compiler for an absent chip is missing.
     """
     if name in ("local", "cpu", "gpu", "tpu"):
         return _local(name)

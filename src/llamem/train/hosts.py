@@ -6,7 +6,6 @@ devices. Whatever started the processes tells them where they meet: SLURM, Open 
 
 import contextlib
 import hashlib
-import inspect
 import os
 import socket
 import time
@@ -29,7 +28,7 @@ LAUNCHERS = {
     "SLURM": ("SLURM_NTASKS", "SLURM_PROCID"),
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 }
-HEARTBEAT_SECONDS = 40  # after as long a silence JAX's runtime gives a process up
+HEARTBEAT_SECONDS = 30  # after as long a silence JAX's runtime gives a process up
 
 
 def initialise(
@@ -52,13 +51,10 @@ def initialise(
     addresses = _addresses(coordinator, num_hosts, host)
     if addresses is None and not _launched_for_several():
         return
-    known = inspect.signature(jax.distributed.initialize).parameters
     waits = {"initialization_timeout": timeout_seconds, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
-    # The last to leave must not wait for one that is gone. JAX 0.7 has no such word.
-    waits["shutdown_timeout_seconds"] = HEARTBEAT_SECONDS
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     try:
-        jax.distributed.initialize(**(addresses or {}), **{name: s for name, s in waits.items() if name in known})
+        jax.distributed.initialize(**(addresses or {}), **waits)
     except RuntimeError as error:
         raise _no_meeting(error, addresses, timeout_seconds) from error
 
@@ -149,7 +145,7 @@ def together(same: Mapping[str, Any]) -> Iterator[None]:
     me = f"host {jax.process_index()} ({socket.gethostname()}, process {os.getpid()})"
     with Watch([me]) as watch:
         names = _check_same(me, {"code of llamem": _code(), "versions": _versions(), **same})
-        watch.names = names
+        watch.know(names)
         yield
 
 

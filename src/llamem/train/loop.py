@@ -191,8 +191,8 @@ def _check_arguments(
     if jax.process_count() > 1 and MeshShape.of(plan.mesh).devices != jax.device_count():
         raise ValueError(
             f"the plan's mesh {MeshShape.of(plan.mesh).axes} has {MeshShape.of(plan.mesh).devices} devices, and the "
-            f"{jax.process_count()} hosts have {jax.device_count()} together: some would have nothing to do. Choose a mesh "
-            f"of all of them, such as Plan(mesh={{'fsdp': {jax.device_count()}}})."
+            f"{jax.process_count()} hosts have {jax.device_count()} together: some would have nothing to do. Choose a "
+            f"mesh of all of them, such as Plan(mesh={{'fsdp': {jax.device_count()}}})."
         )
     abstract_state(config, settings, plan)  # refuses what does not divide among the mesh
 

@@ -1,5 +1,6 @@
 """Checks of the exercises of notebook 11."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ def check_my_sequences(fn: Callable[..., Any]) -> None:
         for batch_size, hosts in ((12, 1), (12, 2), (12, 3), (8, 8)):
             for step in (0, 1, 5):
                 parts = [[int(number) for number in fn(step, batch_size, hosts, host)] for host in range(hosts)]
-                whole, wanted = sum(parts, []), list(range(step * batch_size, (step + 1) * batch_size))
+                whole, wanted = list(itertools.chain(*parts)), list(range(step * batch_size, (step + 1) * batch_size))
                 where = f"At step {step}, for batches of {batch_size} on {hosts} hosts,"
                 assert len(set(whole)) == len(whole), f"{where} two hosts read the same sequence."
                 assert len(whole) >= batch_size, f"{where} some sequence of the batch is read by nobody."
@@ -54,12 +55,10 @@ def check_received_bytes(fn: Callable[..., Any]) -> None:
             assert not np.isclose(got, 2 * others), (
                 "The weights arrive twice. What travels in the backward pass as well?"
             )
-            assert not np.isclose(got, others), (
-                "Rematerialisation: the backward pass computes each layer again. With what?"
-            )
+            assert not np.isclose(got, others), "Rematerialisation: the backward pass computes layers again. With what?"
             assert not np.isclose(got, 3 * weights / chips), "That is three times what it holds, not what it lacks."
             raise AssertionError(
-                f"For {weights:,} bytes on {chips} chips, {got:,.0f} is not it: three journeys, each of all but one part."
+                f"For {weights:,} bytes on {chips} chips, it is not {got:,.0f}. How often do all other parts travel?"
             )
         return "It does not fall with the number of chips, while the work of each chip does: there communication wins."
 
@@ -73,7 +72,7 @@ def check_mesh(fn: Callable[..., Any]) -> None:
         mesh = MeshShape.of(fn())
         assert mesh.devices == 64, f"The slice has 64 chips; your mesh has {mesh.devices}."
         batch = mesh.data * mesh.fsdp
-        assert mesh.data == 1, "With data= every chip of that axis holds the weights whole: which axis splits them too?"
+        assert mesh.data == 1, "Along data= every chip holds the weights whole: which axis splits them?"
         settings = TrainSettings(batch_size=batch, seq_len=8192)
         config = LlamaConfig.from_name("llama3.1-70b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
         step, state, shapes = abstract_step(config, settings, Plan(mesh=mesh))
@@ -82,8 +81,8 @@ def check_mesh(fn: Callable[..., Any]) -> None:
         report = compile_report(step, state, shapes, donate=(0,), target="v5p:4x4x4")
         peak = report.peak_bytes / GiB
         assert peak < 21, (
-            f"The peak is {peak:.1f} GiB a chip. Weights and moments are split as far as they go: what else does a chip "
-            "hold that another axis would split?"
+            f"The peak is {peak:.1f} GiB a chip. Weights and moments are split as far as they go: what else "
+            "does a chip hold that another axis would split?"
         )
         return f"Peak {peak:.1f} GiB a chip, of {(target('v5p:4x4x4').capacity_bytes or 0) / GiB:.1f}."
 
