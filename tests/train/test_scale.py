@@ -123,12 +123,11 @@ def test_the_slurm_template_asks_for_a_process_for_each_device():
 def test_templates_call_what_train_understands(name, monkeypatch):
     text = (SCALE / name).read_text()
     if name.endswith(".yaml"):
-        command = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"][
-            "containers"
-        ][0]["command"]
-        words = command[command.index("scale/train.py") + 1 :]
+        (jobs,) = yaml.safe_load(text)["spec"]["replicatedJobs"]
+        (container,) = jobs["template"]["spec"]["template"]["spec"]["containers"]
+        words = container["command"][container["command"].index("scale/train.py") + 1 :]
     else:
-        words = re.findall(r"[^\s\\\"']+", re.search(r"scale/train.py((?:.*\\\n)*.*)", text)[1])
+        words = re.findall(r"[^\s\\\"']+", re.findall(r"scale/train.py((?:.*\\\n)*.*)", text)[-1])
     parsed = []
 
     class Parsed(Exception):

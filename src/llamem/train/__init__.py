@@ -1,7 +1,9 @@
 """One run: text, steps, snapshots."""
 
 from llamem.train.data import Batches, Corpus, load_corpus, unigram_entropy
+from llamem.train.hosts import initialise
 from llamem.train.loop import Run, train
+from llamem.train.lost_hosts import LostHost
 from llamem.train.step import (
     TrainSettings,
     TrainState,
@@ -17,6 +19,7 @@ from llamem.train.tokenizer import Tokenizer
 __all__ = [
     "Batches",
     "Corpus",
+    "LostHost",
     "Run",
     "Tokenizer",
     "TrainSettings",
@@ -24,6 +27,7 @@ __all__ = [
     "abstract_state",
     "abstract_step",
     "init_state",
+    "initialise",
     "load_corpus",
     "loss_fn",
     "make_model",

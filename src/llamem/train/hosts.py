@@ -204,10 +204,15 @@ def place(batches: Batches, step: int, where: NamedSharding | None) -> tuple[Any
     if where is None:
         return tuple(batches.batch_at(step))
     shape = (batches.batch_size, batches.seq_len)
-    mine = where.addressable_devices_indices_map(shape).values()
-    read = {rows: batches.batch_at(step, slice(*rows)) for rows in {index[0].indices(shape[0]) for index in mine}}
-    inputs_BT, targets_BT = (
-        jax.make_array_from_callback(shape, where, lambda index, half=half: read[index[0].indices(shape[0])][half])
-        for half in (0, 1)
-    )
-    return inputs_BT, targets_BT
+    read: dict[tuple[int, int, int], Any] = {}
+
+    def lie(half: int) -> Any:
+        def rows(index: Any) -> Any:
+            mine = index[0].indices(batches.batch_size)
+            if mine not in read:
+                read[mine] = batches.batch_at(step, slice(*mine))
+            return read[mine][half]
+
+        return jax.make_array_from_callback(shape, where, rows)
+
+    return lie(0), lie(1)

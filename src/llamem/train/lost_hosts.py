@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -98,8 +99,8 @@ class Watch:
         """The sentence, out of what the coordination service says of who did not come."""
         _, _, missing = said.partition("timed out task names:")
         # A line for each, "3" or "/job:jax_worker/replica:0/task:3"; an empty line ends them.
-        lines = itertools.takewhile(bool, map(str.strip, missing.strip().splitlines()))
-        numbers = [int(found[0]) for line in lines if (found := re.search(r"\d+$", line))]
+        lines, _, _ = missing.strip().partition("\n\n")
+        numbers = [int(number) for number in re.findall(r"(\d+)\s*$", lines, flags=re.MULTILINE)]
         lost = [self.names[n] if n < len(self.names) else f"host {n}" for n in numbers or [0]]
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         return (
@@ -109,7 +110,7 @@ class Watch:
 
 
 @contextlib.contextmanager
-def _said_after_an_abort(words: str) -> Any:
+def _said_after_an_abort(words: str) -> Iterator[None]:
     child = subprocess.Popen([sys.executable, "-I", "-S", "-c", AFTERWARDS, words], stdin=subprocess.PIPE)
     assert child.stdin is not None
     before = faulthandler.is_enabled()
