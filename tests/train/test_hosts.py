@@ -105,6 +105,7 @@ def test_two_hosts_stop_together_and_one_goes_on_with_the_curve_of_one(alone, tm
     assert {number % 4 for _, number in two[1]["rows"]} == {2, 3}
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_host_is_named_within_a_minute_and_the_run_goes_on_bit_by_bit(lost, tmp_path):
@@ -121,6 +122,7 @@ def test_a_lost_host_is_named_within_a_minute_and_the_run_goes_on_bit_by_bit(los
     assert again["losses"] == whole["losses"]
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("each", "says"),
