@@ -74,8 +74,8 @@ def main() -> None:
         if set(only) <= {row[0], row[1]}:
             print(found := line(*row), flush=True)
             lines.append(found)
-    if not only:
-        TABLE.write_text("\n".join(lines) + "\n")
+            if not only:
+                TABLE.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from llamem.train import hosts
-from llamem.train.checksums import _sums, checksums
+from llamem.train.array_sums import _sums, checksums
 from llamem.train.data import Batches
 from llamem.train.lost_hosts import LostHost, Watch
 

@@ -63,19 +63,25 @@ class Watch:
             self._open.enter_context(_said_after_an_abort(words))
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        # A broken collective is a ValueError of Gloo's on a CPU, and a RuntimeError of JAX's elsewhere.
-        of_others = isinstance(error, RuntimeError) or "Gloo" in str(error)
         if error is None:
             # All end together: else the first to leave would be taken for lost.
-            with contextlib.suppress(RuntimeError):
-                self._meet(key=f"llamem/{self._run}/end", timeout_ms=1000 * SILENCE_SECONDS)
-        elif of_others and self._found.wait(SILENCE_SECONDS + 2 * ROUND_SECONDS):
+            self._all_come("end")
+        # Errors of this host's disk are its own, and one that all hosts met is nobody's loss. What is left may be a
+        # broken collective: a ValueError of Gloo's, a RuntimeError of JAX's, or what Orbax makes of them.
+        elif not (isinstance(error, OSError) or self._all_come("error")) and self._found.wait(2 * ROUND_SECONDS):
             self._told.set()
             atexit.register(_leave_at_once)  # JAX would wait for the dead at the end of this process
             raise LostHost(self._words) from error
         self._over.set()
         self._thread.join(2 * ROUND_SECONDS)
         self._open.close()
+
+    def _all_come(self, where: str) -> bool:
+        try:
+            self._meet(key=f"llamem/{self._run}/{where}", timeout_ms=1000 * (SILENCE_SECONDS + ROUND_SECONDS))
+        except RuntimeError:
+            return False
+        return True
 
     def _watch(self) -> None:
         for number in itertools.count():

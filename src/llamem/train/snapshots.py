@@ -17,7 +17,7 @@ from jaxtyping import Integer
 
 from llamem._extras import import_extra
 from llamem._files import locked, write_whole
-from llamem.train.checksums import checksums
+from llamem.train.array_sums import checksums
 from llamem.train.hosts import check_folder
 
 OnChange = Literal["refuse", "continue"]
