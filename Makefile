@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 RUN    ?= runs/$(shell date +%Y-%m-%d_%H-%M-%S)
 PIP    := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --constraint requirements/lock.txt
 
-.PHONY: help setup train test quick parity lab notebooks lint format lock floors address clean
+.PHONY: help setup train cluster test quick parity lab notebooks lint format lock floors address clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -26,6 +26,13 @@ train: $(VENV)/train-is-ready ## train Llama 3 on real text through notebook 07,
 	$(BIN)/python -m papermill notebooks/07_train_llama3.ipynb $(RUN)/07_train_llama3.ipynb \
 	    --cwd notebooks --kernel python3 --parameters output_dir $(abspath $(RUN)) $(PARAMETERS)
 	@echo "Results, figures and training checkpoints: $(RUN)"
+
+HOSTS ?= 2
+cluster: $(VENV)/train-is-ready ## the same training on HOSTS=2 processes of this machine, as on as many hosts; results in runs/<time>/
+	mkdir -p $(RUN)
+	PYTHON=$(abspath $(BIN)/python) scale/local.sh $(HOSTS) --output $(RUN) --report --preset tiny --dtype float32 \
+	    --steps 30 --batch-size 8 --seq-len 128 --learning-rate 4e-3 --warmup-steps 5 --eval-every 10 --snapshot-every 10
+	@echo "Metrics, training checkpoints and the first host's report.ipynb: $(RUN)"
 
 # Two files at a time: each worker keeps the programs that the tests of one file share.
 WORKERS := -n 2 --dist loadfile --durations=10

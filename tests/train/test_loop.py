@@ -15,8 +15,8 @@ import pytest
 from flax import nnx
 
 from llamem import LlamaConfig, Plan, TrainSettings, abstract_step
-from llamem.train import loop
 from llamem.train.data import Corpus
+from llamem.train.interrupts import interruptible
 from llamem.train.loop import train
 from llamem.train.step import init_state, make_model, make_train_step
 
@@ -260,9 +260,10 @@ def test_the_first_signal_is_noted_and_the_second_acts_as_before(number):
     seen = []
     signal.signal(number, lambda *_: seen.append(number))
     try:
-        with loop._interruptible() as interrupted:
+        with interruptible() as stop:
+            assert not stop(1)
             signal.raise_signal(number)
-            assert interrupted.is_set() and not seen
+            assert stop(2) and not seen
             signal.raise_signal(number)
             assert seen == [number]
     finally:
@@ -271,7 +272,7 @@ def test_the_first_signal_is_noted_and_the_second_acts_as_before(number):
 
 def test_a_handler_that_is_not_python_s_is_left_alone(monkeypatch):
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(loop.signal, "getsignal", lambda number: None if number == signal.SIGINT else signal.SIG_DFL)
-    with loop._interruptible():
+    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGINT else signal.SIG_DFL)
+    with interruptible():
         monkeypatch.undo()
         assert signal.getsignal(signal.SIGINT) is before

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.export
-from jax.experimental import topologies
+from jax.experimental import mesh_utils, topologies
 
 
 def main(folder: Path) -> None:
@@ -27,7 +27,9 @@ def main(folder: Path) -> None:
     topology, axes = topologies.get_topology_desc(**request["topology"]), request["axes"]
     shardings: dict[str, Any] = {}
     if axes:
-        mesh = topologies.make_mesh(topology, tuple(axes.values()), tuple(axes))
+        # Where an axis of the mesh needs a part of a side of the torus: 64 x 4 of 16 x 16 chips.
+        devices = mesh_utils.create_device_mesh(tuple(axes.values()), topology.devices, allow_split_physical_axes=True)
+        mesh = jax.sharding.Mesh(devices, tuple(axes))
         everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         shardings["in_shardings"] = tuple(s or everywhere for s in exported.in_shardings_jax(mesh))
     else:

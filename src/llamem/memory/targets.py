@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import math
 import platform
+import re
 import sys
 from typing import Literal
 
@@ -100,17 +101,20 @@ TARGETS |= {
 
 
 def target(name: str) -> Target:
-    """A chip by name: "local", or one of `TARGETS`. "cpu", "gpu" and "tpu" mean the local device, which must be of that
-    kind.
+    """A chip by name: "local", one of `TARGETS`, or TPUs by how they are connected, "v5e:16x16" or "v5p:4x4x8".
 
-    Raises ValueError for an unknown name, RuntimeError for a local device of another kind, ImportError that says what
-    to install where the compiler for an absent chip is missing.
+    "cpu", "gpu" and "tpu" mean the local device, which must be of that kind. Raises ValueError for an unknown name,
+    RuntimeError for a local device of another kind, ImportError that says what to install
+    where the compiler for an absent chip is missing.
     """
     if name in ("local", "cpu", "gpu", "tpu"):
         return _local(name)
-    if name not in TARGETS:
-        raise ValueError(f"no target is called {name!r}. Known: local, cpu, gpu, tpu, {', '.join(TARGETS)}.")
-    found = TARGETS[name]
+    found = TARGETS.get(name) or _pod(name)
+    if found is None:
+        raise ValueError(
+            f"no target is called {name!r}. Known: local, cpu, gpu, tpu, {', '.join(TARGETS)}; and several TPUs by "
+            "how they are connected, 'v5e:16x16', 'v6e:16x16' or 'v5p:4x4x8'."
+        )
     needs = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "nvidia.cuda_nvcc")}[found.platform]
     missing = [module for module in (*needs, "flatbuffers") if not _installed(module)]
     if missing:
@@ -118,6 +122,18 @@ def target(name: str) -> Target:
         here = "" if _is_linux_x86() else f" It exists for Linux on x86-64 only; this is {sys.platform}."
         raise ImportError(f"compiling for {name!r} needs {', '.join(missing)}: `pip install 'llamem[{extra}]'`.{here}")
     return found
+
+
+def _pod(name: str) -> Target | None:
+    """TPUs by generation and sizes, "v5p:4x4x8"; None where the name is no such thing. Which sizes Google builds, their
+    compiler knows.
+    """
+    generation, _, sizes = name.partition(":")
+    one = TARGETS.get(f"{generation}-1")
+    if one is None or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", sizes) or sizes.count("x") != one.topology.count("x"):
+        return None
+    devices = math.prod(int(size) for size in sizes.split("x"))
+    return dataclasses.replace(one, name=name, topology=name, devices=devices)
 
 
 def compiling_for() -> str:

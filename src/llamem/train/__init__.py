@@ -2,7 +2,9 @@
 
 from llamem.train.adapter_step import abstract_lora_step, init_lora_state, lora_loss, make_lora_step
 from llamem.train.data import Batches, Corpus, load_corpus, unigram_entropy
+from llamem.train.hosts import initialise
 from llamem.train.loop import Run, train
+from llamem.train.lost_hosts import LostHost
 from llamem.train.step import (
     TrainSettings,
     TrainState,
@@ -18,6 +20,7 @@ from llamem.train.tokenizer import Tokenizer
 __all__ = [
     "Batches",
     "Corpus",
+    "LostHost",
     "Run",
     "Tokenizer",
     "TrainSettings",
@@ -27,6 +30,7 @@ __all__ = [
     "abstract_step",
     "init_lora_state",
     "init_state",
+    "initialise",
     "load_corpus",
     "lora_loss",
     "loss_fn",

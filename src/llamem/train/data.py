@@ -243,11 +243,15 @@ class Batches:
         self.num_sequences = (len(tokens) - 1) // seq_len
         self._epoch, self._order = -1, np.empty(0, np.int64)
 
-    def batch_at(self, step: int) -> Batch:
-        """The batch of a step, counted from 0."""
+    def batch_at(self, step: int, rows: slice = slice(None)) -> Batch:
+        """The batch of a step, counted from 0; `rows`: only these of its sequences, and only they are read.
+
+        Which sequences a batch has does not depend on who reads them: hosts that share its rows out read each of them
+        once, however many hosts there are.
+        """
         if not _is_count(step, 0):
             raise ValueError(f"step is {step!r}; steps are whole numbers, counted from 0.")
-        numbers = range(step * self.batch_size, (step + 1) * self.batch_size)
+        numbers = range(step * self.batch_size, (step + 1) * self.batch_size)[rows]
         starts = [self._sequence(number) * self.seq_len for number in numbers]
         windows = np.stack([self.tokens[s : s + self.seq_len + 1] for s in starts]).astype(np.int32)
         return Batch(windows[:, :-1], windows[:, 1:])

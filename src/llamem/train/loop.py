@@ -1,14 +1,10 @@
 """The training loop: it can be interrupted anywhere and resumed exactly."""
 
-import contextlib
 import dataclasses
 import math
 import os
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from typing import Any, get_args
 
 import jax
@@ -19,8 +15,11 @@ from llamem._extras import import_extra
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import MeshShape
+from llamem.llama.sharding import MeshShape, shardings
 from llamem.train.data import Batches, Corpus
+from llamem.train.hosts import place, together
+from llamem.train.interrupts import interruptible
+from llamem.train.sharded_step import batch_spec
 from llamem.train.snapshots import OnChange, Snapshots, fingerprint
 from llamem.train.step import (
     TrainSettings,
@@ -73,7 +72,9 @@ def train(
     size = (settings.batch_size, settings.seq_len)
     batches = Batches(corpus.train, *size, settings.seed, vocab_size=config.vocab_size)
     heldout = Batches(corpus.heldout, *size, vocab_size=config.vocab_size)
-    with Snapshots(output_dir, *_identity(config, settings, corpus)) as snapshots:
+    model, decides = _identity(config, settings, corpus)
+    same = {"configuration": model, "settings": {**decides, **dataclasses.asdict(settings)}, "plan": plan}
+    with together(same), Snapshots(output_dir, model, decides) as snapshots:
         return _train(config, settings, plan, batches, heldout, snapshots, progress, on_change)
 
 
@@ -90,22 +91,24 @@ def _train(
     state = _first_state(config, settings, plan, snapshots, on_change)
     first = done = int(state.step)
     metrics = snapshots.cut_metrics(up_to=first)
+    mesh, first_host = MeshShape.of(plan.mesh), jax.process_index() == 0
+    where = shardings(batch_spec(mesh), mesh) if mesh.devices > 1 else None
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, settings, plan)))
     evaluate = jax.jit(lambda params, batch: loss_fn(graphdef, params, *batch))
 
     def validation_loss(params: Any) -> float:
         count = min(settings.eval_batches, max(1, heldout.num_sequences // settings.batch_size))
-        return float(np.mean([evaluate(params, tuple(heldout.batch_at(i))) for i in range(count)]))
+        return float(np.mean([evaluate(params, place(heldout, i, where)) for i in range(count)]))
 
     # JAX 0.7 brings home what a program leaves on the host, unless it is told not to.
     stays = {"out_shardings": (jax.tree.map(lambda a: a.sharding, state), None)} if plan.moments == "host" else {}
     jitted_step = jax.jit(make_train_step(graphdef, settings), donate_argnums=0, **stays)
     # Compiled before the clock starts, so that the first step's speed is a step's speed.
-    step = jitted_step.lower(state, tuple(batches.batch_at(0))).compile()
-    with _interruptible() as interrupted, _progress_bar(first, settings.steps, progress) as bar:
-        while done < settings.steps and not interrupted.is_set():
+    step = jitted_step.lower(state, place(batches, 0, where)).compile()
+    with interruptible() as interrupted, _progress_bar(first, settings.steps, progress and first_host) as bar:
+        while done < settings.steps and not interrupted(done):
             start = time.perf_counter()
-            state, values = step(state, tuple(batches.batch_at(done)))
+            state, values = step(state, place(batches, done, where))
             done += 1
             row = {"step": done, **{name: float(value) for name, value in values.items()}}
             row["tokens_per_second"] = settings.batch_size * settings.seq_len / (time.perf_counter() - start)
@@ -128,7 +131,7 @@ def _train(
             bar.update()
     if snapshots.latest() != done:
         _save(snapshots, done, state)
-    if done < settings.steps:
+    if done < settings.steps and first_host:
         print(f"Interrupted, and saved after step {done} of {settings.steps}. The same call goes on from there.")
     # Of a mesh the parameters stay where they are; JAX shares out the work of whoever calls the model.
     model = nnx.eval_shape(lambda: make_model(config, settings, plan.replace(mesh={})))
@@ -187,6 +190,12 @@ def _check_arguments(
             "set up for such positions. Shorten the sequences or choose a model with a longer context."
         )
     MeshShape.of(plan.mesh).check_devices()
+    if jax.process_count() > 1 and MeshShape.of(plan.mesh).devices != jax.device_count():
+        raise ValueError(
+            f"the plan's mesh {MeshShape.of(plan.mesh).axes} has {MeshShape.of(plan.mesh).devices} devices, and the "
+            f"{jax.process_count()} hosts have {jax.device_count()} together: some would have nothing to do. Choose a "
+            f"mesh of all of them, such as Plan(mesh={{'fsdp': {jax.device_count()}}})."
+        )
     abstract_state(config, settings, plan)  # refuses what does not divide among the mesh
 
 
@@ -212,31 +221,3 @@ def _identity(
 def _progress_bar(first: int, steps: int, shown: bool) -> Any:
     tqdm = import_extra("tqdm", "the progress bar").tqdm  # not tqdm.auto: widgets do not survive on GitHub
     return tqdm(initial=first, total=steps, unit="step", disable=not shown, file=sys.stdout, mininterval=1.0)
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    # An exception in the middle of a step would lose the state, whose buffers the step was given; so the first Ctrl-C
-    # or SIGTERM (a cloud takes its machine back) is only noted. A second one acts as usual.
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    # A handler that was not set from Python is None here, and cannot be put back: such a signal is left alone.
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {number: handler for number, handler in before.items() if handler is not None}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def note(*_: Any) -> None:
-        event.set()
-        restore()
-
-    for number in before:
-        signal.signal(number, note)
-    try:
-        yield event
-    finally:
-        restore()

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jaxtyping import Integer
 
 from llamem._extras import import_extra
 from llamem._files import locked, write_whole
+from llamem.train.array_sums import checksums
+from llamem.train.hosts import check_folder
 
 OnChange = Literal["refuse", "continue"]
 
@@ -27,7 +29,8 @@ class Snapshots:
     `model` and `settings` say what a snapshot belongs to, as JSON-able values by name. They are stored beside the
     arrays, with a checksum of each array: a snapshot of another model or of other settings is refused by name of what
     differs, and one that is damaged by name of the array. Orbax writes into a temporary folder and renames it when
-    complete, so a run killed at any moment leaves only whole snapshots. The two newest are kept.
+    complete, so a run killed at any moment leaves only whole snapshots. The two newest are kept. Of several processes
+    each stores the arrays of its own devices; the first holds the folder and writes the rest.
 
     Entering raises NotADirectoryError where the folder is a file, and BlockingIOError where another process holds it.
     """
@@ -38,6 +41,7 @@ class Snapshots:
         self.about = json.loads(json.dumps({"model": model, "settings": settings}))
         self._metrics = self.folder / "metrics.jsonl"
         self._open = contextlib.ExitStack()
+        self._first = jax.process_index() == 0  # it alone writes what all would write alike
 
     def __enter__(self) -> "Snapshots":
         if self.folder.exists() and not self.folder.is_dir():
@@ -45,7 +49,12 @@ class Snapshots:
                 f"{self.folder} is a file: a run needs a folder, for its metrics and snapshots. Choose another one."
             )
         with contextlib.ExitStack() as opening:
-            opening.enter_context(locked(self.folder / "run.lock", "Two runs in one folder would mix their metrics."))
+            if self._first:
+                why = "Two runs in one folder would mix their metrics."
+                opening.enter_context(locked(self.folder / "run.lock", why))
+            if jax.process_count() > 1:
+                multihost_utils.sync_global_devices("the first host holds the folder")
+                check_folder(self.folder)
             options = self._ocp.CheckpointManagerOptions(max_to_keep=2, create=True, enable_async_checkpointing=False)
             self._manager = self._ocp.CheckpointManager(self.folder / "snapshots", options=options)
             opening.callback(self._manager.close)
@@ -66,10 +75,10 @@ class Snapshots:
         step, since it has one as new; neither stores anything.
         """
         arrays = _flat(state)
-        ruined = [name for name, array in arrays.items() if not _is_finite(array)]
+        sums, ruined = checksums(arrays)
         if ruined:
             raise FloatingPointError(f"{_few(ruined)} of step {step} hold NaN or infinity, so they were not saved.")
-        about = {**self.about, "checksums": {name: _checksum(array) for name, array in arrays.items()}}
+        about = {**self.about, "sums": sums}
         args = self._ocp.args
         stored = self._manager.save(
             step,
@@ -102,10 +111,13 @@ class Snapshots:
             about = stored["about"]
             if _checksum_of_json(about) != stored["checksum"]:
                 raise _Damaged("its description is not what was written")
+            if "sums" not in about:
+                raise _Damaged("an earlier version of this package wrote it, with checksums of another kind")
             self._check(about, on_change)
             with _no_flood():
                 arrays = self._manager.restore(step, args=args.Composite(state=args.StandardRestore(wanted)))["state"]
-            wrong = [name for name in wanted if _checksum(arrays[name]) != about["checksums"][name]]
+            sums, _ = checksums(arrays)
+            wrong = [name for name in wanted if sums[name] != about["sums"][name]]
             if wrong:
                 raise _Damaged(f"{_few(wrong)} are not the numbers that were written")
         except _WrongSnapshot:
@@ -122,7 +134,8 @@ class Snapshots:
         model, settings = (_differences(stored[part], self.about[part]) for part in ("model", "settings"))
         remedy = "Use the settings of that run, or choose another output folder."
         if not model and settings and on_change == "continue":
-            print(f"Going on from the snapshot in {self.folder} with other settings: {'; '.join(settings)}.")
+            if self._first:
+                print(f"Going on from the snapshot in {self.folder} with other settings: {'; '.join(settings)}.")
             return
         if not model and settings:
             remedy = (
@@ -159,13 +172,15 @@ class Snapshots:
                 "machine went down before they were on disk, or lines were deleted. Training goes on without them.",
                 stacklevel=2,
             )
-        write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
+        if self._first:
+            write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
         return rows
 
     def append_metrics(self, row: dict[str, float]) -> None:
         """Adds one line to the metrics file."""
-        with open(self._metrics, "a") as file:
-            file.write(json.dumps(row) + "\n")
+        if self._first:
+            with open(self._metrics, "a") as file:
+                file.write(json.dumps(row) + "\n")
 
 
 class _WrongSnapshot(ValueError):
@@ -178,7 +193,7 @@ class _Damaged(ValueError):
 
 def fingerprint(tokens: Integer[np.ndarray, " tokens"]) -> str:
     """A short name for a token stream: its length and a checksum of it."""
-    return f"{len(tokens)} tokens, crc {_checksum(tokens):08x}"
+    return f"{len(tokens)} tokens, crc {zlib.crc32(np.ascontiguousarray(tokens).view(np.uint8).data):08x}"
 
 
 def _row(line: bytes) -> dict[str, float] | None:
@@ -202,16 +217,8 @@ def _flat(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def _checksum(array: Any) -> int:
-    return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-
-
 def _checksum_of_json(about: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
-
-
-def _is_finite(array: Any) -> bool:
-    return not jnp.issubdtype(array.dtype, jnp.inexact) or bool(np.isfinite(np.asarray(array)).all())
 
 
 def _few(names: list[str]) -> str:

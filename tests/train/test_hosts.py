@@ -1,0 +1,304 @@
+"""Several processes on this machine, as hosts of one run: the same curve, and what happens when one is lost."""
+
+import functools
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from llamem.train import hosts
+from llamem.train.array_sums import _sums, checksums
+from llamem.train.data import Batches
+from llamem.train.lost_hosts import LostHost, Watch
+
+HERE = Path(__file__).parent
+SETTINGS = {"steps": 6, "eval_every": 3, "snapshot_every": 1}
+
+
+class Cluster:
+    """Processes of one run, in the order of their numbers."""
+
+    def __init__(self, folder, count, *, each=None, **asked):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        common = {"folder": str(folder), "port": port, "hosts": count, "settings": SETTINGS, **asked}
+        path = {"PYTHONPATH": ":".join([str(HERE), str(HERE.parent), *sys.path]), "PYTHONUNBUFFERED": "1"}
+        self.processes = [
+            subprocess.Popen(
+                [
+                    sys.executable,
+                    str(HERE / "host_run.py"),
+                    json.dumps({**common, "host": i, **(each or {}).get(i, {})}),
+                ],
+                env={**os.environ, **path},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for i in range(count)
+        ]
+
+    @functools.cached_property
+    def ended(self):
+        """What each said: standard output, standard error."""
+        return [process.communicate(timeout=240) for process in self.processes]
+
+    @property
+    def answers(self):
+        for process, (output, errors) in zip(self.processes, self.ended, strict=True):
+            assert process.returncode == 0, output + errors[-3000:]
+        return [json.loads(output.splitlines()[-1]) for output, _ in self.ended]
+
+
+def wait_for_rows(cluster, folder, count):
+    metrics = Path(folder) / "metrics.jsonl"
+    while (metrics.read_text().count("\n") if metrics.exists() else 0) < count:
+        assert all(process.poll() is None for process in cluster.processes), cluster.ended
+        time.sleep(0.01)
+
+
+def curve(folder):
+    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [[row["step"], row["loss"], row["grad_norm"], row.get("val_loss")] for row in rows]
+
+
+def assert_same_curve(ours, others, tolerance):
+    assert [row[0] for row in ours] == [row[0] for row in others]
+    for row, other in zip(ours, others, strict=True):
+        assert row[3] is None or row[3] == pytest.approx(other[3], rel=tolerance)
+        assert row[1:3] == pytest.approx(other[1:3], rel=tolerance)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one process on one device."""
+    (answer,) = Cluster(tmp_path_factory.mktemp("alone"), 1, mesh={}).answers
+    return answer
+
+
+@pytest.mark.slow
+def test_two_hosts_stop_together_and_one_goes_on_with_the_curve_of_one(alone, tmp_path):
+    # Host 1 is told to stop; both do, after the same step.
+    two = Cluster(tmp_path, 2, each={1: {"stop_at": 2}}).answers
+    done = len(two[0]["losses"])
+    assert not two[0]["finished"] and 2 <= done < 6 and two[0]["losses"] == two[1]["losses"]
+    (rest,) = Cluster(tmp_path, 1, devices=2).answers
+    assert rest["finished"]
+    assert_same_curve(rest["losses"], alone["losses"], 1e-6)
+    assert curve(tmp_path) == rest["losses"]
+    # Of every step each sequence was read by one host, in the order of one process. (Step 0 once more, for its shapes.)
+    read = sorted(map(tuple, two[0]["rows"] + two[1]["rows"]))
+    once = sorted(set(read))
+    assert len(read) == len(once) + 4
+    assert once == [(step, number) for step in range(done) for number in range(4 * step, 4 * step + 4)]
+    assert {number % 4 for _, number in two[1]["rows"]} == {2, 3}
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_host_is_named_within_a_minute_and_the_run_goes_on_bit_by_bit(lost, tmp_path):
+    whole = Cluster(tmp_path / "whole", 2).answers[0]
+    cluster = Cluster(tmp_path / "killed", 2, slow=0.2)
+    wait_for_rows(cluster, tmp_path / "killed", 3)
+    cluster.processes[lost].kill()
+    start = time.monotonic()
+    output, errors = cluster.ended[1 - lost]
+    assert time.monotonic() - start < 60
+    assert cluster.processes[1 - lost].returncode != 0
+    assert f"lost host {lost}" in errors, output + errors
+    again = Cluster(tmp_path / "killed", 2).answers[0]
+    assert again["losses"] == whole["losses"]
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("each", "says"),
+    [
+        ({1: {"other_code": "0123"}}, "code of llamem of host 1 .* differs from that of host 0"),
+        ({1: {"settings": {**SETTINGS, "learning_rate": 0.5}}}, "settings of host 1 .* differs from that of host 0"),
+        ({1: {"full_at": 2}}, "lost host 1"),
+        ({1: {"hosts": 3}, 0: {"timeout": 20}}, "not all hosts met|world size"),
+        ({1: {"late": 60}, 0: {"timeout": 15}}, "not all hosts met .* within 15 s"),
+        ({1: {"folder": "/nowhere"}}, "does not see /nowhere/run.lock"),
+    ],
+    ids=["code", "settings", "disk", "world size", "late", "folder"],
+)
+def test_what_goes_wrong_on_one_host_is_said_and_nobody_hangs(each, says, tmp_path):
+    cluster = Cluster(tmp_path, 2, each=each)
+    said = "\n".join(output + errors for output, errors in cluster.ended)
+    assert all(process.returncode for process in cluster.processes)
+    assert re.search(says, said), said
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+def test_four_hosts_then_two_then_one(alone, tmp_path):
+    four = Cluster(tmp_path, 4, each={2: {"stop_at": 2}}).answers
+    two = Cluster(tmp_path, 2, devices=2, each={1: {"stop_at": len(four[0]["losses"]) + 1}}).answers
+    assert len(four[0]["losses"]) < len(two[0]["losses"]) < 6
+    (one,) = Cluster(tmp_path, 1, mesh={}).answers
+    assert one["finished"]
+    assert_same_curve(one["losses"], alone["losses"], 1e-6)
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+def test_ten_random_kills_lose_nothing(tmp_path):
+    settings = {**SETTINGS, "steps": 40}
+    whole = Cluster(tmp_path / "whole", 2, settings=settings).answers[0]
+    random_, folder = random.Random(time.time_ns()), tmp_path / "killed"
+    for kill in range(10):
+        cluster = Cluster(folder, 2, slow=0.2, settings=settings)
+        wait_for_rows(cluster, folder, 3 * kill + 2)
+        time.sleep(random_.uniform(0, 0.5))
+        lost = random_.randrange(2)
+        cluster.processes[lost].kill()
+        assert f"lost host {lost}" in cluster.ended[1 - lost][1]
+    again = Cluster(folder, 2, settings=settings).answers[0]
+    assert again["finished"] and again["losses"] == whole["losses"]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 12])
+def test_rows_of_a_batch_shared_out_are_the_batch(count):
+    batches = Batches(np.arange(2000, dtype=np.uint32), 12, 7, seed=3)
+    for step in (0, 5, 40):  # of the second epoch, too
+        whole = batches.batch_at(step)
+        size = 12 // count
+        parts = [batches.batch_at(step, slice(i * size, (i + 1) * size)) for i in range(count)]
+        for half in (0, 1):
+            np.testing.assert_array_equal(np.concatenate([part[half] for part in parts]), whole[half])
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8, jnp.bool_])
+@pytest.mark.parametrize("shape", [(), (7,), (6, 5), (3, 4, 5)])
+def test_sums_of_parts_add_up_to_the_checksum_and_no_change_goes_unseen(dtype, shape):
+    rng = np.random.default_rng(0)
+    array = np.asarray(jnp.asarray(rng.normal(size=shape) * 100).astype(dtype))
+    whole = _sums(array, (0,) * array.ndim, array.shape)
+    bits = array.reshape(-1).view(f"u{array.dtype.itemsize}").tolist()
+    assert whole.tolist() == [sum(bits), sum(bit * place for place, bit in enumerate(bits, start=1)) % 2**64, 0]
+    for axis, size in enumerate(shape):
+        cut = size // 3 + 1
+        early, late = np.split(array, [cut], axis=axis)
+        starts = [cut if i == axis else 0 for i in range(array.ndim)]
+        np.testing.assert_array_equal(_sums(early, (0,) * array.ndim, shape) + _sums(late, starts, shape), whole)
+    if array.size > 1:
+        assert (_sums(np.roll(array, 1), (0,) * array.ndim, shape)[1] != whole[1]) or dtype == jnp.bool_
+
+
+def test_what_is_not_finite_is_counted():
+    arrays = {"good": jnp.ones((3, 2)), "bad": jnp.array([1.0, jnp.nan]), "half": jnp.full(2, jnp.inf, jnp.bfloat16)}
+    assert checksums(arrays)[1] == ["bad", "half"]
+
+
+@pytest.fixture
+def nowhere(monkeypatch):
+    """An environment without any launcher's words."""
+    for name in list(os.environ):
+        if name.startswith(("LLAMEM_", "SLURM_", "OMPI_", "TPU_", "KUBERNETES_")):
+            monkeypatch.delenv(name)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("said", "error"),
+    [
+        ({"LLAMEM_COORDINATOR": "a:1"}, "LLAMEM_NUM_HOSTS, LLAMEM_HOST missing"),
+        ({"LLAMEM_HOST": "1", "LLAMEM_NUM_HOSTS": "2"}, "LLAMEM_COORDINATOR missing"),
+        ({"LLAMEM_COORDINATOR": "a", "LLAMEM_HOST": "1", "LLAMEM_NUM_HOSTS": "2"}, "expected address and port"),
+        ({"LLAMEM_COORDINATOR": "a:1", "LLAMEM_HOST": "x", "LLAMEM_NUM_HOSTS": "2"}, "expected whole numbers"),
+        (
+            {"LLAMEM_COORDINATOR": "a:1", "LLAMEM_HOST": "2", "LLAMEM_NUM_HOSTS": "2"},
+            "numbered from 0 to 1.*world sizes",
+        ),
+        ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, "left out SLURM_STEP_NODELIST, SLURM_PROCID.*srun"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+            "left out .*OMPI_MCA_orte_hnp_uri.*LLAMEM_COORDINATOR",
+        ),
+    ],
+)
+def test_what_a_launcher_left_out_is_named(nowhere, said, error):
+    for name, value in said.items():
+        nowhere.setenv(name, value)
+    with pytest.raises(ValueError, match=error):
+        hosts.initialise()
+
+
+@pytest.mark.parametrize(
+    ("said", "addresses"),
+    [
+        ({}, None),
+        ({"LLAMEM_COORDINATOR": "a:1", "LLAMEM_HOST": "1", "LLAMEM_NUM_HOSTS": "3"}, ("a:1", 3, 1)),
+        ({"LLAMEM_COORDINATOR": "a:1", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}, ("a:1", 3, 2)),
+        (
+            {
+                "SLURM_NTASKS": "2",
+                **dict.fromkeys(("SLURM_JOB_ID", "SLURM_STEP_NODELIST"), "7"),
+                "SLURM_PROCID": "1",
+                "SLURM_LOCALID": "1",
+            },
+            (),
+        ),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, ()),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+        ({"LLAMEM_CLUSTER": "auto"}, ()),
+    ],
+)
+def test_jax_is_told_what_the_environment_says_and_finds_the_rest_itself(nowhere, said, addresses):
+    for name, value in said.items():
+        nowhere.setenv(name, value)
+    calls = []
+    nowhere.setattr(jax.distributed, "initialize", lambda **given: calls.append(given))
+    hosts.initialise()
+    names = ("coordinator_address", "num_processes", "process_id")
+    assert [tuple(call[name] for name in names if name in call) for call in calls] == (
+        [] if addresses is None else [addresses]
+    )
+
+
+def test_words_for_who_is_lost():
+    watch = Watch(["host 0 (a, process 1)", "host 1 (b, process 2)"])
+    assert "lost host 1 (b, process 2): " in watch._say(
+        "Some timed out task names:\n/job:jax_worker/replica:0/task:1\n\n\nRPC: 5"
+    )
+    assert "lost host 0" in watch._say("UNAVAILABLE: failed to connect")
+
+
+def test_a_run_that_ends_well_is_not_watched_any_more():
+    with Watch(["host 0"]) as watch:
+        time.sleep(0.01)
+    assert not watch._thread.is_alive()
+    with pytest.raises(ValueError, match="mine"), Watch(["host 0"]):
+        raise ValueError("mine")
+    assert issubclass(LostHost, ConnectionError)
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
+def test_hosts_that_share_no_loopback(tmp_path):
+    """Gloo, too, must find the other host by its address, not by a name that means this machine."""
+    path = {"PYTHONPATH": ":".join([str(HERE), str(HERE.parent), *sys.path])}
+    script = [str(HERE / "hosts_in_namespaces.sh"), sys.executable, str(HERE / "host_run.py"), str(tmp_path)]
+    done = subprocess.run(script, env={**os.environ, **path}, capture_output=True, text=True, check=False, timeout=200)
+    if done.returncode == 77:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr[-3000:]
+    two = [json.loads((tmp_path / f"host{i}").read_text().splitlines()[-1]) for i in range(2)]
+    (one,) = Cluster(tmp_path / "one", 1, mesh={}, settings={}).answers
+    assert two[0]["losses"] == two[1]["losses"]
+    assert_same_curve(two[0]["losses"], one["losses"], 1e-6)

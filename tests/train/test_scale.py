@@ -1,0 +1,150 @@
+"""The templates under scale/: short, in valid shell and YAML, and asking for what `scale/train.py` understands."""
+
+import argparse
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+import llamem
+
+SCALE = Path(__file__).resolve().parents[2] / "scale"
+TEMPLATES = sorted([*SCALE.glob("*.sh"), *SCALE.glob("*.yaml")])
+
+
+def closed(required, **properties):
+    """An object with these fields and no others: a misspelt one is found."""
+    return {"type": "object", "properties": properties, "required": required.split(), "additionalProperties": False}
+
+
+TEXT, WHOLE, ANY = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "object"}
+
+
+def listed(items):
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+# Of https://jobset.sigs.k8s.io and Kubernetes' batch/v1 and core/v1, what the template uses.
+CONTAINER = closed(
+    "name image command env ports resources volumeMounts",
+    name=TEXT,
+    image=TEXT,
+    command=listed(TEXT),
+    env=listed(
+        closed(
+            "name", name=TEXT, value=TEXT, valueFrom=closed("fieldRef", fieldRef=closed("fieldPath", fieldPath=TEXT))
+        )
+    ),
+    ports=listed(closed("containerPort", containerPort=WHOLE)),
+    resources=closed("limits", limits=ANY),
+    volumeMounts=listed(closed("name mountPath", name=TEXT, mountPath=TEXT)),
+)
+POD = closed(
+    "restartPolicy containers volumes",
+    restartPolicy={"enum": ["Never", "OnFailure"]},  # what a Job allows
+    terminationGracePeriodSeconds=WHOLE,
+    containers=listed(CONTAINER),
+    volumes=listed(
+        closed("name persistentVolumeClaim", name=TEXT, persistentVolumeClaim=closed("claimName", claimName=TEXT))
+    ),
+)
+JOB = closed(
+    "parallelism completions completionMode template",
+    parallelism=WHOLE,
+    completions=WHOLE,
+    completionMode={"const": "Indexed"},
+    backoffLimit=WHOLE,
+    template=closed("spec", spec=POD),
+)
+JOBSET = closed(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "jobset.x-k8s.io/v1alpha2"},
+    kind={"const": "JobSet"},
+    metadata=closed("name", name=TEXT),
+    spec=closed(
+        "replicatedJobs",
+        failurePolicy=closed("", maxRestarts=WHOLE),
+        replicatedJobs=listed(closed("name template", name=TEXT, replicas=WHOLE, template=closed("spec", spec=JOB))),
+    ),
+)
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
+def test_a_template_is_short(path):
+    assert len(path.read_text().splitlines()) < 40
+
+
+@pytest.mark.parametrize("path", sorted(SCALE.glob("*.sh")), ids=lambda path: path.name)
+def test_shell_is_valid(path):
+    subprocess.run(["bash", "-n", str(path)], check=True)
+    assert path.stat().st_mode & 0o111, f"{path.name} cannot be executed"
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(path)], check=True)
+
+
+def test_the_jobset_is_one_and_its_numbers_agree():
+    jobset = yaml.safe_load((SCALE / "jobset.yaml").read_text())
+    jsonschema.validate(jobset, JOBSET)
+    (jobs,) = jobset["spec"]["replicatedJobs"]
+    job = jobs["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    said = {entry["name"]: entry for entry in container["env"]}
+    assert str(job["parallelism"]) == str(job["completions"]) == said["LLAMEM_NUM_HOSTS"]["value"]
+    # JobSet's names: set, group, job, pod, in the service that is called as the set.
+    address, port = said["LLAMEM_COORDINATOR"]["value"].split(":")
+    assert address == f"{jobset['metadata']['name']}-{jobs['name']}-0-0.{jobset['metadata']['name']}"
+    assert container["ports"] == [{"containerPort": int(port)}]
+    assert "job-completion-index" in said["LLAMEM_HOST"]["valueFrom"]["fieldRef"]["fieldPath"]
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"] * job["parallelism"]
+    assert container["command"][container["command"].index("--mesh") + 1] == f"fsdp={gpus}"
+    for damage in ("restartPolicy", "completionMode"):
+        other = json.loads(json.dumps(jobset).replace(damage, damage + "s"))
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(other, JOBSET)
+
+
+def test_the_slurm_template_asks_for_a_process_for_each_device():
+    text = (SCALE / "slurm.sh").read_text()
+    size = {
+        name: int(value) for name, value in re.findall(r"#SBATCH --(nodes|ntasks-per-node|gpus-per-node)=(\d+)", text)
+    }
+    assert size["ntasks-per-node"] == size["gpus-per-node"]
+    assert f"--mesh fsdp={size['nodes'] * size['gpus-per-node']} " in text
+
+
+@pytest.mark.parametrize("name", ["slurm.sh", "tpu_vms.sh", "jobset.yaml"])
+def test_templates_call_what_train_understands(name, monkeypatch):
+    text = (SCALE / name).read_text()
+    if name.endswith(".yaml"):
+        (jobs,) = yaml.safe_load(text)["spec"]["replicatedJobs"]
+        (container,) = jobs["template"]["spec"]["template"]["spec"]["containers"]
+        words = container["command"][container["command"].index("scale/train.py") + 1 :]
+    else:
+        words = re.findall(r"[^\s\\\"']+", re.findall(r"scale/train.py((?:.*\\\n)*.*)", text)[-1])
+    parsed = []
+
+    class Parsed(Exception):
+        pass
+
+    def parse(self, given=None):
+        parsed.append(real(self, words))
+        raise Parsed
+
+    real = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(Parsed):
+        runpy.run_path(str(SCALE / "train.py"), run_name="__main__")
+    given = parsed[0]
+    config = llamem.LlamaConfig.from_name(given.preset)
+    mesh = {axis: int(size) for axis, size in (part.split("=") for part in given.mesh.split(","))}
+    settings = llamem.TrainSettings(batch_size=given.batch_size, seq_len=given.seq_len)
+    llamem.abstract_step(config, settings, llamem.Plan(mesh=mesh))  # refuses what does not divide
+    assert given.report and given.steps == 10_000
