@@ -156,7 +156,7 @@ def _areas(ax: Axes, one: Timeline, n_bytes: int) -> None:
 
 def _name_area(ax: Axes, category: str, lower: np.ndarray, upper: np.ndarray) -> None:
     """The category's name inside its area, where a label of its width fits best."""
-    width = max(int(0.02 * ax.get_xlim()[1] * len(category)), 1)
+    width = math.ceil(0.02 * ax.get_xlim()[1] * len(category))
     if len(lower) <= width:
         return
     windows = np.lib.stride_tricks.sliding_window_view
