@@ -14,7 +14,7 @@ from models import MOE, in_float64, model_of, tokens_of
 from models import SMALL as THREE_LAYERS
 
 import llamem
-from llamem import LoraConfig, TrainSettings
+from llamem import TrainSettings
 from llamem.llama import IN_LAYERS, TARGETS
 from llamem.memory.jaxprs import equations, matmul_flops
 from llamem.train.adapter_step import lora_loss, losses_and_grads
@@ -22,6 +22,7 @@ from llamem.train.step import loss_fn
 
 # Without their types: some of what is passed is wrong on purpose.
 Adapters: Any = llamem.Adapters
+LoraConfig: Any = llamem.LoraConfig
 generate: Any = llamem.generate
 merge_adapter: Any = llamem.merge_adapter
 
@@ -247,7 +248,7 @@ def test_adapters_that_do_not_fit_are_refused():
         Adapters.create(MOE, LoraConfig(ranks=(2,)), rngs=nnx.Rngs(0))
     for indices in ([], [3], [-1], ["q"]):
         with pytest.raises(ValueError, match="0 to 2, at least one"):
-            adapters.select(indices)
+            Adapters.select(adapters, indices)
     with pytest.raises(ValueError, match=r"select\(\[5\]\)"):
         merge_adapter(model, adapters, 5)
     with pytest.raises(ValueError, match="'up' has b of shapes"):

@@ -124,7 +124,7 @@ def _load(model: Llama, folder: Path, dtype: Any) -> Adapters:
     unknown = []
     for name, stored in tensors_in(folder / WEIGHTS).items():
         match = _TENSOR.fullmatch(name)
-        target = match and _TARGETS.get(match["module"])
+        target = _TARGETS.get(match["module"]) if match else None
         if match is None or target is None or (match["layer"] is not None) != (target in IN_LAYERS):
             unknown.append(name)
         elif match["base"]:
