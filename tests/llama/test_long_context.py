@@ -26,11 +26,18 @@ PLANS["unrolled"] = {**PLANS["attention and rows and offload"], "mode": "unroll"
 PLANS["nothing rematerialised"] = {"attention_tiles": 2, "mlp_tiles": 5, "remat": None}
 PLANS["attn_out kept"] = {"attention_tiles": 2, "mlp_tiles": 5, "offload": ("attn_out", "block_in")}
 
+# Large enough for sums over many tiles: 768 tokens in 128 of them, six at a time.
+WIDE = llamem.LlamaConfig(
+    vocab_size=200, d_model=64, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=8, d_ff=128, max_seq_len=512
+)
+
 
 def gradients(config, dtype, **plan):
     """Of `models.model_of(config)`, its parameters and all that is computed in `dtype`."""
-    model = models.model_of(config.replace(compute_dtype=dtype), loss_tiles=3, **plan)
-    tokens = models.tokens_of(config, T=38)
+    model = models.model_of(
+        config.replace(compute_dtype=dtype), scale=1.0 if config == WIDE else 2.0, loss_tiles=3, **plan
+    )
+    tokens = models.tokens_of(config, T=385 if config == WIDE else 38)
     params = jax.tree.map(lambda a: a.astype(dtype), nnx.state(model, nnx.Param))
     grad = jax.jit(jax.value_and_grad(lambda p: loss_fn(nnx.graphdef(model), p, tokens[:, :-1], tokens[:, 1:])))
     return jax.tree.map(lambda a: np.asarray(a, np.float64), grad(params))
@@ -39,7 +46,7 @@ def gradients(config, dtype, **plan):
 @functools.cache
 def gradients_of_rounded(config):
     """In float64, at the parameters as bf16 holds them."""
-    model, tokens = models.model_of(config), np.asarray(models.tokens_of(config, T=38))
+    model, tokens = models.model_of(config, scale=1.0), np.asarray(models.tokens_of(config, T=385))
     nnx.update(model, jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(a.dtype), nnx.state(model)))
 
     def loss(params):
@@ -57,8 +64,9 @@ def errors(got, expected):
     return found
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["untied", "qwen3"])
+@pytest.mark.parametrize(
+    ("name", "plan"), [*(("untied", plan) for plan in PLANS), ("qwen3", "attention and rows and offload")]
+)
 def test_gradients_equal_float64(name, plan):
     config = models.VARIANTS[name]
     got = gradients(config, jnp.float32, **PLANS[plan])
@@ -70,16 +78,11 @@ def test_gradients_of_experts_equal_float64():
     assert max(errors(got, models.expected_gradients(models.MOE)).values()) < 1e-5
 
 
-@pytest.mark.parametrize("plan", ["attention", "rows", "attention and rows and offload"])
-def test_bf16_is_as_close_to_float64_as_without_the_tool(plan):
-    """74 tokens in 74 tiles, every head in a group of its own: the most sums there can be."""
-    config = models.VARIANTS["mha"]
-    most = {"mlp_tiles": 74, "attention_tiles": 6}
-    tools = {name: most.get(name, value) for name, value in PLANS[plan].items()}
-    exact = gradients_of_rounded(config)
-    plain, mine = (errors(gradients(config, jnp.bfloat16, **options), exact) for options in ({}, tools))
-    for name, error in mine.items():
-        assert error <= 1.1 * plain[name] + 1e-3 * max(plain.values()), (name, error, plain[name])
+def test_bf16_is_as_close_to_float64_as_without_the_tools():
+    exact = gradients_of_rounded(WIDE)
+    plans = {"plain": {}, "rows": {"mlp_tiles": 128}, "all": {"mlp_tiles": 128, "attention_tiles": 4, **OFFLOAD}}
+    worst = {name: max(errors(gradients(WIDE, jnp.bfloat16, **plan), exact).values()) for name, plan in plans.items()}
+    assert max(worst.values()) <= 1.1 * worst["plain"] and worst["plain"] > 1e-3, worst
 
 
 def test_packed_documents_stay_apart_in_groups_of_heads():

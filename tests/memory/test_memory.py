@@ -349,7 +349,9 @@ def compiled(empty_cache, monkeypatch):
     empty["no_schedule"] = "no compiler ran"
     answer = {f"{name}_bytes": 0 for name in names} | empty
     monkeypatch.setattr(
-        memory, "compile_absent", lambda chip, _, donated, axes, depth: calls.append((chip.name, donated)) or answer
+        memory,
+        "compile_absent",
+        lambda chip, _, donated, axes, depth, hosted: calls.append((chip.name, donated)) or answer,
     )
     return calls
 

@@ -30,7 +30,8 @@ SETTINGS = TrainSettings(batch_size=2, seq_len=16, steps=5, learning_rate=1e-2, 
 def run(config, plan, steps=3):
     state = first_state(config, SETTINGS, plan)
     graphdef = nnx.graphdef(llamem.Llama(config, rngs=nnx.Rngs(0), plan=plan))
-    step = jax.jit(make_train_step(graphdef, SETTINGS), donate_argnums=0)
+    where = jax.tree.map(lambda a: a.sharding, state)
+    step = jax.jit(make_train_step(graphdef, SETTINGS), donate_argnums=0, out_shardings=(where, None))
     metrics = []
     for i in range(steps):
         tokens = models.tokens_of(config, T=17, seed=i)

@@ -87,11 +87,25 @@ def sum_parts(fn: Callable[[Any, Any, Any], Array], shared: PyTree, parts: PyTre
             d_shared, d_part = pull(d_out)
             return _add(total, d_shared), d_part
 
-        d_shared, d_parts = jax.lax.scan(add, _wide_zeros(shared), (parts, frozen_parts))
+        # Not before d_out is here: else the compiler lays the zeros out while the forward pass still runs again.
+        start, d_out = jax.lax.optimization_barrier((_wide_zeros(shared), d_out))
+        d_shared, d_parts = jax.lax.scan(add, start, (parts, frozen_parts))
         return _as_types_of(shared, d_shared), d_parts
 
     total.defvjp(forward, backward, symbolic_zeros=True)
     return total(shared, parts)
+
+
+@jax.custom_vjp
+def gradients_together(x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
+    """`x` and `y` as they are. Backward, the gradient of neither is used before that of the other is there in its type.
+
+    Else a compiler may keep what the second one is made of, wider, until it is wanted at the very end.
+    """
+    return x, y
+
+
+gradients_together.defvjp(lambda x, y: ((x, y), None), lambda _, grads: jax.lax.optimization_barrier(tuple(grads)))
 
 
 def _values(args: Any) -> Any:

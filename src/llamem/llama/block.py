@@ -1,6 +1,7 @@
 """One Llama layer: norms, rotary positions, attention, feed-forward."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -162,22 +163,31 @@ class Block(nnx.Module):
         return x_BTD + checkpoint_name(leave(attn_out_BTD, tensor_axis), "attn_out")
 
     def _feed_forward(self, x_BTD: Array, tensor_axis: str | None, tiles: int = 1) -> Array:
-        if tiles > 1:
-            graphdef, mine, others = nnx.split(self, lambda path, _: path[0] in _FEED_FORWARD, ...)
-
-            def rows(params: nnx.State, x_ND: Array) -> Array:
-                return nnx.merge(graphdef, params, others)._feed_forward(x_ND[None], tensor_axis)[0]
-
-            return map_rows(rows, mine, x_BTD.reshape(-1, x_BTD.shape[-1]), tiles).reshape(x_BTD.shape)
+        if tiles > 1 and tensor_axis is None:
+            return self._in_tiles(lambda block, x_BTD: block._feed_forward(x_BTD, None), x_BTD, tiles)
         y_BTD = enter(rms_norm(x_BTD, self.mlp_norm[...], self.config.norm_eps), tensor_axis)
+        if tiles > 1:  # devices meet once, and not once per tile
+            mlp_out_BTD = self._in_tiles(lambda block, y_BTD: block._mlp(y_BTD), y_BTD, tiles)
+        else:
+            mlp_out_BTD = self._mlp(y_BTD)
+        return x_BTD + checkpoint_name(leave(mlp_out_BTD, tensor_axis), "mlp_out")
+
+    def _in_tiles(self, fn: Callable[["Block", Array], Array], x_BTD: Array, tiles: int) -> Array:
+        """`fn(self, x_BTD)` for a `fn` of the feed-forward's weights, over tiles of tokens."""
+        graphdef, mine, others = nnx.split(self, lambda path, _: path[0] in _FEED_FORWARD, ...)
+
+        def rows(params: nnx.State, x_ND: Array) -> Array:
+            return fn(nnx.merge(graphdef, params, others), x_ND[None])[0]
+
+        return map_rows(rows, mine, x_BTD.reshape(-1, x_BTD.shape[-1]), tiles).reshape(x_BTD.shape)
+
+    def _mlp(self, y_BTD: Array) -> Array:
         w_gate, w_up, w_down = map(self._compute, (self.w_gate, self.w_up, self.w_down))
         if k := self.config.experts_per_token:
-            mlp_out_BTD = mixture(y_BTD, self._compute(self.w_router), w_gate, w_up, w_down, k)
-        else:
-            gate_BTF = checkpoint_name(y_BTD @ w_gate, "gate")
-            up_BTF = checkpoint_name(y_BTD @ w_up, "up")
-            mlp_out_BTD = (jax.nn.silu(gate_BTF) * up_BTF) @ w_down
-        return x_BTD + checkpoint_name(leave(mlp_out_BTD, tensor_axis), "mlp_out")
+            return mixture(y_BTD, self._compute(self.w_router), w_gate, w_up, w_down, k)
+        gate_BTF = checkpoint_name(y_BTD @ w_gate, "gate")
+        up_BTF = checkpoint_name(y_BTD @ w_up, "up")
+        return (jax.nn.silu(gate_BTF) * up_BTF) @ w_down
 
     def _compute(self, param: nnx.Param) -> Array:
         return param[...].astype(self.config.compute_dtype)

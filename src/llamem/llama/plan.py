@@ -115,6 +115,11 @@ class Plan:
         """What is kept for the backward pass, and where: `remat`, with what `offload` adds to it."""
         return offloading_too(self.remat, self.offload)
 
+    @property
+    def saves_memory(self) -> bool:
+        """Whether any tool for long contexts is on, so that memory is worth more than the compiler's freedom."""
+        return self.attention_tiles > 1 or self.mlp_tiles > 1 or bool(self.offload) or self.moments == "host"
+
     def replace(self, **changes: Any) -> "Plan":
         """A copy with some fields changed, checked again. Raises TypeError for a field that does not exist."""
         return dataclasses.replace(self, **changes)

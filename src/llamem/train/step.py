@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from llamem.layers.context import local_positions
+from llamem.layers.parts import gradients_together
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
@@ -206,6 +207,8 @@ def local_loss(
         targets_BT = targets_BT[:, local_positions(targets_BT.shape[1], mesh.context_axis)]
     # Gathered once, before the loop over tiles; where the vocabulary is split, each device has its rows.
     head_VD = gather_weight("untied_head", model.head, mesh, hidden_BTD.dtype)
+    if plan.saves_memory:  # the head's f32 gradient would stay for the whole backward pass
+        hidden_BTD, head_VD = gradients_together(hidden_BTD, head_VD)
     shares = mesh.devices // mesh.tensor  # parts into which the tokens are cut
     if plan.loss_tiles is not None or mesh.tensor_axis:
         return tiled_cross_entropy(
@@ -233,7 +236,8 @@ def make_train_step(
     """`step(state, (inputs_BT, targets_BT)) -> state, metrics`: one update, to be jitted with the state donated.
 
     With a mesh in the model's plan it is one program for every device of it, on states and batches that lie as
-    `abstract_step` says. Metrics: `loss` (mean over tokens, nats), `grad_norm`.
+    `abstract_step` says. Metrics: `loss` (mean over tokens, nats), `grad_norm`. With moments on
+    the host, JAX 0.7 wants `out_shardings` as well, those of the state: else they come home with the first result.
     """
     _check_settings(settings)
     if not isinstance(graphdef, nnx.GraphDef):
