@@ -48,8 +48,13 @@ def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
         "a layer's backward pass, attention": [residuals, gradients, *_backward(share), *_attention(share)],
         "the optimizer": _optimizer(share),
     }
+    if _summed_in_f32(share):
+        both = Line("head gradient", (_F32 + share.param_bytes) * share.head, "as it was summed, and narrowed")
+        stream = Line("stream", 3 * share.compute_bytes * share.N * share.D, "what the loss has read and made")
+        moments["the head's gradient, narrowed"] = [residuals, both, stream]
     if share.target.platform != "tpu":  # XLA's GPU scheduler zeroes the gradients' buffers before the loss
-        moments["a tile of the loss"].append(gradients)
+        for name in ("a tile of the loss", "the head's gradient, narrowed"):
+            moments.get(name, []).append(gradients)
     return {name: tuple([*held, *lines]) for name, lines in moments.items()}
 
 
@@ -145,15 +150,18 @@ def _backward(share: Share) -> list[Line]:
     slices = gathered or c * (share.D * share.F + share.attention_weights)
     if share.groups > 1:  # a group's weights, sliced out for the inner loop, and their gradients
         slices += 2 * p * (share.L // share.groups) * share.layer_weights // share.split
-    in_f32 = share.plan.loss_tiles is not None and share.loss_axis == "tokens"
+    size = _F32 if _summed_in_f32(share) and not share.plan.saves_memory else p
     return [
-        Line(
-            "head gradient", (_F32 if in_f32 else p) * share.head, "as the loss left it, until the optimizer takes it"
-        ),
+        Line("head gradient", size * share.head, "as the loss left it, until the optimizer takes it"),
         Line(
             "layer weights", slices, "of one layer, gathered, and its gradients" if gathered else "slices of one layer"
         ),
     ]
+
+
+def _summed_in_f32(share: Share) -> bool:
+    """Whether the head's gradient is a sum over tiles of tokens."""
+    return share.plan.loss_tiles is not None and share.loss_axis == "tokens" and share.mesh.tensor == 1
 
 
 def _kept_for_attention(share: Share) -> int:
@@ -216,9 +224,9 @@ def _row_sums(share: Share) -> int:
 def _stream(share: Share) -> int:
     """Bytes of activations as wide as the residual stream, and of rope's two tables."""
     c, wide = share.compute_bytes, share.N * share.D
-    tables = _F32 * share.T * share.h
-    if share.plan.attention_tiles > 1:  # two sums over groups of heads in f32: the output's, and its input's gradient
-        return (2 * _F32 + 3 * c) * wide + tables
+    tables = 2 * _F32 * share.T * (share.lanes if share.target.platform == "tpu" else share.h // 2)
+    if share.plan.attention_tiles > 1:  # the sum over groups of heads of its input's gradient, in f32
+        return (_F32 + 4 * c) * wide + tables
     return 5 * c * wide + tables
 
 
