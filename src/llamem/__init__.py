@@ -14,7 +14,16 @@ from llamem.llama import (
     load_pretrained,
     save_pretrained,
 )
-from llamem.losses import TileChoice, choose_tiles, tiled_cross_entropy, tiled_logprobs
+from llamem.losses import (
+    TileChoice,
+    choose_tiles,
+    group_advantages,
+    tiled_cross_entropy,
+    tiled_dpo_loss,
+    tiled_logprobs,
+    tiled_policy_loss,
+    tiled_token_loss,
+)
 from llamem.memory import TARGETS, Comparison, Report, available, compare, compile_report, saved_residuals, target
 from llamem.train import TrainSettings, abstract_step
 from llamem.verify import assert_remat, verify_remat
@@ -41,15 +50,19 @@ __all__ = [
     "compare",
     "compile_report",
     "generate",
+    "group_advantages",
     "load_pretrained",
     "save_pretrained",
     "saved_residuals",
     "stack_layers",
     "target",
     "tiled_cross_entropy",
+    "tiled_dpo_loss",
     "tiled_logprobs",
     "tiled_map",
+    "tiled_policy_loss",
     "tiled_sum",
+    "tiled_token_loss",
     "unstack_layers",
     "verify_remat",
 ]
