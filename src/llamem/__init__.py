@@ -5,13 +5,18 @@ from llamem import _startup as _startup  # isort: split
 from llamem.layers import POLICIES, Policy, apply_stack, stack_layers, tiled_map, tiled_sum, unstack_layers
 from llamem.llama import (
     PRESETS,
+    Adapters,
     KVCache,
     Llama,
     LlamaConfig,
+    LoraConfig,
     Plan,
     RopeScaling,
     generate,
+    load_adapters,
     load_pretrained,
+    merge_adapter,
+    save_adapter,
     save_pretrained,
 )
 from llamem.losses import (
@@ -25,23 +30,26 @@ from llamem.losses import (
     tiled_token_loss,
 )
 from llamem.memory import TARGETS, Comparison, Report, available, compare, compile_report, saved_residuals, target
-from llamem.train import TrainSettings, abstract_step
+from llamem.train import TrainSettings, abstract_lora_step, abstract_step
 from llamem.verify import assert_remat, verify_remat
 
 __all__ = [
     "POLICIES",
     "PRESETS",
     "TARGETS",
+    "Adapters",
     "Comparison",
     "KVCache",
     "Llama",
     "LlamaConfig",
+    "LoraConfig",
     "Plan",
     "Policy",
     "Report",
     "RopeScaling",
     "TileChoice",
     "TrainSettings",
+    "abstract_lora_step",
     "abstract_step",
     "apply_stack",
     "assert_remat",
@@ -51,7 +59,10 @@ __all__ = [
     "compile_report",
     "generate",
     "group_advantages",
+    "load_adapters",
     "load_pretrained",
+    "merge_adapter",
+    "save_adapter",
     "save_pretrained",
     "saved_residuals",
     "stack_layers",

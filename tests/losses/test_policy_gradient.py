@@ -132,7 +132,10 @@ def test_two_bytes_lose_no_more_than_the_plain_loss(dtype):
     def errors(fn):
         grads = jax.grad(fn, argnums=(0, 1))(hidden, head)
         assert all(g.dtype == dtype for g in grads)
-        return [np.linalg.norm(np.asarray(g, np.float64) - e) / np.linalg.norm(e) for g, e in zip(grads, expected)]
+        return [
+            np.linalg.norm(np.asarray(g, np.float64) - e) / np.linalg.norm(e)
+            for g, e in zip(grads, expected, strict=True)
+        ]
 
     ours, exact = errors(partial(policy, num_tiles=64)), errors(partial(plain, dtype=jnp.float32))
     narrow = errors(partial(policy, num_tiles=64, accumulate_dtype=dtype))
@@ -346,7 +349,7 @@ def test_bad_input_is_named(fn, changes, message):
 
 def test_gradients_that_are_not_made_are_refused():
     for name in ("adv", "old", "mask"):
-        with pytest.raises(TypeError, match="A gradient for (extras|weights) of a token loss is asked for"):
+        with pytest.raises(TypeError, match=r"A gradient for (extras|weights) of a token loss is asked for"):
             jax.grad(lambda value, name=name: policy(X, W, **{name: value}))(jnp.ones((B, T)))
     own = tiled_logprobs(X, W, IDS, num_tiles=3)
     np.testing.assert_allclose(policy(X, W, old=jax.lax.stop_gradient(own)), policy(X, W, old=None), rtol=1e-5)

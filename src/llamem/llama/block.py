@@ -13,6 +13,7 @@ from llamem.layers.collectives import enter, leave
 from llamem.layers.context import context_attention
 from llamem.layers.experts import mixture
 from llamem.llama.config import LlamaConfig
+from llamem.llama.lora_products import NO_ADAPTERS, LayerAdapters
 from llamem.llama.sharding import MeshShape
 
 
@@ -82,28 +83,33 @@ class Block(nnx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
         implementation: Implementation = "auto",
         mesh: MeshShape = MeshShape(),
+        lora: LayerAdapters = NO_ADAPTERS,
     ) -> Float[Array, "B T D"]:
         """The layer over a whole sequence; `ACTIVATIONS` lists the names it gives for `llamem.Policy`.
 
         On a mesh, inside `shard_map`, the weights are this device's part of the heads and of F, whole along D, and
-        the sequence is this device's part of it.
+        the sequence is this device's part of it. `lora` adds to the seven projections.
         """
         x_BTD = checkpoint_name(x_BTD, "block_in")
-        q_BTHh, k_BTKh, v_BTKh = self.qkv(x_BTD, rope, mesh.tensor_axis)
+        q_BTHh, k_BTKh, v_BTKh = self.qkv(x_BTD, rope, mesh.tensor_axis, lora)
         if mesh.context_axis:
             attn_BTHh = context_attention(q_BTHh, k_BTKh, v_BTKh, axis=mesh.context_axis, implementation=implementation)
         else:
             attn_BTHh = causal_attention(q_BTHh, k_BTKh, v_BTKh, segments_BT=segments_BT, implementation=implementation)
-        return self.finish(x_BTD, attn_BTHh, mesh.tensor_axis)
+        return self.finish(x_BTD, attn_BTHh, mesh.tensor_axis, lora)
 
     def qkv(
-        self, x_BTD: Float[Array, "B T D"], rope: tuple[Array, Array], tensor_axis: str | None = None
+        self,
+        x_BTD: Float[Array, "B T D"],
+        rope: tuple[Array, Array],
+        tensor_axis: str | None = None,
+        lora: LayerAdapters = NO_ADAPTERS,
     ) -> tuple[Float[Array, "B T H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
         """Queries `[B, T, H, h]`, keys and values `[B, T, K, h]`, rotated to their positions."""
         y_BTD = enter(rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps), tensor_axis)
-        q_BTHh = jnp.einsum("BTD,DHh->BTHh", y_BTD, self._compute(self.wq))
-        k_BTKh = jnp.einsum("BTD,DKh->BTKh", y_BTD, self._compute(self.wk))
-        v_BTKh = jnp.einsum("BTD,DKh->BTKh", y_BTD, self._compute(self.wv))
+        q_BTHh = lora.add("q", y_BTD, jnp.einsum("BTD,DHh->BTHh", y_BTD, self._compute(self.wq)))
+        k_BTKh = lora.add("k", y_BTD, jnp.einsum("BTD,DKh->BTKh", y_BTD, self._compute(self.wk)))
+        v_BTKh = lora.add("v", y_BTD, jnp.einsum("BTD,DKh->BTKh", y_BTD, self._compute(self.wv)))
         if self.config.qk_norm:
             q_BTHh = rms_norm(q_BTHh, self.q_norm[...], self.config.norm_eps)
             k_BTKh = rms_norm(k_BTKh, self.k_norm[...], self.config.norm_eps)
@@ -111,19 +117,24 @@ class Block(nnx.Module):
         return checkpoint_name(q_BTHh, "q"), checkpoint_name(k_BTKh, "k"), checkpoint_name(v_BTKh, "v")
 
     def finish(
-        self, x_BTD: Float[Array, "B T D"], attn_BTHh: Float[Array, "B T H h"], tensor_axis: str | None = None
+        self,
+        x_BTD: Float[Array, "B T D"],
+        attn_BTHh: Float[Array, "B T H h"],
+        tensor_axis: str | None = None,
+        lora: LayerAdapters = NO_ADAPTERS,
     ) -> Float[Array, "B T D"]:
         """What follows attention: output projection and feed-forward (SwiGLU, or experts), each added to the stream."""
-        attn_out_BTD = jnp.einsum("BTHh,HhD->BTD", attn_BTHh, self._compute(self.wo))
+        attn_out_BTD = lora.add("o", attn_BTHh, jnp.einsum("BTHh,HhD->BTD", attn_BTHh, self._compute(self.wo)))
         x_BTD = x_BTD + checkpoint_name(leave(attn_out_BTD, tensor_axis), "attn_out")
         y_BTD = enter(rms_norm(x_BTD, self.mlp_norm[...], self.config.norm_eps), tensor_axis)
         w_gate, w_up, w_down = map(self._compute, (self.w_gate, self.w_up, self.w_down))
         if k := self.config.experts_per_token:
             mlp_out_BTD = mixture(y_BTD, self._compute(self.w_router), w_gate, w_up, w_down, k)
         else:
-            gate_BTF = checkpoint_name(y_BTD @ w_gate, "gate")
-            up_BTF = checkpoint_name(y_BTD @ w_up, "up")
-            mlp_out_BTD = (jax.nn.silu(gate_BTF) * up_BTF) @ w_down
+            gate_BTF = checkpoint_name(lora.add("gate", y_BTD, y_BTD @ w_gate), "gate")
+            up_BTF = checkpoint_name(lora.add("up", y_BTD, y_BTD @ w_up), "up")
+            inner_BTF = jax.nn.silu(gate_BTF) * up_BTF
+            mlp_out_BTD = lora.add("down", inner_BTF, inner_BTF @ w_down)
         return x_BTD + checkpoint_name(leave(mlp_out_BTD, tensor_axis), "mlp_out")
 
     def _compute(self, param: nnx.Param) -> Array:

@@ -19,6 +19,7 @@ from llamem.losses.token_policy import TokenLoss, summed_policy
 
 __all__ = ["tiled_token_loss"]
 
+Head = Float[Array, "V D"] | tuple[Float[Array, "V _"], ...]
 Mask = Float[Array, "*batch"] | Bool[Array, "*batch"] | Integer[Array, "*batch"]
 Scalar = Float[Array, ""] | float
 _POSITIVE = "a positive, finite number", lambda x: 0 < x < math.inf
@@ -27,7 +28,7 @@ _POSITIVE = "a positive, finite number", lambda x: 0 < x < math.inf
 def tiled_token_loss(
     fn: Callable[[Array, Array, Any], Array],
     hidden: Float[Array, "*batch D"],
-    head: Float[Array, "V D"],
+    head: Head,
     targets: Integer[Array, "*batch"],
     extras: Any = (),
     *,
@@ -55,7 +56,7 @@ def tiled_token_loss(
         fn: takes two float32 scalars, nats, and one token's extras; returns a scalar. Give the same function each
             time: another one is another program.
         hidden: `[..., D]`, of the last layer.
-        head: `[V, D]`, a matrix.
+        head: `[V, D]`, or a tuple of matrices that side by side are one, of which the frozen ones cost no gradient.
         targets: `[...]`, ids below V, or `ignore_index`. Any other id makes the loss NaN.
         extras: tree of arrays `[..., *any]`: each token's advantage, old log-probability and so on.
         weights: `[...]`, of each token, default 1; a mask. Tokens of weight 0 add nothing, whatever their extras.
@@ -79,9 +80,9 @@ def tiled_token_loss(
     arguments.flag("return_rows", return_rows)
     ignore_index = arguments.whole("ignore_index", ignore_index, "a whole number")
     batch = arguments.batch(hidden, targets, weights)
-    if not hasattr(head, "shape"):
+    if not hasattr(head, "shape") and not isinstance(head, tuple):
         raise TypeError(
-            f"head must be a matrix [V, D], got {head!r}. A callable head, such as one with adapters, goes through "
+            f"head must be a matrix [V, D] or a tuple of them, got {head!r}. A callable head goes through "
             "tiled_logprobs, whose result any loss may be made of, with 4 matrix products in place of 3."
         )
     made = arguments.head(head, None, batch.hidden, "tokens")
@@ -107,7 +108,7 @@ def tiled_token_loss(
     rows_spec = jax.typeof(batch.targets).sharding.spec
     specs = PartitionSpec(), dict.fromkeys(("loss", "logprob", "entropy"), rows_spec)
     compute = partial(_mean, fn, softmax, tiles, ignore_index)
-    loss, rows = partitioned(compute, specs, batch, made.leaves[0], extras, divisor)
+    loss, rows = partitioned(compute, specs, batch, made.leaves, extras, divisor)
     return (loss, jax.lax.stop_gradient(rows)) if return_rows else loss
 
 
@@ -140,20 +141,20 @@ def _mean(
     tiles: Tiles,
     ignore_index: int,
     batch: arguments.Batch,
-    head_VD: Array,
+    head: list,
     extras: Any,
     normalizer: Any,
 ) -> tuple[Array, dict]:
     shape = batch.targets.shape
     x_ND = batch.hidden.reshape(-1, batch.hidden.shape[-1])
-    counts_N, inside_N = arguments.counting(batch.targets.reshape(-1), ignore_index, len(head_VD))
+    counts_N, inside_N = arguments.counting(batch.targets.reshape(-1), ignore_index, len(head[0]))
     targets_N = jnp.where(inside_N, batch.targets.reshape(-1), 0).astype(jnp.int32)
-    weights_N = jnp.ones(targets_N.shape, wide(x_ND, head_VD))
+    weights_N = jnp.ones(targets_N.shape, wide(x_ND, *head))
     if batch.weights is not None:
         weights_N = batch.weights.reshape(-1).astype(weights_N.dtype)
     weights_N = arguments.masked_weights(weights_N, counts_N, inside_N)
     extras = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(shape) :]), extras)
-    total, rows = summed_policy(fn, softmax, tiles, *vary_together(x_ND, head_VD, targets_N, weights_N, extras))
+    total, rows = summed_policy(fn, softmax, tiles, *vary_together(x_ND, head, targets_N, weights_N, extras))
     divisor = jnp.sum(weights_N) if normalizer is None else normalizer
     nothing_counts = jnp.all(weights_N == 0)
     loss = total / jnp.where(nothing_counts & (divisor == 0), 1, divisor)

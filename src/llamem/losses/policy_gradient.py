@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
 from llamem.losses import arguments
-from llamem.losses.per_token import Mask, Scalar, tiled_token_loss
+from llamem.losses.per_token import Head, Mask, Scalar, tiled_token_loss
 
 __all__ = ["group_advantages", "tiled_policy_loss"]
 
@@ -47,7 +47,7 @@ class PolicyObjective:
 
 def tiled_policy_loss(
     hidden: Float[Array, "*batch D"],
-    head: Float[Array, "V D"],
+    head: Head,
     targets: Integer[Array, "*batch"],
     advantages: Float[Array, "*adv"],
     *,
@@ -72,8 +72,9 @@ def tiled_policy_loss(
     |---|---|---|
     | "reinforce" | `-A * logprob` | Williams 1992 |
     | "importance" | `-A * ratio` | of tokens that another policy drew |
-    | "clip" | `-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)` | PPO (arXiv 1707.06347), GRPO (arXiv 2402.03300), DAPO's two bounds (arXiv 2503.14476) |
+    | "clip" | `-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)` | PPO, GRPO, DAPO |
 
+    (PPO: arXiv 1707.06347; GRPO: 2402.03300; two bounds: DAPO, 2503.14476),
     plus `kl_weight` times an estimate of the KL divergence from the reference, with `r = ref_logprob - logprob`: k1 is
     `-r`, k2 `r ** 2 / 2`, k3 `exp(r) - r - 1` (Schulman 2020); minus `entropy_weight` times the entropy of the token's
     distribution. They are estimates of a value: differentiated, k1 has an expected gradient of 0 on tokens that the
@@ -89,12 +90,12 @@ def tiled_policy_loss(
     | "dr_grpo" | `normalizer=B * max_completion_length` |
     | "dapo" | `normalizer=` the number of tokens of the whole batch, on all devices |
 
-    `beta` is `kl_weight` with k3, `epsilon` and `epsilon_high` are the clips. Its `importance_sampling_level="sequence"`
-    (GSPO) needs whole sequences first: take `tiled_logprobs`.
+    `beta` is `kl_weight` with k3, `epsilon` and `epsilon_high` are the clips. Its
+    `importance_sampling_level="sequence"` (GSPO) needs whole sequences first: take `tiled_logprobs`.
 
     Args:
         hidden: `[..., D]`, at the positions that predict the targets.
-        head: `[V, D]`.
+        head: `[V, D]`, or a tuple of matrices as in `tiled_token_loss`.
         targets: `[..., T]`, the ids that were drawn, or `ignore_index`.
         advantages: `[..., T]`, or one for each sequence, `[...]`; `group_advantages` makes GRPO's.
         objective: see above.

@@ -37,10 +37,10 @@ def keep(operands: Operands, columns: int) -> tuple[AddOn, Callable[[Array | Kep
 
     In 16 bits where hidden and head have no more, to 1/4096 of a nat; else as they are.
     """
-    x_ND, (head_VD, *_), _ = operands
-    if not two_bytes(x_ND, head_VD):
+    x_ND, head, _ = operands
+    if not two_bytes(x_ND, *head):
         return kept_logits(operands, columns), kept_tile
-    tiles, tokens = -(-len(head_VD) // columns), len(x_ND)
+    tiles, tokens = -(-len(head[0]) // columns), len(x_ND)
     start = KeptLogits(jnp.zeros((tiles, tokens, columns), jnp.int16), jnp.zeros((tiles, tokens, 1), jnp.float32))
 
     def step(state: KeptLogits, seen: Seen) -> KeptLogits:

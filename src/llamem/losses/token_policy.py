@@ -25,6 +25,7 @@ from llamem.losses.one_tile import (
     Softmax,
     Tiles,
     Wanted,
+    columns_met,
     matrix_gradients,
     quiet,
     slope,
@@ -47,15 +48,15 @@ class Pull(NamedTuple):
 
 def token_policy_pass(
     fn: TokenLoss, softmax: Softmax, tiles: Tiles, operands: Operands, w_N: Array, extras: Any, wanted: Wanted = NOTHING
-) -> tuple[Array, dict, Array | None, WideSum | SteppedSum | None]:
-    """`sum(w * loss)`, the rows `[N]`, and the `wanted` gradients of the sum for hidden and the head's matrix."""
+) -> tuple[Array, dict, Array | None, list]:
+    """`sum(w * loss)`, the rows `[N]`, and the `wanted` gradients of the sum, of the head as what grew."""
     x_ND, head, targets_N = operands
     assert tiles.columns is not None
     in_columns = dataclasses.replace(tiles, num_tiles=-(-len(head[0]) // tiles.columns))
     columns = tile_size(len(head[0]), in_columns.num_tiles, in_columns.vocab_align)
 
     def step(carry: tuple, tile: tuple) -> tuple[tuple, tuple]:
-        total, head_sum = carry
+        total, head_sums = carry
         x_TD, targets_T, w_T, extras_T = tile
         here = Operands(x_TD, head, targets_T)
         add_ons = {"target": target_logit(here), "entropy": entropy(here)}
@@ -68,28 +69,32 @@ def token_policy_pass(
         total = total + jnp.sum(w_T * quiet(loss_T, w_T))
         rows = {"loss": loss_T, "logprob": logp_T, "entropy": entropy_T}
         if read is None:
-            return (total, head_sum), (rows, None)
+            return (total, head_sums), (rows, None)
         pull = Pull(*(jnp.where(w_T == 0, 0, w_T * slope_T) for slope_T in slopes))
         size_T = jnp.abs(pull.logp_N) + jnp.abs(pull.entropy_N)  # how large the row's gradient is
 
         def gradients(carry: tuple, tile: tuple) -> tuple[tuple, tuple]:
-            dx_TD, head_sum = carry
+            dx_TD, head_sums = carry
             leaves, ids_U = tile
             z_TU = read(found["kept"], ids_U)
             d_TU = _raw_gradient(softmax, here, partition, entropy_T, pull, z_TU, ids_U)
-            part = matrix_gradients(x_TD, leaves[0], d_TU, size_T, wanted)
-            grown = None if head_sum is None else head_sum.grow(part.head[0], ids_U[0])
+            part = matrix_gradients(x_TD, leaves, d_TU, size_T, wanted)
+            grown = [s if s is None else s.grow(d, ids_U[0]) for s, d in zip(head_sums, part.head, strict=True)]
             return (dx_TD + part.x if wanted.x else None, grown), ()
 
         start = jnp.zeros(x_TD.shape, wide(x_TD, *head)) if wanted.x else None
-        (dx_TD, head_sum), _ = over_vocab(gradients, (start, head_sum), head, in_columns)
-        return (total, head_sum), (rows, dx_TD.astype(waiting_type(x_TD.dtype)) if wanted.x else None)
+        (dx_TD, head_sums), _ = over_vocab(gradients, (start, head_sums), head, in_columns)
+        return (total, head_sums), (rows, dx_TD.astype(waiting_type(x_TD.dtype)) if wanted.x else None)
 
-    head_sum = _empty_sum(tiles, head[0], x_ND, w_N) if any(wanted.head) else None
-    start = (jnp.zeros((), wide(x_ND, *head, w_N)), head_sum)
+    met = columns_met(x_ND, head)
+    head_sums = [
+        _empty_sum(tiles, leaf, part_ND, w_N) if is_wanted else None
+        for leaf, part_ND, is_wanted in zip(head, met, wanted.head or (False,) * len(head), strict=True)
+    ]
+    start = (jnp.zeros((), wide(x_ND, *head, w_N)), head_sums)
     xs = (x_ND, targets_N, w_N, extras)
-    (total, head_sum), (rows, dx_ND) = fold_tiles(step, start, xs, tiles.num_tiles, align=TOKEN_ALIGN)
-    return total, rows, dx_ND, head_sum
+    (total, head_sums), (rows, dx_ND) = fold_tiles(step, start, xs, tiles.num_tiles, align=TOKEN_ALIGN)
+    return total, rows, dx_ND, head_sums
 
 
 def _empty_sum(tiles: Tiles, head_VD: Array, x_ND: Array, w_N: Array) -> WideSum | SteppedSum:
@@ -114,15 +119,15 @@ def _raw_gradient(
     return jnp.where(silent_N1, 0, d_NU * slope(softmax, z_NU))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=("dx_ND", "head_sum"), meta_fields=("x_type", "head_type"))
+@partial(jax.tree_util.register_dataclass, data_fields=("dx_ND", "head_sums"), meta_fields=("x_type", "head_types"))
 @dataclasses.dataclass(frozen=True)
 class Unscaled:
     """Gradients for a cotangent of 1, and the types in which they are returned."""
 
     dx_ND: Array | None
-    head_sum: WideSum | SteppedSum | None
+    head_sums: list[WideSum | SteppedSum | None]
     x_type: Any
-    head_type: Any
+    head_types: tuple
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -131,13 +136,13 @@ def summed_policy(
     softmax: Softmax,
     tiles: Tiles,
     x_ND: Array,
-    head_VD: Array,
+    head: list,
     targets_N: Array,
     w_N: Array,
     extras: Any,
 ) -> tuple[Array, dict]:
-    """`sum_n w[n] * fn(logp[n], entropy[n], extras[n])`, differentiable for hidden and head, and rows, which are not."""
-    return token_policy_pass(fn, softmax, tiles, Operands(x_ND, [head_VD], targets_N), w_N, extras)[:2]
+    """`sum_n w[n] * fn(logp[n], entropy[n], extras[n])`, differentiable for hidden and head; rows, which are not."""
+    return token_policy_pass(fn, softmax, tiles, Operands(x_ND, head, targets_N), w_N, extras)[:2]
 
 
 def _forward(fn, softmax, tiles, x, head, targets, w, extras):
@@ -149,19 +154,19 @@ def _forward(fn, softmax, tiles, x, head, targets, w, extras):
                 "advantages, the log-probabilities of another policy, a mask. Pass them through jax.lax.stop_gradient, "
                 "or take the loss apart with tiled_logprobs, which is differentiable in every way."
             )
-    wanted = Wanted(x.perturbed, (head.perturbed,))
-    operands = Operands(x.value, [head.value], targets.value)
+    wanted = Wanted(x.perturbed, tuple(leaf.perturbed for leaf in head))
+    operands = Operands(x.value, [leaf.value for leaf in head], targets.value)
     values = jax.tree.map(lambda leaf: leaf.value, extras, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
-    total, rows, dx_ND, head_sum = token_policy_pass(fn, softmax, tiles, operands, w.value, values, wanted)
-    return (total, rows), Unscaled(dx_ND, head_sum, x.value.dtype, head.value.dtype)
+    total, rows, dx_ND, head_sums = token_policy_pass(fn, softmax, tiles, operands, w.value, values, wanted)
+    return (total, rows), Unscaled(dx_ND, head_sums, x.value.dtype, tuple(leaf.dtype for leaf in operands.head))
 
 
 def _backward(fn, softmax, tiles, residuals, cotangents):
     cotangent, _ = cotangents
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return (None,) * 5
-    head = residuals.head_sum
-    d_head = None if head is None else head.scaled(cotangent).astype(residuals.head_type)
+    sums = zip(residuals.head_sums, residuals.head_types, strict=True)
+    d_head = [s if s is None else s.scaled(cotangent).astype(dtype) for s, dtype in sums]
     return scale_gradient(residuals.dx_ND, cotangent, residuals.x_type), d_head, None, None, None
 
 
