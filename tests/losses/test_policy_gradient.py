@@ -81,16 +81,17 @@ def test_the_reference_is_right():
             np.testing.assert_allclose((along(step) - along(-step)) / (2 * step), (grad * way).sum(), rtol=1e-5)
 
 
-@pytest.mark.usefixtures("columns")
 @pytest.mark.parametrize("case", CASES)
-def test_loss_rows_and_both_gradients(case):
+def test_loss_rows_and_both_gradients(case, monkeypatch):
+    if case != "all":  # else the whole vocabulary at once
+        monkeypatch.setattr(choice, "_CPU_COLUMNS", 96)
     options, outer = CASES[case], -3.0
 
     def fn(hidden, head):
         loss, rows = policy(hidden, head, return_rows=True, **options)
         return outer * loss, rows
 
-    (value, rows), grads = jax.value_and_grad(fn, argnums=(0, 1), has_aux=True)(X, W)
+    (value, rows), grads = jax.jit(jax.value_and_grad(fn, argnums=(0, 1), has_aux=True))(X, W)
     loss, expected, expected_rows = reference(HIDDEN, HEAD, **options)
     np.testing.assert_allclose(value, outer * loss, rtol=2e-5)
     for name, row in expected_rows.items():
@@ -98,12 +99,12 @@ def test_loss_rows_and_both_gradients(case):
     for actual, wanted in zip(grads, expected, strict=True):
         assert np.abs(wanted).max() > 0
         close(actual, outer * wanted)
-    frozen = jax.grad(lambda x: fn(x, W)[0])(X)
-    close(frozen, outer * expected[0])
-    close(jax.grad(lambda w: fn(X, w)[0])(W), outer * expected[1])
+    if case == "all by sequence":
+        close(jax.grad(lambda x: fn(x, W)[0])(X), outer * expected[0])
+        close(jax.grad(lambda w: fn(X, w)[0])(W), outer * expected[1])
 
 
-@pytest.mark.parametrize("tiles", [1, 2, 5, 64])
+@pytest.mark.parametrize("tiles", [1, 5, 64])
 def test_any_number_of_tiles(tiles):
     grads = jax.grad(partial(policy, num_tiles=tiles, **ALL), argnums=(0, 1))(X, W)
     for actual, wanted in zip(grads, reference(HIDDEN, HEAD, **ALL)[1], strict=True):
@@ -119,7 +120,6 @@ def plain(hidden, head, dtype, **options: Any):
     return jnp.sum(loss * mask) / jnp.sum(mask)
 
 
-@pytest.mark.usefixtures("columns")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_two_bytes_lose_no_more_than_the_plain_loss(dtype):
     """The head's gradient grows over 64 tiles in two bytes, and is as right as where float32 logits are all there."""

@@ -154,8 +154,7 @@ def _mean(
         weights_N = batch.weights.reshape(-1).astype(weights_N.dtype)
     weights_N = arguments.masked_weights(weights_N, counts_N, inside_N)
     extras = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(shape) :]), extras)
-    total, rows = summed_policy(fn, softmax, tiles, *vary_together(x_ND, head, targets_N, weights_N, extras))
-    divisor = jnp.sum(weights_N) if normalizer is None else normalizer
-    nothing_counts = jnp.all(weights_N == 0)
-    loss = total / jnp.where(nothing_counts & (divisor == 0), 1, divisor)
+    # Divided before, not after: hidden's gradient is rounded once to its type, while it waits for the cotangent.
+    weights_N = arguments.shares(weights_N, jnp.sum(weights_N) if normalizer is None else normalizer)
+    loss, rows = summed_policy(fn, softmax, tiles, *vary_together(x_ND, head, targets_N, weights_N, extras))
     return loss, {name: row.reshape(shape) for name, row in rows.items()}
