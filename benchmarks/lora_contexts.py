@@ -1,4 +1,4 @@
-"""The longest context for LoRA of Llama 3.1 8B on one chip: `python benchmarks/lora_contexts.py`, into lora_contexts.md.
+"""The longest context for LoRA of Llama 3.1 8B on one chip: `python benchmarks/lora_contexts.py` into lora_contexts.md.
 
 Adapters of rank 16 on all seven projections, f32 with AdamW, over a base in bf16; one sequence. What fits is asked of
 each chip's compiler, by bisection, without the chip.
@@ -31,7 +31,7 @@ def report_of(target: str, plan: llamem.Plan, seq_len: int, model: str, rank: in
 
 
 def longest(ask, step: int = STEP, most: int = MOST) -> tuple[int, llamem.Report, llamem.Report | None]:
-    """The longest sequence that fits, a multiple of `step` (0: not even the shortest), its answer, and the next one's."""
+    """The longest sequence that fits, a multiple of `step` 0 if not the shortest; its answer, and the next one's."""
     first = ask(LEAST)
     if not first.fits:
         return 0, first, None
@@ -56,8 +56,8 @@ def main() -> None:
         f"# The longest context for LoRA of {chosen.model} on one chip",
         "",
         f"{datetime.date.today()}, jax {jax.__version__}, libtpu {libtpu}, {platform.machine()}, by",
-        "`benchmarks/lora_contexts.py`: compiled for each chip, nothing ran on one. Base and products bf16, adapters of rank",
-        f"{chosen.rank} on all seven projections, f32, with AdamW; one sequence, to the next {STEP:,} tokens.",
+        "`benchmarks/lora_contexts.py`: compiled for each chip, nothing ran on one. Base and products bf16; adapters",
+        f"of rank {chosen.rank} on all seven projections, f32, with AdamW; one sequence, to the next {STEP:,} tokens.",
         "",
         "| chip | plan | tokens | peak, GiB | of | the next one |",
         "|---|---|---|---|---|---|",

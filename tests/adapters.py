@@ -1,4 +1,4 @@
-"""Adapters that several tests share, and what they must compute: weights put together, sequence by sequence, in float64."""
+"""Adapters that several tests share, and what they must compute: by plain models, in float64."""
 
 import dataclasses
 
@@ -47,7 +47,9 @@ def put_together(params, adapters, i):
 
 
 def wide(tree):
-    return jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)), tree)
+    return jax.tree.map(
+        lambda x: jnp.asarray(np.asarray(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype)), tree
+    )
 
 
 def expected_gradients(config, model, adapters, tokens, ids):
@@ -76,5 +78,7 @@ def relative_error(got, want):
     errors = {}
     for (path, g), w in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         size = np.linalg.norm(np.asarray(w, np.float64))
-        errors[jax.tree_util.keystr(path)] = np.linalg.norm(np.asarray(g, np.float64) - np.asarray(w, np.float64)) / max(size, 1e-30)
+        errors[jax.tree_util.keystr(path)] = np.linalg.norm(
+            np.asarray(g, np.float64) - np.asarray(w, np.float64)
+        ) / max(size, 1e-30)
     return errors

@@ -60,10 +60,18 @@ def test_layers_of_other_ranks_scales_or_none(model, folder, tmp_path):
 
     def thinner(held):
         name = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
-        held[name.format("A")], held[name.format("B")] = held[name.format("A")][:2], held[name.format("B")][:, :2].copy()
+        held[name.format("A")], held[name.format("B")] = (
+            held[name.format("A")][:2],
+            held[name.format("B")][:, :2].copy(),
+        )
         return {key: x for key, x in held.items() if "layers.0.mlp.up_proj" not in key}
 
-    edit(folder, thinner, rank_pattern={"layers.1.self_attn.q_proj": 2}, alpha_pattern={r"^model\.layers\.1\.self_attn\.q_proj$": 7})
+    edit(
+        folder,
+        thinner,
+        rank_pattern={"layers.1.self_attn.q_proj": 2},
+        alpha_pattern={r"^model\.layers\.1\.self_attn\.q_proj$": 7},
+    )
     adapters = load_adapters(model, folder)
     np.testing.assert_allclose(adapters.scale["q"][:, 0], [0.5, 3.5])
     np.testing.assert_array_equal(adapters.rank["q"][:, 0], [5, 2])
@@ -104,9 +112,15 @@ def renamed(old, new):
 TENSORS = [
     (renamed("q_proj.lora_A", "q_proj.lora_magnitude_vector"), "lora_magnitude_vector"),
     (renamed("layers.1.", "layers.7."), "adapts layer 7, and the model has 2"),
-    (renamed("layers.1.mlp.up_proj.lora_A", "layers.1.mlp.experts.0.up_proj.lora_A"), "experts.0.up_proj.lora_A.*alone"),
+    (
+        renamed("layers.1.mlp.up_proj.lora_A", "layers.1.mlp.experts.0.up_proj.lora_A"),
+        "experts.0.up_proj.lora_A.*alone",
+    ),
     (lambda held: {}, "holds no tensor"),
-    (lambda held: held | {"base_model.model.model.embed_tokens.base_layer.weight": np.zeros((101, 24), np.float32)}, "trained over another base"),
+    (
+        lambda held: held | {"base_model.model.model.embed_tokens.base_layer.weight": np.zeros((101, 24), np.float32)},
+        "trained over another base",
+    ),
     (lambda held: {k: x for k, x in held.items() if "lm_head.lora_B" not in k}, "head of layer 0 .* shapes"),
 ]
 
@@ -129,7 +143,9 @@ def test_an_adapter_of_another_base_is_refused(model, folder):
 
 
 def test_folders_that_are_none_or_full(model, folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"There is no .*adapter_config.json: expected a folder written by PEFT"):
+    with pytest.raises(
+        FileNotFoundError, match=r"There is no .*adapter_config.json: expected a folder written by PEFT"
+    ):
         load_adapters(model, tmp_path)
     with pytest.raises(FileExistsError, match="is not empty: nothing was written"):
         save_adapter(adapters_of(CONFIG), 0, folder)

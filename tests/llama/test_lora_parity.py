@@ -26,7 +26,13 @@ KINDS = {
         "rank_pattern": {"layers.1.self_attn.q_proj": 5},
         "alpha_pattern": {"down_proj": 2},
     },
-    "rank stabilised, one layer": {"r": 4, "lora_alpha": 8, "use_rslora": True, "target_modules": ["v_proj"], "layers_to_transform": [1]},
+    "rank stabilised, one layer": {
+        "r": 4,
+        "lora_alpha": 8,
+        "use_rslora": True,
+        "target_modules": ["v_proj"],
+        "layers_to_transform": [1],
+    },
 }
 
 
@@ -44,7 +50,9 @@ def theirs(name, kind, folder, seed):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("name", "kind"), [("llama31", kind) for kind in KINDS] + [("qwen3", "everything"), ("llama32", "all linear")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("llama31", kind) for kind in KINDS] + [("qwen3", "everything"), ("llama32", "all linear")]
+)
 def test_outputs_gradients_and_folders_of_peft(tmp_path, name, kind):
     model = theirs(name, kind, tmp_path, seed=3)
     mine = llamem.load_pretrained(tmp_path / "base")

@@ -15,7 +15,14 @@ BOTH_AXES = pytest.mark.parametrize("axis", ["tokens", "vocab"])
 
 def loss(hidden, parts, bias=None, *, axis, reduction="none", num_tiles=3, **options):
     got = tiled_cross_entropy(
-        hidden, tuple(parts), jnp.asarray(TARGETS), bias=bias, axis=axis, reduction=reduction, num_tiles=num_tiles, **options
+        hidden,
+        tuple(parts),
+        jnp.asarray(TARGETS),
+        bias=bias,
+        axis=axis,
+        reduction=reduction,
+        num_tiles=num_tiles,
+        **options,
     )
     return jnp.sum(got * jnp.asarray(COTANGENT, jnp.float32)) if reduction == "none" else got
 

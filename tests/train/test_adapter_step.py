@@ -1,6 +1,5 @@
 """Many adapters trained in one batch: as each of them alone, and those that are absent not at all."""
 
-
 import json
 import os
 import subprocess
@@ -41,7 +40,9 @@ def steps_of(count, n_steps, seed=0):
 @pytest.mark.parametrize("count", [1, 8, 64])
 def test_together_as_one_by_one(count):
     """Adapters of three ranks, three steps; trained together, and each of them alone on its own sequences."""
-    lora = LoraConfig(ranks=tuple(3 + 2 * (i % 3) for i in range(count)), targets=("q", "o", "down", "embedding", "head"))
+    lora = LoraConfig(
+        ranks=tuple(3 + 2 * (i % 3) for i in range(count)), targets=("q", "o", "down", "embedding", "head")
+    )
     step, adapters = stepper(model_of(CONFIG)), adapters_of(CONFIG, lora)
     state = init_lora_state(adapters, SETTINGS)
     alone = {i: init_lora_state(adapters.select([i]), SETTINGS) for i in sorted({0, 1 % count, 5 % count, count - 1})}
@@ -67,7 +68,10 @@ def test_an_absent_adapter_keeps_every_bit_and_the_base_is_never_touched():
     after, metrics = step(state, ignored, [0, 0, 0, 2])
     for i, moved in enumerate([True, False, False]):
         before_i, after_i = state.params.select([i]), after.params.select([i])
-        same = [np.array_equal(a, b) for a, b in zip(jax.tree.leaves(before_i.weights), jax.tree.leaves(after_i.weights), strict=True)]
+        same = [
+            np.array_equal(a, b)
+            for a, b in zip(jax.tree.leaves(before_i.weights), jax.tree.leaves(after_i.weights), strict=True)
+        ]
         assert not any(same) if moved else all(same)
     np.testing.assert_array_equal(after.step, [2, 1, 1])
     np.testing.assert_array_equal(metrics["tokens"], [24, 0, 0])
@@ -104,7 +108,10 @@ def test_each_adapter_has_its_own_rate_warm_up_and_count():
     np.testing.assert_array_equal(late.step, [2, 1, 1])
     slow, _ = slower(start, tokens, [0, 1, 1, 2])
     for i, ratio in enumerate((1, 0.1, 1)):
-        way = [jax.tree.map(jnp.subtract, s.params.select([i]).weights, start.params.select([i]).weights) for s in (slow, first)]
+        way = [
+            jax.tree.map(jnp.subtract, s.params.select([i]).weights, start.params.select([i]).weights)
+            for s in (slow, first)
+        ]
         assert max(relative_error(way[0], jax.tree.map(lambda x, r=ratio: r * x, way[1])).values()) < 1e-3
 
 

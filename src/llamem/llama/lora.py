@@ -68,10 +68,10 @@ class LoraConfig:
 class Adapters:
     """A adapters, stacked: arrays by target, so that one program serves any number, and other ones later.
 
-    `a` `[L, A, r, in]` and `b` `[L, A, r, out]` are trained, f32. `scale` `[L, A]` f32 and `rank` `[L, A]` int32 are not.
-    "embedding" (in: V, out: D) and "head" (in: D, out: V) are outside the layers, and without the axis L. Heads and
-    their channels are one axis. r is the largest rank: beyond its own an adapter is zero, and its gradients there are
-    zero as well, so padding stays what it is. A rank of 0 says that a target is not adapted in this layer.
+    `a` `[L, A, r, in]` and `b` `[L, A, r, out]`, f32, are trained; `scale` `[L, A]`, f32, and `rank` `[L, A]`, int32,
+    are not. "embedding" (in: V, out: D) and "head" (in: D, out: V) are outside the layers, and without the axis L.
+    Heads and their channels are one axis. r is the largest rank: beyond its own an adapter is zero, and its gradients
+    there are zero as well, so padding stays what it is. Rank 0: this target is not adapted in this layer.
     """
 
     a: dict[str, Any]
@@ -161,7 +161,7 @@ class Adapters:
                 arrays = [_widened(getattr(part, name).get(target), like, axis, part.count, width) for part in parts]
                 if len({(*x.shape[:axis], *x.shape[axis + 1 :]) for x in arrays}) > 1:
                     shapes = ", ".join(str(x.shape) for x in arrays)
-                    raise ValueError(f"Adapters.join: {target!r} has {name} of shapes {shapes}: other models' adapters.")
+                    raise ValueError(f"Adapters.join: {target!r} has {name} of shapes {shapes}: of other models.")
                 getattr(joined, name)[target] = jnp.concatenate(arrays, axis)
         return joined
 
@@ -218,9 +218,7 @@ def check_adapters(adapters: Any, adapter_B: Any, batch_size: int, config: Llama
         ids = np.asarray(adapter_B)
         least, most = int(ids.min()), int(ids.max())
         if least < 0 or most >= A:
-            raise ValueError(
-                f"adapter_B reaches from {least} to {most}, but there are {A} adapters (0 to {A - 1})."
-            )
+            raise ValueError(f"adapter_B reaches from {least} to {most}, but there are {A} adapters (0 to {A - 1}).")
     return jnp.asarray(adapter_B)
 
 

@@ -45,8 +45,8 @@ def load_adapters(
     """The adapters of one or several PEFT folders, in order, for this model.
 
     Ranks and alphas may differ by folder, layer and module. A dropout in the folder is for training by PEFT, and not
-    computed here. Raises FileNotFoundError for a file that is missing, ValueError, with the folder's name, for an adapter
-    of another base or of another kind (DoRA, trained biases, whole modules ..).
+    computed here. Raises FileNotFoundError for a file that is missing, ValueError, with the folder's name, for an
+    adapter of another base or of another kind (DoRA, trained biases, whole modules ..).
     """
     if not isinstance(model, Llama):
         raise TypeError(f"load_adapters({type(model).__name__}, ...): expected a llamem.Llama, then folders.")
@@ -145,7 +145,7 @@ def _load(model: Llama, folder: Path, dtype: Any) -> Adapters:
         scale, rank = np.zeros((n_layers, 1), np.float32), np.zeros((n_layers, 1), np.int32)
         for layer, pair in by_layer.items():
             if layer >= n_layers:
-                raise ValueError(f"{folder} adapts layer {layer}, and the model has {n_layers}: another base's adapter.")
+                raise ValueError(f"{folder} adapts layer {layer}, and the model has {n_layers}: it has another base.")
             r = pair["A"].shape[0]
             path = f"model.layers.{layer}.{_MODULES[target]}" if target in IN_LAYERS else _MODULES[target]
             a[layer, 0, :r], b[layer, 0, :r] = pair["A"].read(), pair["B"].read().T
@@ -162,12 +162,12 @@ def _check_config(peft: Mapping[str, Any], folder: Path) -> None:
     begun = peft.get("init_lora_weights")
     if isinstance(begun, str) and begun.lower().startswith(_CHANGE_THE_BASE):
         raise ValueError(
-            f"init_lora_weights={begun!r} in {folder / CONFIG}: such an adapter belongs to a base with other weights. Let "
-            "PEFT convert it, with save_pretrained(path_initial_model_for_weight_conversion=...)."
+            f"init_lora_weights={begun!r} in {folder / CONFIG}: such an adapter belongs to a base with other weights. "
+            "Let PEFT convert it, with save_pretrained(path_initial_model_for_weight_conversion=...)."
         )
     for name, value in peft.items():
         if name not in _READ and value not in (None, False, "none", [], {}, "", 0):
-            raise ValueError(f"{name}={str(value)[:60]} in {folder / CONFIG}: this is not computed here, only plain LoRA.")
+            raise ValueError(f"{name}={str(value)[:60]} in {folder / CONFIG}: not computed here, only plain LoRA.")
 
 
 def _check_same(model: Llama, target: str, stored: Stored, name: str, folder: Path) -> None:
@@ -177,8 +177,8 @@ def _check_same(model: Llama, target: str, stored: Stored, name: str, folder: Pa
     mine = model.head if target == "head" else model.embedding[...]
     if stored.shape != mine.shape or not np.array_equal(stored.read().astype(mine.dtype), np.asarray(mine)):
         raise ValueError(
-            f"{name} in {folder}, of shape {stored.shape}, is not the model's {target}, of shape {mine.shape}: the adapter "
-            "was trained over another base, or a resized one. Take the model that it belongs to."
+            f"{name} in {folder}, of shape {stored.shape}, is not the model's {target}, of shape {mine.shape}: the "
+            "adapter was trained over another base, or a resized one. Take the model that it belongs to."
         )
 
 
@@ -187,20 +187,20 @@ def _rank(pair: Mapping[str, Stored], n_in: int, n_out: int, what: str) -> int:
     r = shapes.get("A", (0,))[0]
     if shapes != {"A": (r, n_in), "B": (n_out, r)} or r < 1:
         raise ValueError(
-            f"{what} has matrices of shapes {shapes}; over this model A is [r, {n_in}], and B [{n_out}, r]. The adapter "
-            "belongs to another base, or its file is damaged."
+            f"{what} has matrices of shapes {shapes}; over this model A is [r, {n_in}], and B [{n_out}, r]. The "
+            "adapter belongs to another base, or its file is damaged."
         )
     return r
 
 
 def _scale(peft: Mapping[str, Any], path: str, r: int, folder: Path) -> float:
-    """`alpha / r` of one module, after the patterns; ValueError where the folder says another rank than its matrices."""
+    """`alpha / r` of one module, after the patterns; ValueError where the folder says another rank."""
     told, alpha = _value(peft, "r", "rank_pattern", path), _value(peft, "lora_alpha", "alpha_pattern", path)
     is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool) and 0 < alpha < 1e30
     if told != r or not is_number:
         raise ValueError(
-            f"{folder / CONFIG} says rank {str(told)[:40]} and alpha {str(alpha)[:40]} for {path}, whose A has {r} rows: "
-            "expected that rank, and a finite alpha above 0."
+            f"{folder / CONFIG} says rank {str(told)[:40]} and alpha {str(alpha)[:40]} for {path}, whose A has {r} "
+            "rows: expected that rank, and a finite alpha above 0."
         )
     return alpha / math.sqrt(r) if peft.get("use_rslora") else alpha / r
 
@@ -213,7 +213,7 @@ def _value(peft: Mapping[str, Any], field: str, pattern: str, path: str) -> Any:
     for key, value in patterns.items():
         # PEFT takes any regular expression; one from a file could take forever to match, or not be one.
         if not re.fullmatch(r"\^?(\w|\.|\\\.|-)+\$?", key):
-            raise ValueError(f"{pattern} names {key[:60]!r}: expected a module's name, such as layers.0.self_attn.q_proj.")
+            raise ValueError(f"{pattern} names {key[:60]!r}: expected a module's name, such as self_attn.q_proj.")
         if re.match(rf"(.*\.)?({key})$", path):
             return value
     return peft.get(field)

@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -27,7 +26,7 @@ def layers_of(adapters: Adapters | None) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class LayerAdapters:
-    """One layer's adapters, `a` `[A, r, in]`, `b` `[A, r, out]`, `scale` `[A]` by target, and each sequence's choice."""
+    """One layer's adapters, `a` `[A, r, in]`, `b` `[A, r, out]`, `scale` `[A]` by target; each sequence's choice."""
 
     a: Mapping[str, Array]
     b: Mapping[str, Array]
@@ -97,7 +96,7 @@ def adapted_head(
     adapter_B: Int[Array, " B"] | None,
     tensor_axis: str | None = None,
 ) -> tuple[Float[Array, "B T W"], tuple[Float[Array, "V _"], ...]]:
-    """Hidden states and head of the adapted model, for a tiled loss: `tiled_cross_entropy(*adapted_head(...), targets)`.
+    """Hidden states and head of the adapted model: `tiled_cross_entropy(*adapted_head(...), targets)`.
 
     The logits `x W' + scale (x A') B` are one wider product: `[x, z] [W, B_1 .. B_A]'`, in which `z` holds `scale x A'`
     in the columns of the sequence's own adapter and zeros in the others. So the head comes back as two matrices, the
