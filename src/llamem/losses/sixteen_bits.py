@@ -6,18 +6,19 @@ row, so that no two of them share a scale with a third's. A row of the gradient 
 column is divided by that of hidden: one large feature, as language models have them, would else take all the bits.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from llamem.losses.one_tile import Operands, quiet
-from llamem.losses.online_softmax import AddOn, Seen, kept_logits, kept_tile
+from llamem.layers.varying import vary_together
+from llamem.losses.one_tile import Operands, quiet, wide
+from llamem.losses.online_softmax import AddOn, Seen
 
 _STEPS_PER_NAT = 2048  # 65,536 steps reach 32 nats down, where a probability is 1e-14 of the largest
 _MOST = 32_767
+_ROWS = 2048  # of the head's gradient that are decoded at a time
 
 
 def two_bytes(*arrays: Array) -> bool:
@@ -25,41 +26,52 @@ def two_bytes(*arrays: Array) -> bool:
     return jnp.result_type(*arrays).itemsize == 2
 
 
-class KeptLogits(NamedTuple):
-    """Tiles of logits `[tiles, N, columns]` as steps below the maximum `[tiles, N]` of their row in that tile."""
+class Scratch(NamedTuple):
+    """Room for one tile's logits `[tiles of columns, T, columns]`: as they are, or as steps below `top`.
 
-    codes: Array
-    top: Array
-
-
-def keep(operands: Operands, columns: int) -> tuple[AddOn, Callable[[Array | KeptLogits, Array], Array]]:
-    """An add-on that keeps the logits in so many columns at a time, and the function that reads a tile `[N, U]`.
-
-    In 16 bits where hidden and head have no more, to 1/4096 of a nat; else as they are.
+    `top` is the maximum `[tiles of columns, T, 1]` of their row in that tile of columns.
     """
-    x_ND, head, _ = operands
-    if not two_bytes(x_ND, *head):
-        return kept_logits(operands, columns), kept_tile
-    tiles, tokens = -(-len(head[0]) // columns), len(x_ND)
-    start = KeptLogits(jnp.zeros((tiles, tokens, columns), jnp.int16), jnp.zeros((tiles, tokens, 1), jnp.float32))
 
-    def step(state: KeptLogits, seen: Seen) -> KeptLogits:
+    logits: Array
+    top: Array | None
+
+
+def scratch(operands: Operands, rows: int, columns: int) -> Scratch:
+    """Room for so many rows, in 16 bits where hidden and head have no more; one for all tiles of tokens."""
+    x_ND, head, _ = operands
+    shape = -(-len(head[0]) // columns), rows, columns
+    if not two_bytes(x_ND, *head):
+        return Scratch(jnp.zeros(shape, wide(x_ND, *head)), None)
+    return Scratch(jnp.zeros(shape, jnp.int16), jnp.zeros((*shape[:2], 1), jnp.float32))
+
+
+def keep(room: Scratch) -> AddOn:
+    """An add-on that keeps a tile's logits, steps to 1/4096 of a nat."""
+    columns = room.logits.shape[2]
+
+    def step(state: Scratch, seen: Seen) -> Scratch:
+        place = (lax.div(seen.ids_U[0], columns), 0, 0)
+        if state.top is None:
+            return Scratch(lax.dynamic_update_slice(state.logits, seen.z_NU[None], place), None)
         top_N1 = jnp.max(seen.z_NU, -1, keepdims=True)
         steps_NU = jnp.minimum(jnp.round((top_N1 - seen.z_NU) * _STEPS_PER_NAT), 2 * _MOST)
         codes_NU = (steps_NU - _MOST).astype(jnp.int32).astype(jnp.int16)
-        place = (lax.div(seen.ids_U[0], columns), 0, 0)
-        return KeptLogits(
-            lax.dynamic_update_slice(state.codes, codes_NU[None], place),
+        return Scratch(
+            lax.dynamic_update_slice(state.logits, codes_NU[None], place),
             lax.dynamic_update_slice(state.top, top_N1[None], place),
         )
 
-    def read(state: KeptLogits, ids_U: Array) -> Array:
-        place = (lax.div(ids_U[0], columns), 0, 0)
-        codes_NU = lax.dynamic_slice(state.codes, place, (1, tokens, len(ids_U)))[0]
-        top_N1 = lax.dynamic_slice(state.top, place, (1, tokens, 1))[0]
-        return top_N1 - (codes_NU.astype(jnp.int32) + _MOST).astype(jnp.float32) / _STEPS_PER_NAT
+    return AddOn(room, step)
 
-    return AddOn(start, step), read
+
+def kept(room: Scratch, rows: int, ids_U: Array) -> Array:
+    """A tile of columns of what was kept of so many rows, `[N, U]`."""
+    place = (lax.div(ids_U[0], room.logits.shape[2]), 0, 0)
+    found_NU = lax.dynamic_slice(room.logits, place, (1, rows, len(ids_U)))[0]
+    if room.top is None:
+        return found_NU
+    top_N1 = lax.dynamic_slice(room.top, place, (1, rows, 1))[0]
+    return top_N1 - (found_NU.astype(jnp.int32) + _MOST).astype(jnp.float32) / _STEPS_PER_NAT
 
 
 class WideSum(NamedTuple):
@@ -73,9 +85,9 @@ class WideSum(NamedTuple):
         new_UD = old_UD + rows_UD.astype(old_UD.dtype)
         return WideSum(lax.dynamic_update_slice_in_dim(self.sum_VD, new_UD, first, 0))
 
-    def scaled(self, cotangent: Array) -> Array:
-        """The sum for this cotangent of the loss, in the wider type of both."""
-        return self.sum_VD * cotangent
+    def scaled(self, cotangent: Array, dtype: Any) -> Array:
+        """The sum for this cotangent of the loss, in this type."""
+        return (self.sum_VD * cotangent).astype(dtype)
 
 
 class SteppedSum(NamedTuple):
@@ -102,9 +114,24 @@ class SteppedSum(NamedTuple):
             size_V1=lax.dynamic_update_slice_in_dim(self.size_V1, size_U1, first, 0),
         )
 
-    def scaled(self, cotangent: Array) -> Array:
-        """The sum for this cotangent of the loss, float32."""
-        return _whole(self.steps_VD) * (self.size_V1 * cotangent) * self.ruler_D
+    def scaled(self, cotangent: Array, dtype: Any) -> Array:
+        """The sum for this cotangent of the loss, written over the steps: a compiler would write beside them."""
+        (bits_VD, size_V1, ruler_D), cotangent = vary_together(self, cotangent)
+        assert bits_VD.dtype == dtype
+
+        def decoded(bits_VD: Array, first: Any, count: int) -> Array:
+            steps_UD = lax.dynamic_slice_in_dim(bits_VD, first, count)
+            size_U1 = lax.dynamic_slice_in_dim(size_V1, first, count) * cotangent
+            sum_UD = (_whole(steps_UD) * size_U1 * ruler_D).astype(dtype)
+            return lax.dynamic_update_slice_in_dim(bits_VD, sum_UD, first, 0)
+
+        full, rest = divmod(len(bits_VD), _ROWS)
+        if rest:
+            bits_VD = decoded(bits_VD, full * _ROWS, rest)
+        if full:
+            starts = jnp.arange(full) * _ROWS
+            bits_VD, _ = lax.scan(lambda bits_VD, i: (decoded(bits_VD, i, _ROWS), None), bits_VD, starts)
+        return bits_VD
 
 
 def _whole(bits: Array) -> Array:

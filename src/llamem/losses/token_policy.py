@@ -33,7 +33,7 @@ from llamem.losses.one_tile import (
     wide,
 )
 from llamem.losses.online_softmax import Partition, entropy, over_vocab, softmax_over_tiles, target_logit
-from llamem.losses.sixteen_bits import SteppedSum, WideSum, keep, stepped_sum, two_bytes
+from llamem.losses.sixteen_bits import SteppedSum, WideSum, keep, kept, scratch, stepped_sum, two_bytes
 from llamem.losses.token_tiles import TOKEN_ALIGN, accumulator
 
 TokenLoss = Callable[[Array, Array, Any], Array]
@@ -56,44 +56,48 @@ def token_policy_pass(
     columns = tile_size(len(head[0]), in_columns.num_tiles, in_columns.vocab_align)
 
     def step(carry: tuple, tile: tuple) -> tuple[tuple, tuple]:
-        total, head_sums = carry
+        total, head_sums, room = carry
         x_TD, targets_T, w_T, extras_T = tile
         here = Operands(x_TD, head, targets_T)
         add_ons = {"target": target_logit(here), "entropy": entropy(here)}
-        read = None
-        if wanted.of_logits:
-            add_ons["kept"], read = keep(here, columns)
+        if room is not None:
+            add_ons["kept"] = keep(room)
         partition, found = softmax_over_tiles(softmax, in_columns, here, add_ons)
         logp_T, entropy_T = found["target"] - partition.lse_N, found["entropy"]
         loss_T, slopes = jax.vmap(jax.value_and_grad(fn, argnums=(0, 1)))(logp_T, entropy_T, extras_T)
         total = total + jnp.sum(w_T * quiet(loss_T, w_T))
         rows = {"loss": loss_T, "logprob": logp_T, "entropy": entropy_T}
-        if read is None:
-            return (total, head_sums), (rows, None)
+        if room is None:
+            return (total, head_sums, None), (rows, None)
         pull = Pull(*(jnp.where(w_T == 0, 0, w_T * slope_T) for slope_T in slopes))
         size_T = jnp.abs(pull.logp_N) + jnp.abs(pull.entropy_N)  # how large the row's gradient is
 
         def gradients(carry: tuple, tile: tuple) -> tuple[tuple, tuple]:
-            dx_TD, head_sums = carry
+            dx_TD, head_sums, room = carry
             leaves, ids_U = tile
-            z_TU = read(found["kept"], ids_U)
+            z_TU = kept(room, len(x_TD), ids_U)
             d_TU = _raw_gradient(softmax, here, partition, entropy_T, pull, z_TU, ids_U)
             part = matrix_gradients(x_TD, leaves, d_TU, size_T, wanted)
             grown = [s if s is None else s.grow(d, ids_U[0]) for s, d in zip(head_sums, part.head, strict=True)]
-            return (dx_TD + part.x if wanted.x else None, grown), ()
+            return (dx_TD + part.x if wanted.x else None, grown, room), ()
 
         start = jnp.zeros(x_TD.shape, wide(x_TD, *head)) if wanted.x else None
-        (dx_TD, head_sums), _ = over_vocab(gradients, (start, head_sums), head, in_columns)
-        return (total, head_sums), (rows, dx_TD.astype(waiting_type(x_TD.dtype)) if wanted.x else None)
+        # The room goes through the loop, which only reads it: left outside, it would be copied.
+        carry = (start, head_sums, found["kept"])
+        (dx_TD, head_sums, room), _ = over_vocab(gradients, carry, head, in_columns)
+        dx_TD = dx_TD.astype(waiting_type(x_TD.dtype)) if wanted.x else None
+        return (total, head_sums, room), (rows, dx_TD)
 
     met = columns_met(x_ND, head)
     head_sums = [
         _empty_sum(tiles, leaf, part_ND, w_N) if is_wanted else None
         for leaf, part_ND, is_wanted in zip(head, met, wanted.head or (False,) * len(head), strict=True)
     ]
-    start = (jnp.zeros((), wide(x_ND, *head, w_N)), head_sums)
+    rows_per_tile = tile_size(len(x_ND), tiles.num_tiles, TOKEN_ALIGN)
+    room = scratch(operands, rows_per_tile, columns) if wanted.of_logits else None
+    start = (jnp.zeros((), wide(x_ND, *head, w_N)), head_sums, room)
     xs = (x_ND, targets_N, w_N, extras)
-    (total, head_sums), (rows, dx_ND) = fold_tiles(step, start, xs, tiles.num_tiles, align=TOKEN_ALIGN)
+    (total, head_sums, _), (rows, dx_ND) = fold_tiles(step, start, xs, tiles.num_tiles, align=TOKEN_ALIGN)
     return total, rows, dx_ND, head_sums
 
 
@@ -166,7 +170,7 @@ def _backward(fn, softmax, tiles, residuals, cotangents):
     if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
         return (None,) * 5
     sums = zip(residuals.head_sums, residuals.head_types, strict=True)
-    d_head = [s if s is None else s.scaled(cotangent).astype(dtype) for s, dtype in sums]
+    d_head = [s if s is None else s.scaled(cotangent, dtype) for s, dtype in sums]
     return scale_gradient(residuals.dx_ND, cotangent, residuals.x_type), d_head, None, None, None
 
 
