@@ -27,9 +27,10 @@ def two_bytes(*arrays: Array) -> bool:
 
 
 class Scratch(NamedTuple):
-    """Room for one tile's logits `[tiles of columns, T, columns]`: as they are, or as steps below `top`.
+    """Room for the logits of a tile, `[tiles of columns, T, columns]`, or steps, `[.., columns, T]`.
 
-    `top` is the maximum `[tiles of columns, T, 1]` of their row in that tile of columns.
+    Steps lie below `top`, the maximum `[tiles of columns, T, 1]` of their row in that tile of columns; and they lie the
+    other way round, as TPUs want them for the products: else the compiler turns them around in a copy.
     """
 
     logits: Array
@@ -39,15 +40,14 @@ class Scratch(NamedTuple):
 def scratch(operands: Operands, rows: int, columns: int) -> Scratch:
     """Room for so many rows, in 16 bits where hidden and head have no more; one for all tiles of tokens."""
     x_ND, head, _ = operands
-    shape = -(-len(head[0]) // columns), rows, columns
+    tiles = -(-len(head[0]) // columns)
     if not two_bytes(x_ND, *head):
-        return Scratch(jnp.zeros(shape, wide(x_ND, *head)), None)
-    return Scratch(jnp.zeros(shape, jnp.int16), jnp.zeros((*shape[:2], 1), jnp.float32))
+        return Scratch(jnp.zeros((tiles, rows, columns), wide(x_ND, *head)), None)
+    return Scratch(jnp.zeros((tiles, columns, rows), jnp.int16), jnp.zeros((tiles, rows, 1), jnp.float32))
 
 
-def keep(room: Scratch) -> AddOn:
+def keep(room: Scratch, columns: int) -> AddOn:
     """An add-on that keeps a tile's logits, steps to 1/4096 of a nat."""
-    columns = room.logits.shape[2]
 
     def step(state: Scratch, seen: Seen) -> Scratch:
         place = (lax.div(seen.ids_U[0], columns), 0, 0)
@@ -57,19 +57,19 @@ def keep(room: Scratch) -> AddOn:
         steps_NU = jnp.minimum(jnp.round((top_N1 - seen.z_NU) * _STEPS_PER_NAT), 2 * _MOST)
         codes_NU = (steps_NU - _MOST).astype(jnp.int32).astype(jnp.int16)
         return Scratch(
-            lax.dynamic_update_slice(state.logits, codes_NU[None], place),
+            lax.dynamic_update_slice(state.logits, codes_NU.T[None], place),
             lax.dynamic_update_slice(state.top, top_N1[None], place),
         )
 
     return AddOn(room, step)
 
 
-def kept(room: Scratch, rows: int, ids_U: Array) -> Array:
+def kept(room: Scratch, columns: int, rows: int, ids_U: Array) -> Array:
     """A tile of columns of what was kept of so many rows, `[N, U]`."""
-    place = (lax.div(ids_U[0], room.logits.shape[2]), 0, 0)
-    found_NU = lax.dynamic_slice(room.logits, place, (1, rows, len(ids_U)))[0]
+    place = (lax.div(ids_U[0], columns), 0, 0)
     if room.top is None:
-        return found_NU
+        return lax.dynamic_slice(room.logits, place, (1, rows, len(ids_U)))[0]
+    found_NU = lax.dynamic_slice(room.logits, place, (1, len(ids_U), rows))[0].T
     top_N1 = lax.dynamic_slice(room.top, place, (1, rows, 1))[0]
     return top_N1 - (found_NU.astype(jnp.int32) + _MOST).astype(jnp.float32) / _STEPS_PER_NAT
 

@@ -61,7 +61,7 @@ def token_policy_pass(
         here = Operands(x_TD, head, targets_T)
         add_ons = {"target": target_logit(here), "entropy": entropy(here)}
         if room is not None:
-            add_ons["kept"] = keep(room)
+            add_ons["kept"] = keep(room, columns)
         partition, found = softmax_over_tiles(softmax, in_columns, here, add_ons)
         logp_T, entropy_T = found["target"] - partition.lse_N, found["entropy"]
         loss_T, slopes = jax.vmap(jax.value_and_grad(fn, argnums=(0, 1)))(logp_T, entropy_T, extras_T)
@@ -75,7 +75,7 @@ def token_policy_pass(
         def gradients(carry: tuple, tile: tuple) -> tuple[tuple, tuple]:
             dx_TD, head_sums, room = carry
             leaves, ids_U = tile
-            z_TU = kept(room, len(x_TD), ids_U)
+            z_TU = kept(room, columns, len(x_TD), ids_U)
             d_TU = _raw_gradient(softmax, here, partition, entropy_T, pull, z_TU, ids_U)
             part = matrix_gradients(x_TD, leaves, d_TU, size_T, wanted)
             grown = [s if s is None else s.grow(d, ids_U[0]) for s, d in zip(head_sums, part.head, strict=True)]
