@@ -19,7 +19,16 @@ from llamem.llama import (
     save_adapter,
     save_pretrained,
 )
-from llamem.losses import TileChoice, choose_tiles, tiled_cross_entropy, tiled_logprobs
+from llamem.losses import (
+    TileChoice,
+    choose_tiles,
+    group_advantages,
+    tiled_cross_entropy,
+    tiled_dpo_loss,
+    tiled_logprobs,
+    tiled_policy_loss,
+    tiled_token_loss,
+)
 from llamem.memory import TARGETS, Comparison, Report, available, compare, compile_report, saved_residuals, target
 from llamem.planner import (
     Estimate,
@@ -64,6 +73,7 @@ __all__ = [
     "estimate",
     "find_plan",
     "generate",
+    "group_advantages",
     "largest_batch",
     "load_adapters",
     "load_pretrained",
@@ -76,9 +86,12 @@ __all__ = [
     "stack_layers",
     "target",
     "tiled_cross_entropy",
+    "tiled_dpo_loss",
     "tiled_logprobs",
     "tiled_map",
+    "tiled_policy_loss",
     "tiled_sum",
+    "tiled_token_loss",
     "unstack_layers",
     "verify_remat",
 ]

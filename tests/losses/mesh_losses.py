@@ -117,6 +117,24 @@ def vocabulary_over_devices(check_vma: bool) -> None:
     assert 10 < jnp.sum(found_stats["accuracy"]) < N
 
 
+def policy_gradients(check_vma: bool) -> None:
+    """REINFORCE is cross-entropy weighted by advantages: data parallel, the count of all tokens given, also in bf16."""
+    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    rows, count = P("data"), float((TARGETS >= 0).sum())
+    loss, gradients = reference(HIDDEN, HEAD, 0, TARGETS, COTANGENT / count)
+
+    @partial(jax.shard_map, mesh=mesh, in_specs=(rows, P(), rows, rows), out_specs=P(), check_vma=check_vma)
+    def of_part(hidden, head, targets, advantages):
+        options: dict[str, Any] = {"objective": "reinforce", "normalizer": count, "num_tiles": 3}
+        return jax.lax.psum(llamem.tiled_policy_loss(hidden, head, targets, advantages, **options), "data")
+
+    for dtype, off in ((jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)):
+        found = jax.jit(jax.value_and_grad(of_part, argnums=(0, 1)))(X.astype(dtype), W.astype(dtype), IDS, C)
+        np.testing.assert_allclose(found[0], COTANGENT @ loss / count, rtol=off, atol=off)
+        for actual, expected in zip(found[1], gradients, strict=False):
+            np.testing.assert_allclose(np.asarray(actual, np.float64), expected, atol=off * np.abs(expected).max())
+
+
 def on_explicit_axes() -> None:
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
 
@@ -139,6 +157,12 @@ def on_explicit_axes() -> None:
     else:
         raise AssertionError("tiled_map took an axis that is sharded over Explicit axes")
     np.testing.assert_allclose(llamem.tiled_map(jnp.sin, put(X, None, "tensor"), 3), jnp.sin(X), rtol=1e-6)
+    given = put(IDS, "data"), put(C, "data")
+    policy: Any = partial(llamem.tiled_policy_loss, objective="reinforce", num_tiles=3)
+    loss, rows = policy(put(X, "data"), W, *given, return_rows=True)
+    expected = policy(X, W, IDS, C)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert jax.typeof(rows["entropy"]).sharding.spec == P("data")
 
 
 def types_say_what_differs() -> None:
@@ -157,4 +181,5 @@ if __name__ == "__main__":
     for checked in (True, False):
         inside_shard_map(checked)
         vocabulary_over_devices(checked)
+        policy_gradients(checked)
     on_explicit_axes()

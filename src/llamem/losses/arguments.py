@@ -158,6 +158,36 @@ def head(value: Any, bias: Any, hidden: Array, axis: str) -> Head:
     return _callable(value, hidden)
 
 
+def counting(targets_N: Array, ignore_index: int, vocab: int) -> tuple[Array, Array]:
+    """Which targets are not `ignore_index`, and which are ids of the vocabulary.
+
+    Compared in their own type, whatever it is: a number that it does not hold is none of them, but would wrap around.
+    """
+    limits = jnp.iinfo(targets_N.dtype)
+    counts_N = jnp.ones(targets_N.shape, bool)
+    if limits.min <= ignore_index <= limits.max:
+        counts_N = targets_N != ignore_index
+    inside_N = targets_N >= 0
+    if vocab <= limits.max:
+        inside_N &= targets_N < vocab
+    return counts_N, inside_N
+
+
+def masked_weights(weights_N: Array, counts_N: Array, inside_N: Array) -> Array:
+    """Weights that carry the mask: 0 for what is ignored; 0 / 0 for an id that does not exist.
+
+    There `jax.debug_nans` and NaN checks find it.
+    """
+    known_N = (inside_N | ~counts_N).astype(weights_N.dtype)
+    return jnp.where(counts_N, weights_N, 0) * known_N / known_N
+
+
+def shares(weights_N: Array, normalizer: Any) -> Array:
+    """Weights over their normalizer. Where no token counts all are 0, whatever the normalizer."""
+    nothing_counts = jnp.all(weights_N == 0)
+    return weights_N / jnp.where(nothing_counts & (normalizer == 0), 1, normalizer)
+
+
 def _matrices(values: list, bias: Any, hidden: Array) -> Head:
     d_model = hidden.shape[-1]
     leaves = [floats("head", value, "[V, D]") for value in values]

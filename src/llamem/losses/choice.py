@@ -59,6 +59,29 @@ def tiles_for_chip(
     return Tiles(axis, num_tiles, None, _VOCAB_ALIGN, accumulate_dtype, vocab_axis)
 
 
+_COLUMNS = 2048  # of a tile of tokens that is worked on in columns, where the chip is no CPU
+_KEPT_SHARE = 1 / 6  # of the head's bytes, for the logits that such a tile keeps
+
+
+def tiles_in_columns(
+    num_tiles: int | Literal["auto"], tokens: int, d_model: int, vocab: int, size: int, accumulate_dtype: Any
+) -> Tiles:
+    """Tiles of tokens that are worked on in columns on every chip, with gradients of `size` bytes a number.
+
+    "auto": the rows at which the chip's balance is reached, but no more than keep a sixth of the head's bytes. Each
+    tile reads the head twice, reads and writes the head's gradient, writes its logits and reads them.
+    """
+    chip = _chip(None)
+    columns, align = (_CPU_COLUMNS, _CPU_ALIGN) if chip is _CPU else (_COLUMNS, _VOCAB_ALIGN)
+    if num_tiles == "auto":
+        assert chip.peak_flops and chip.bandwidth  # every chip of the table has them
+        fixed = (2 * size + 2 * size) * d_model
+        rows = _size(chip.peak_flops / chip.bandwidth, 6.0 * d_model, fixed, 2.0 * size)
+        affordable = _KEPT_SHARE * d_model
+        num_tiles = max(1, -(-tokens // int(max(_ALIGN, min(rows, affordable)))))
+    return Tiles("tokens", num_tiles, min(columns, vocab), align, accumulate_dtype)
+
+
 def _at_least(name: str, value: Any, least: int) -> int:
     found = whole(name, value, "a whole number")
     if found < least:

@@ -213,15 +213,15 @@ def _reduced(
     """The loss, reduced, and the statistics where they are asked for."""
     shape = batch.targets.shape
     x_ND = batch.hidden.reshape(-1, batch.hidden.shape[-1])
-    counts_N, inside_N = _counting(batch.targets.reshape(-1), ignore_index, vocab)
+    counts_N, inside_N = arguments.counting(batch.targets.reshape(-1), ignore_index, vocab)
     targets_N = jnp.where(inside_N, batch.targets.reshape(-1), 0).astype(jnp.int32)
     ones_N = jnp.ones(targets_N.shape, wide(x_ND, *head))
     weights_N = ones_N if batch.weights is None else batch.weights.reshape(-1).astype(ones_N.dtype)
-    # Weights carry the mask: 0 for what is ignored; 0 / 0 for an id that does not exist, where NaN checks find it.
-    known_N = (inside_N | ~counts_N).astype(weights_N.dtype)
-    weights_N = jnp.where(counts_N, weights_N, 0) * known_N / known_N
+    weights_N = arguments.masked_weights(weights_N, counts_N, inside_N)
     total = jnp.sum(weights_N)
-    scaled_N = weights_N if reduction != "mean" else _shares(weights_N, total if normalizer is None else normalizer)
+    scaled_N = (
+        weights_N if reduction != "mean" else arguments.shares(weights_N, total if normalizer is None else normalizer)
+    )
     if reduction != "none" and tiles.axis == "tokens":
         loss, rows = summed_loss(softmax, tiles, *vary_together(x_ND, head, targets_N, scaled_N))
     else:
@@ -235,29 +235,8 @@ def _reduced(
     tokens = {"tokens": jnp.sum(counts_N)}
     if reduction == "none":
         return loss, {name: row.reshape(shape) for name, row in rows.items()} | tokens
-    share_N = jax.lax.stop_gradient(_shares(weights_N, total))
+    share_N = jax.lax.stop_gradient(arguments.shares(weights_N, total))
     return loss, {name: jnp.sum(jnp.where(share_N == 0, 0, share_N * row)) for name, row in rows.items()} | tokens
-
-
-def _counting(targets_N: Array, ignore_index: int, vocab: int) -> tuple[Array, Array]:
-    """Which targets are not `ignore_index`, and which are ids of the vocabulary.
-
-    Compared in their own type, whatever it is: a number that it does not hold is none of them, but would wrap around.
-    """
-    limits = jnp.iinfo(targets_N.dtype)
-    counts_N = jnp.ones(targets_N.shape, bool)
-    if limits.min <= ignore_index <= limits.max:
-        counts_N = targets_N != ignore_index
-    inside_N = targets_N >= 0
-    if vocab <= limits.max:
-        inside_N &= targets_N < vocab
-    return counts_N, inside_N
-
-
-def _shares(weights_N: Array, normalizer: Any) -> Array:
-    """Weights over their normalizer. Where no token counts all are 0, whatever the normalizer."""
-    nothing_counts = jnp.all(weights_N == 0)
-    return weights_N / jnp.where(nothing_counts & (normalizer == 0), 1, normalizer)
 
 
 def tiled_logprobs(

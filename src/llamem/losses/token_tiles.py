@@ -58,7 +58,7 @@ def token_pass(
 
     total = jnp.zeros((), wide(x_ND, *head, w_N))
     head_sums = [
-        jnp.zeros(leaf.shape, _accumulator(tiles, leaf)) if is_wanted else None
+        jnp.zeros(leaf.shape, accumulator(tiles, leaf)) if is_wanted else None
         for leaf, is_wanted in zip(head, wanted.head or (False,) * len(head), strict=True)
     ]
     start = (total, head_sums)
@@ -67,7 +67,8 @@ def token_pass(
     return total, rows, by_row._replace(head=head_sums)
 
 
-def _accumulator(tiles: Tiles, leaf: Array) -> Any:
+def accumulator(tiles: Tiles, leaf: Array) -> Any:
+    """The type in which a leaf's gradient grows over tiles of tokens."""
     return leaf.dtype if leaf.dtype == jnp.float64 else tiles.accumulate_dtype
 
 

@@ -1,0 +1,144 @@
+"""Checks of the exercises of notebook 09."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llamem.course.exercises import grade
+from llamem.memory import matmul_flops
+from llamem.memory.jaxprs import equations
+
+
+def check_adapted(fn: Callable[..., Any]) -> None:
+    """Exercise 1: a linear layer whose examples bring an adapter each."""
+    B, T, D, F, R, A = 5, 3, 16, 24, 4, 4
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (B, T, D), (D, F), (A, D, R), (A, R, F)
+    x_BTD, w_DF, down_ADR, up_ARF = (jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+    scale_A = jnp.array([1.0, 0.5, 3.0, -2.0])
+    adapter_B = jnp.array([2, 0, 3, 3, 1])
+
+    def right(scale_A: Any, adapter_B: Any) -> Any:
+        rows = [x @ w_DF + scale_A[a] * (x @ down_ADR[a]) @ up_ARF[a] for x, a in zip(x_BTD, adapter_B, strict=True)]
+        return jnp.stack(rows)
+
+    def body() -> str:
+        ones_A, same_B = jnp.ones(A), jnp.full(B, 1)
+        found = fn(x_BTD, w_DF, down_ADR, up_ARF, ones_A, same_B)
+        hint = "with adapter 1 for every example and a scale of 1 it must be the LoRA that you built above"
+        _close(found, right(ones_A, same_B), hint)
+        found = fn(x_BTD, w_DF, down_ADR, up_ARF, ones_A, adapter_B)
+        hint = (
+            "one adapter for all is right, one for each example is not: which axis of `down` and `up` does it choose?"
+        )
+        _close(found, right(ones_A, adapter_B), hint)
+        found = fn(x_BTD, w_DF, down_ADR, up_ARF, scale_A, adapter_B)
+        hint = "with scales of 1 you are right. Each adapter has a scale of its own: along which axis must it lie?"
+        _close(found, right(scale_A, adapter_B), hint)
+        program = jax.make_jaxpr(fn)(x_BTD, w_DF, down_ADR, up_ARF, scale_A, adapter_B).jaxpr
+        largest = max(int(np.prod(var.aval.shape)) for eqn, _ in equations(program) for var in eqn.outvars)
+        assert largest < A * D * F, (
+            f"right, but an array of {largest} numbers appears on the way, where the layer's weight has {D * F}: you "
+            "merge weights. In which order must three matrices be multiplied so that the narrow side stays in between?"
+        )
+        needed = 2 * B * T * (D * F + R * (D + F))
+        flops = matmul_flops(program)
+        assert flops < 1.5 * needed, (
+            f"right, but the products take {flops} FLOPs where {needed} are enough: every example meets adapters that "
+            "are not its own"
+        )
+        return "Nothing of the weight's size was made but the weight, and no example met a foreign adapter."
+
+    grade(1, body)
+
+
+def check_clipped_gradient(fn: Callable[..., Any]) -> None:
+    """Exercise 2: the gradient of PPO's clipped loss for the logits."""
+    z_NV = jax.random.normal(jax.random.key(1), (6, 5))
+    targets_N = jnp.array([0, 4, 2, 2, 1, 3])
+    advantages_N = jnp.array([1.5, -0.7, 2.0, -1.0, 0.8, -1.2])
+    logp_N = jnp.take_along_axis(jax.nn.log_softmax(z_NV), targets_N[:, None], 1)[:, 0]
+    # Ratios: inside, inside, above (good), above (bad), below (good), below (bad).
+    ratios_N = jnp.array([1.1, 0.9, 1.5, 1.5, 0.5, 0.5])
+    epsilon = 0.2
+
+    def losses(z_NV: Any, old_N: Any, clip: bool) -> Any:
+        logp_N = jnp.take_along_axis(jax.nn.log_softmax(z_NV), targets_N[:, None], 1)[:, 0]
+        ratio_N = jnp.exp(logp_N - old_N)
+        bounded_N = jnp.clip(ratio_N, 1 - epsilon, 1 + epsilon)
+        least_N = jnp.minimum(ratio_N * advantages_N, bounded_N * advantages_N)
+        return -jnp.sum(least_N if clip else ratio_N * advantages_N)
+
+    def body() -> str:
+        on_policy = fn(z_NV, targets_N, advantages_N, logp_N, epsilon)
+        exact = np.asarray(jax.grad(losses)(z_NV, logp_N, True))
+        shape = getattr(on_policy, "shape", None)
+        assert shape == z_NV.shape, f"return a gradient for each logit, {z_NV.shape}; got {shape}"
+        assert not np.allclose(on_policy, -exact, atol=1e-5), "the sign: a loss falls where a good token gains"
+        rows_N = np.asarray(on_policy).sum(1)
+        assert np.allclose(rows_N, 0, atol=1e-5), (
+            f"your rows sum to {rows_N[0]:.3f}. What happens to the loss when all logits of a token grow by the same, "
+            "and what must a row of the gradient then sum to?"
+        )
+        _close(on_policy, exact, "where old and new policy are one nothing is clipped, and already there it is wrong")
+        old_N = logp_N - jnp.log(ratios_N)
+        found = np.asarray(fn(z_NV, targets_N, advantages_N, old_N, epsilon))
+        exact = np.asarray(jax.grad(losses)(z_NV, old_N, True))
+        _close(
+            found[:2],
+            exact[:2],
+            "where the ratio is 1 you are right, at 1.1 and 0.9 not: is d ratio / d logp really 1?",
+        )
+        free = np.asarray(jax.grad(losses)(z_NV, old_N, False))
+        assert not np.allclose(found, free, atol=1e-5), (
+            "nothing is clipped in your answer: what is the derivative of a loss that stands at its bound?"
+        )
+        assert np.abs(found[3]).max() > 0 and np.abs(found[4]).max() > 0, (
+            "a bad token whose ratio rose, or a good one whose ratio fell, went the wrong way, and the minimum lets it "
+            "come back. Your answer holds it still: which of the two terms is the smaller one there?"
+        )
+        assert np.abs(found[2]).max() == 0 and np.abs(found[5]).max() == 0, (
+            "a good token above the bound, or a bad one below, must stand still. Compare the two terms of the minimum"
+        )
+        _close(found, exact, "the right tokens are clipped, but the others are wrong")
+        return "The clip is one-sided: it stops what went far enough in the wanted direction, and nothing else."
+
+    grade(2, body)
+
+
+def check_token_weights(fn: Callable[..., Any]) -> None:
+    """Exercise 3: the mean over sequences of the means over their tokens, as weights."""
+    mask_BT = jnp.array([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [0, 1, 1, 0]], jnp.float32)
+    expected = np.asarray(mask_BT / np.maximum(mask_BT.sum(1, keepdims=True), 1) / 4)
+
+    def body() -> str:
+        found = fn(mask_BT)
+        shape = getattr(found, "shape", None)
+        assert shape == mask_BT.shape, f"return a weight for each token, {mask_BT.shape}; got {shape}"
+        found = np.asarray(found)
+        assert np.isfinite(found).all(), (
+            "a sequence without any token makes a NaN, and one NaN is enough for the whole sum: what is 0 / 0?"
+        )
+        assert (found[np.asarray(mask_BT) == 0] == 0).all(), "a token outside the mask has a weight"
+        assert not np.allclose(found, mask_BT / mask_BT.sum()), (
+            "all tokens weigh the same in your answer, so a long sequence weighs more than a short one"
+        )
+        assert not np.allclose(found, 4 * expected) and not np.allclose(found.sum(), 1), (
+            f"your weights sum to {found.sum():.2f}. Each of the four sequences may weigh a quarter, and the empty one "
+            "gives its quarter to nobody"
+        )
+        assert np.allclose(found, expected), "each sequence's own weights must sum to a quarter: compare two lengths"
+        return (
+            "A token of a long answer moves the model less than one of a short answer. Dr. GRPO objects to just that."
+        )
+
+    grade(3, body)
+
+
+def _close(actual: Any, expected: Any, hint: str) -> None:
+    shape = getattr(actual, "shape", None)
+    assert shape == expected.shape, f"the shape must be {expected.shape}, not {shape}; {hint}"
+    assert np.allclose(actual, expected, rtol=1e-3, atol=1e-4), hint

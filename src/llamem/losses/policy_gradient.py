@@ -1,0 +1,197 @@
+"""Losses of reinforcement learning, from hidden states: the logits are never all there."""
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer
+
+from llamem.losses import arguments
+from llamem.losses.per_token import Head, Mask, Scalar, tiled_token_loss
+
+__all__ = ["group_advantages", "tiled_policy_loss"]
+
+_NOT_NEGATIVE = "a finite number of at least 0", lambda x: 0 <= x < math.inf
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyObjective:
+    """One token's part of a policy-gradient loss. Hashable: it keys the jit cache."""
+
+    objective: str
+    clip_low: float
+    clip_high: float
+    kl: str
+    kl_weight: float
+    entropy_weight: float
+
+    def __call__(self, logprob: Array, entropy: Array, extras: dict) -> Array:
+        """The loss of this token, from its "advantage" and, where there are any, "old" and "ref" log-probabilities."""
+        advantage = extras["advantage"]
+        ratio = jnp.exp(logprob - extras.get("old", jax.lax.stop_gradient(logprob)))
+        if self.objective == "reinforce":
+            loss = -advantage * logprob
+        elif self.objective == "importance":
+            loss = -advantage * ratio
+        else:
+            clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
+            loss = -jnp.minimum(ratio * advantage, clipped * advantage)
+        if "ref" in extras:
+            further = extras["ref"] - logprob
+            estimates = {"k1": -further, "k2": further**2 / 2, "k3": jnp.expm1(further) - further}
+            loss += self.kl_weight * estimates[self.kl]
+        return loss - self.entropy_weight * entropy
+
+
+def tiled_policy_loss(
+    hidden: Float[Array, "*batch D"],
+    head: Head,
+    targets: Integer[Array, "*batch"],
+    advantages: Float[Array, "*adv"],
+    *,
+    objective: Literal["clip", "importance", "reinforce"] = "clip",
+    old_logprobs: Float[Array, "*batch"] | None = None,
+    ref_logprobs: Float[Array, "*batch"] | None = None,
+    mask: Mask | None = None,
+    clip_low: Scalar = 0.2,
+    clip_high: Scalar = 0.2,
+    kl: Literal["k1", "k2", "k3"] = "k3",
+    kl_weight: Scalar = 0.0,
+    entropy_weight: Scalar = 0.0,
+    normalize: Literal["tokens", "sequences"] = "tokens",
+    normalizer: Scalar | None = None,
+    **options: Any,
+) -> Any:
+    """Policy-gradient losses with all gradients made in the forward pass: 3 matrix products, 2 with a frozen head.
+
+    With `ratio = exp(logprob - old_logprob)` and a token's advantage A, a token's loss is
+
+    | objective | | |
+    |---|---|---|
+    | "reinforce" | `-A * logprob` | Williams 1992 |
+    | "importance" | `-A * ratio` | of tokens that another policy drew |
+    | "clip" | `-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)` | PPO, GRPO, DAPO |
+
+    (PPO: arXiv 1707.06347; GRPO: 2402.03300; two bounds: DAPO, 2503.14476),
+    plus `kl_weight` times an estimate of the KL divergence from the reference, with `r = ref_logprob - logprob`: k1 is
+    `-r`, k2 `r ** 2 / 2`, k3 `exp(r) - r - 1` (Schulman 2020); minus `entropy_weight` times the entropy of the token's
+    distribution. They are estimates of a value: differentiated, k1 has an expected gradient of 0 on tokens that the
+    policy itself drew, k2 that of the KL divergence, k3 another one.
+
+    TRL's `loss_type`s (1.16) to the last digit, where masks are 0 and 1 (fractional ones it counts as at least 1 in a
+    sequence):
+
+    | TRL | here |
+    |---|---|
+    | "grpo" | `normalize="sequences"` |
+    | "bnpo" | `normalize="tokens"` |
+    | "dr_grpo" | `normalizer=B * max_completion_length` |
+    | "dapo" | `normalizer=` the number of tokens of the whole batch, on all devices |
+
+    `beta` is `kl_weight` with k3, `epsilon` and `epsilon_high` are the clips. Its
+    `importance_sampling_level="sequence"` (GSPO) needs whole sequences first: take `tiled_logprobs`.
+
+    Args:
+        hidden: `[..., D]`, at the positions that predict the targets.
+        head: `[V, D]`, or a tuple of matrices as in `tiled_token_loss`.
+        targets: `[..., T]`, the ids that were drawn, or `ignore_index`.
+        advantages: `[..., T]`, or one for each sequence, `[...]`; `group_advantages` makes GRPO's.
+        objective: see above.
+        old_logprobs: `[..., T]`, of the policy that drew; None for this one, whose ratio is 1, and has a gradient.
+        ref_logprobs: `[..., T]`, of the reference policy; needed where `kl_weight` is not 0.
+        mask: `[..., T]`, 1 where a token was drawn, 0 for prompts and padding.
+        clip_low: how far the ratio may fall below 1.
+        clip_high: how far it may rise.
+        kl: which estimate.
+        kl_weight: at least 0.
+        entropy_weight: of the bonus.
+        normalize: "tokens" divides the sum by `normalizer`, default the sum of the mask; "sequences" takes the mean of
+            each sequence's tokens, and divides their sum by `normalizer`, default the number of sequences, empty ones
+            included.
+        normalizer: give the count over all devices or micro-batches where these are parts of one batch.
+        options: `num_tiles`, `temperature`, `logit_softcap`, `ignore_index`, `accumulate_dtype` and `return_rows` of
+            `tiled_token_loss`.
+
+    Returns:
+        A float32 scalar; with `return_rows` also loss, logprob and entropy `[..., T]`. Gradients for hidden and head
+        alone; asking for another one is a TypeError.
+    """
+    arguments.one_of("objective", objective, ("clip", "importance", "reinforce"))
+    arguments.one_of("kl", kl, ("k1", "k2", "k3"))
+    arguments.one_of("normalize", normalize, ("tokens", "sequences"))
+    chosen = PolicyObjective(
+        objective,
+        arguments.number("clip_low", clip_low, "a number between 0 and 1", lambda x: 0 <= x <= 1),
+        arguments.number("clip_high", clip_high, *_NOT_NEGATIVE),
+        kl,
+        arguments.number("kl_weight", kl_weight, *_NOT_NEGATIVE),
+        arguments.number("entropy_weight", entropy_weight, "a finite number", math.isfinite),
+    )
+    if (ref_logprobs is None) != (chosen.kl_weight == 0):
+        raise ValueError(
+            f"ref_logprobs and kl_weight belong together, got kl_weight={chosen.kl_weight:g} and "
+            f"{'no ' if ref_logprobs is None else ''}ref_logprobs."
+        )
+    if objective == "reinforce" and old_logprobs is not None:
+        raise ValueError(
+            'objective="reinforce" has no use for old_logprobs: it takes the tokens as drawn by this very policy. For '
+            'tokens of another one take "importance" or "clip".'
+        )
+    batch = arguments.batch(hidden, targets, mask)
+    rows = batch.targets.shape
+    extras = {"advantage": _advantages(advantages, rows)}
+    for name, value in (("old", old_logprobs), ("ref", ref_logprobs)):
+        if value is not None:
+            extras[name] = arguments.floats(f"{name}_logprobs", value, "[...], one for each target")
+            if extras[name].shape != rows:
+                raise ValueError(f"{name}_logprobs must have hidden's batch shape {rows}, got {extras[name].shape}.")
+    weights = batch.weights
+    if normalize == "sequences":
+        weights = _by_sequence(batch, options.get("ignore_index", -100))
+        normalizer = math.prod(rows[:-1]) if normalizer is None else normalizer
+    return tiled_token_loss(
+        chosen, batch.hidden, head, batch.targets, extras, weights=weights, normalizer=normalizer, **options
+    )
+
+
+def _advantages(value: Any, rows: tuple[int, ...]) -> Array:
+    found = arguments.floats("advantages", value, "[..., T], or [...], one for each sequence")
+    if found.shape == rows:
+        return found
+    if not rows or found.shape != rows[:-1]:
+        raise ValueError(
+            f"advantages must be one for each target {rows}, or one for each sequence {rows[:-1]}, got {found.shape}."
+        )
+    return jnp.broadcast_to(found[..., None], rows)
+
+
+def _by_sequence(batch: arguments.Batch, ignore_index: int) -> Array:
+    """The mask, divided by its sum over each sequence."""
+    if batch.targets.ndim == 0:
+        raise ValueError('normalize="sequences" needs sequences: targets [..., T], got a single id.')
+    ignore_index = arguments.whole("ignore_index", ignore_index, "a whole number")
+    counts, _ = arguments.counting(batch.targets, ignore_index, 1)
+    mask = counts.astype(jnp.float32)
+    if batch.weights is not None:
+        mask = jnp.where(counts, batch.weights.astype(jnp.float32), 0)
+    length = jnp.sum(mask, -1, keepdims=True)
+    return mask / jnp.where(length == 0, 1, length)
+
+
+def group_advantages(
+    rewards: Float[Array, "*groups G"], *, scale: bool = True, epsilon: float = 1e-4
+) -> Float[Array, "*groups G"]:
+    """GRPO's advantages: each reward less the mean of its group, over the group's standard deviation.
+
+    The deviation is that of TRL and PyTorch, with `G - 1` in its denominator, plus `epsilon`; `scale=False` leaves it
+    out (Dr. GRPO, arXiv 2503.20783). No gradient.
+    """
+    arguments.flag("scale", scale)
+    found = arguments.floats("rewards", rewards, "[..., G], the G answers to one prompt side by side")
+    if found.ndim == 0 or found.shape[-1] < 2:
+        raise ValueError(f"rewards must be [..., G] with G of at least 2 answers to a prompt, got shape {found.shape}.")
+    above = found - jnp.mean(found, -1, keepdims=True)
+    spread = jnp.std(found, -1, ddof=1, keepdims=True) + epsilon if scale else 1.0
+    return jax.lax.stop_gradient(above / spread)

@@ -1,0 +1,405 @@
+"""Policy gradients and preferences against float64, against TRL's formulas, and what they cost and refuse."""
+
+import re
+from functools import partial
+from typing import Any
+
+import fuzz
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from policy_reference import ADVANTAGES, HEAD, HIDDEN, MASK, OLD, REF, TARGETS, B, D, T, V, logprobs, reference
+
+from llamem import available, compile_report
+from llamem.losses import choice
+from llamem.losses.cross_entropy import tiled_cross_entropy, tiled_logprobs
+from llamem.losses.per_token import tiled_token_loss
+from llamem.losses.policy_gradient import group_advantages, tiled_policy_loss
+from llamem.losses.preferences import tiled_dpo_loss
+from llamem.losses.sixteen_bits import WideSum, stepped_sum
+from llamem.memory.jaxprs import matmul_flops
+
+N = B * T
+X, W, IDS = jnp.asarray(HIDDEN, jnp.float32), jnp.asarray(HEAD, jnp.float32), jnp.asarray(TARGETS)
+LLAMA_8B = [
+    jax.ShapeDtypeStruct(*s)
+    for s in (((8, 1024, 4096), "bfloat16"), ((128_256, 4096), "bfloat16"), ((8, 1024), "int32"))
+]
+LLAMA_8B += [jax.ShapeDtypeStruct((8,), "float32")] + [jax.ShapeDtypeStruct((8, 1024), "float32")] * 3
+
+
+@pytest.fixture(params=[96, 2008], ids=["columns", "whole"])
+def columns(request, monkeypatch):
+    """How much of a tile of tokens is worked on at a time."""
+    monkeypatch.setattr(choice, "_CPU_COLUMNS", request.param)
+    return request.param
+
+
+def f32(*values: Any) -> tuple:
+    return tuple(None if v is None else jnp.asarray(v, jnp.float32) for v in values)
+
+
+def policy(hidden, head, *, adv=ADVANTAGES, old=OLD, ref=None, mask=MASK, softcap=None, **options: Any):
+    adv, old, ref, mask = f32(adv, old, ref, mask)
+    kwargs: dict[str, Any] = {"num_tiles": 3} | options
+    return tiled_policy_loss(
+        hidden, head, IDS, adv, old_logprobs=old, ref_logprobs=ref, mask=mask, logit_softcap=softcap, **kwargs
+    )
+
+
+def close(actual, expected, rtol=1e-4, atol=2e-5):
+    np.testing.assert_allclose(actual, expected, rtol=rtol, atol=atol * np.abs(expected).max())
+
+
+ALL = {"ref": REF, "kl_weight": 0.3, "entropy_weight": 0.05, "temperature": 0.8, "softcap": 6.0, "clip_high": 0.3}
+CASES: dict[str, dict[str, Any]] = {
+    "reinforce": {"objective": "reinforce", "old": None},
+    "importance": {"objective": "importance"},
+    "clip": {},
+    "on-policy": {"old": None},
+    "k1": {"ref": REF, "kl_weight": 0.3, "kl": "k1"},
+    "k2": {"ref": REF, "kl_weight": 0.3, "kl": "k2"},
+    "k3": {"ref": REF, "kl_weight": 0.3, "kl": "k3", "normalize": "sequences"},
+    "entropy": {"entropy_weight": 0.5, "mask": np.ones((B, T))},
+    "given": {"normalizer": 123.0, "clip_low": 0.05, "clip_high": 0.4},
+    "all": ALL,
+    "all by sequence": ALL | {"normalize": "sequences", "normalizer": 9.0},
+}
+
+
+def test_the_reference_is_right():
+    """Its gradients against differences of its loss."""
+    for options in (CASES["all by sequence"], CASES["k2"], CASES["importance"]):
+        _, grads, _ = reference(HIDDEN, HEAD, **options)
+        for i, grad in enumerate(grads):
+            way, step = np.random.default_rng(i).normal(size=grad.shape), 1e-6
+
+            def along(t, i=i, way=way, options=options):
+                hidden, head = (p + t * way if j == i else p for j, p in enumerate((HIDDEN, HEAD)))
+                return reference(hidden, head, **options)[0]
+
+            np.testing.assert_allclose((along(step) - along(-step)) / (2 * step), (grad * way).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_rows_and_both_gradients(case, monkeypatch):
+    if case != "all":  # else the whole vocabulary at once
+        monkeypatch.setattr(choice, "_CPU_COLUMNS", 96)
+    options, outer = CASES[case], -3.0
+
+    def fn(hidden, head):
+        loss, rows = policy(hidden, head, return_rows=True, **options)
+        return outer * loss, rows
+
+    (value, rows), grads = jax.jit(jax.value_and_grad(fn, argnums=(0, 1), has_aux=True))(X, W)
+    loss, expected, expected_rows = reference(HIDDEN, HEAD, **options)
+    np.testing.assert_allclose(value, outer * loss, rtol=2e-5)
+    for name, row in expected_rows.items():
+        np.testing.assert_allclose(rows[name], row, rtol=1e-4, atol=1e-4)
+    for actual, wanted in zip(grads, expected, strict=True):
+        assert np.abs(wanted).max() > 0
+        close(actual, outer * wanted)
+    if case == "all by sequence":
+        close(jax.grad(lambda x: fn(x, W)[0])(X), outer * expected[0])
+        close(jax.grad(lambda w: fn(X, w)[0])(W), outer * expected[1])
+
+
+@pytest.mark.parametrize("tiles", [1, 5, 64])
+def test_any_number_of_tiles(tiles):
+    grads = jax.grad(partial(policy, num_tiles=tiles, **ALL), argnums=(0, 1))(X, W)
+    for actual, wanted in zip(grads, reference(HIDDEN, HEAD, **ALL)[1], strict=True):
+        close(actual, wanted)
+
+
+@jax.custom_vjp
+def with_narrow_gradient(logits):
+    return logits
+
+
+with_narrow_gradient.defvjp(lambda z: (z, None), lambda _, d: (d.astype(jnp.bfloat16).astype(d.dtype),))
+
+
+def plain(hidden, head, dtype):
+    """As one writes it, logits in the type of hidden; or in float32, their gradient alone in that of the products."""
+    logits = jnp.einsum("btd,vd->btv", hidden, head, preferred_element_type=dtype).astype(jnp.float32)
+    if dtype == jnp.float32:
+        logits = with_narrow_gradient(logits)
+    logp = jnp.take_along_axis(jax.nn.log_softmax(logits), IDS[..., None], -1)[..., 0]
+    ratio, (adv, mask) = jnp.exp(logp - jnp.asarray(OLD, jnp.float32)), f32(ADVANTAGES, MASK)
+    loss = -jnp.minimum(ratio * adv, jnp.clip(ratio, 0.8, 1.2) * adv)
+    return jnp.sum(loss * mask) / jnp.sum(mask)
+
+
+def test_two_bytes_lose_no_more_than_the_plain_loss():
+    """The head's gradient grows over 64 tiles in two bytes, and is as right as one that is rounded once."""
+    dtype = jnp.bfloat16
+    key = jax.random.split(jax.random.key(0), 2)
+    outlier = jnp.where(jnp.arange(D) == 3, 30.0, 1.0)  # one feature as large as those of language models
+    hidden = (jax.random.normal(key[0], (B, T, D)) * outlier).astype(dtype)
+    head = (jax.random.normal(key[1], (V, D)) / outlier).astype(dtype)
+    _, expected, _ = reference(hidden, head)
+
+    def errors(fn):
+        grads = jax.grad(fn, argnums=(0, 1))(hidden, head)
+        assert all(g.dtype == dtype for g in grads)
+        return [
+            np.linalg.norm(np.asarray(g, np.float64) - e) / np.linalg.norm(e)
+            for g, e in zip(grads, expected, strict=True)
+        ]
+
+    ours, exact = errors(partial(policy, num_tiles=64)), errors(partial(plain, dtype=jnp.float32))
+    usual = errors(partial(plain, dtype=dtype))
+    assert all(a <= b for a, b in zip(ours, usual, strict=True)), (ours, usual)
+    assert all(a <= 1.1 * b for a, b in zip(ours, exact, strict=True)), (ours, exact)
+    # Each column of the head's gradient, small ones beside the large one.
+    dw = np.asarray(jax.grad(partial(policy, num_tiles=64), argnums=1)(hidden, head), np.float64)
+    by_column = np.linalg.norm(dw - expected[1], axis=0) / np.linalg.norm(expected[1], axis=0)
+    assert by_column.max() < 6e-3
+
+
+def test_steps_are_as_good_as_rounding_once():
+    """A sum of 64 parts, one column thirty times the others; in bfloat16 it is several times as far off."""
+    rng = np.random.default_rng(2)
+    outlier = np.where(np.arange(D) == 3, 30.0, 1.0)
+    parts = (rng.normal(size=(64, V, D)) * outlier * rng.uniform(0.1, 9, (V, 1))).astype(np.float32)
+    exact = parts.astype(np.float64).sum(0)
+    x, head = jnp.asarray(HIDDEN.reshape(-1, D) * outlier, jnp.bfloat16), jnp.zeros((V, D), jnp.bfloat16)
+    sums: list[Any] = [stepped_sum(head, x, jnp.ones(N)), WideSum(head)]
+    for part in parts:
+        sums = [total.grow(jnp.asarray(part), jnp.asarray(0)) for total in sums]
+
+    def off(found):
+        return np.linalg.norm(np.asarray(found, np.float64) - exact, axis=0) / np.linalg.norm(exact, axis=0)
+
+    steps, narrow = (off(total.scaled(jnp.float32(1), jnp.bfloat16)) for total in sums)
+    once = off(jnp.asarray(exact, jnp.bfloat16))
+    assert (steps < 1.05 * once).all() and (narrow > 2 * once).all()
+
+
+def test_float16_with_a_loss_scale_and_tiny_weights():
+    """The cotangent reaches gradients that float16 alone would have lost."""
+    hidden, head, scale = X.astype(jnp.float16), W.astype(jnp.float16), 2.0**24
+    _, expected, _ = reference(hidden, head, normalizer=1e9)
+
+    def fn(hidden, head):
+        return scale * policy(hidden, head, normalizer=1e9)
+
+    for actual, wanted in zip(jax.grad(fn, argnums=(0, 1))(hidden, head), expected, strict=True):
+        close(np.asarray(actual, np.float64) / scale, wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("columns")
+def test_products_and_memory():
+    def flops(fn, *args):
+        return matmul_flops(jax.make_jaxpr(fn)(*args).jaxpr)
+
+    unit, fn = 2 * N * D * V, partial(policy, num_tiles=3)
+    assert flops(fn, X, W) == unit
+    assert flops(jax.grad(fn), X, W) == flops(jax.grad(fn, argnums=1), X, W) == 2 * unit
+    assert flops(jax.grad(fn, argnums=(0, 1)), X, W) == 3 * unit
+    assert flops(jax.grad(lambda x, w: fn(x, jax.lax.stop_gradient(w)), argnums=(0, 1)), X, W) == 2 * unit
+    big = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((512, 32), (32_000, 32))]
+
+    def loss(x, w):
+        ids, adv = jnp.zeros(512, int), jnp.ones(512)
+        return tiled_policy_loss(x, w, ids, adv, num_tiles=16)
+
+    compiled: Any = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*big).compile()
+    assert "[512,32000]" not in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < 512 * 32_000 * 4 / 4
+
+
+def trl(logp, old, ref, adv, mask, loss_type, beta, low, high, longest):
+    """`GRPOTrainer._compute_loss` of TRL 1.16, in NumPy."""
+    coef_1 = np.exp(logp - old)
+    coef_2 = np.clip(coef_1, 1 - low, 1 + high)
+    per_token_loss = -np.minimum(coef_1 * adv[:, None], coef_2 * adv[:, None])
+    per_token_loss = per_token_loss + beta * (np.exp(ref - logp) - (ref - logp) - 1)
+    if loss_type == "grpo":
+        return ((per_token_loss * mask).sum(-1) / np.maximum(mask.sum(-1), 1)).mean()
+    if loss_type == "bnpo":
+        return (per_token_loss * mask).sum() / np.maximum(mask.sum(), 1)
+    return (per_token_loss * mask).sum() / (len(mask) * longest)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo"])
+def test_trl(loss_type):
+    rewards = np.random.default_rng(3).normal(size=(B // 2, 2))
+    mean, std = rewards.mean(1, keepdims=True), rewards.std(1, ddof=1, keepdims=True)
+    adv = ((rewards - mean) / (std + 1e-4)).reshape(-1)
+    ours = group_advantages(jnp.asarray(rewards, jnp.float32)).reshape(-1)
+    np.testing.assert_allclose(ours, adv, rtol=1e-5)
+    np.testing.assert_allclose(group_advantages(jnp.asarray(rewards), scale=False), rewards - mean, rtol=1e-5)
+    options = {"grpo": {"normalize": "sequences"}, "bnpo": {}, "dr_grpo": {"normalizer": B * 20.0}}[loss_type]
+    loss = policy(X, W, adv=ours, ref=REF, kl_weight=0.04, clip_low=0.2, clip_high=0.28, **options)
+    expected = trl(logprobs(HIDDEN, HEAD), OLD, REF, adv, MASK, loss_type, 0.04, 0.2, 0.28, 20)
+    np.testing.assert_allclose(loss, expected, rtol=2e-5)
+
+
+def test_a_loss_of_ones_own():
+    """Cross-entropy, focal loss, and an extra with a shape of its own; under jit, vmap, scan and remat."""
+    fn = partial(tiled_token_loss, lambda logp, entropy, extras: -logp, num_tiles=3)
+    expected = jax.value_and_grad(partial(tiled_cross_entropy, num_tiles=3), argnums=(0, 1))(X, W, IDS)
+    found = jax.value_and_grad(fn, argnums=(0, 1))(X, W, IDS)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found, expected)
+
+    def focal(logp, entropy, extras):
+        power, (a, b) = extras["power"], extras["pair"]
+        return -((1 - jnp.exp(logp)) ** power) * logp * a + b * entropy**2
+
+    extras = {"power": jnp.full((B, T), 2.0), "pair": jax.random.normal(jax.random.key(0), (B, T, 2))}
+
+    def ours(x, w):
+        return tiled_token_loss(focal, x, w, IDS, extras, num_tiles=3)
+
+    def by_autodiff(x, w):
+        logp_BTV = jax.nn.log_softmax(x @ w.T)
+        entropy_BT = -jnp.sum(jnp.exp(logp_BTV) * logp_BTV, -1)
+        logp_BT = jnp.take_along_axis(logp_BTV, IDS[..., None], -1)[..., 0]
+        return jnp.mean(jax.vmap(jax.vmap(focal))(logp_BT, entropy_BT, extras))
+
+    def agree(a, b):
+        jax.tree.map(lambda p, q: np.testing.assert_allclose(p, q, rtol=2e-3, atol=2e-6), a, b)
+
+    wanted = jax.grad(by_autodiff, argnums=(0, 1))
+    agree(jax.jit(jax.grad(ours, argnums=(0, 1)))(X, W), wanted(X, W))
+    agree(jax.grad(jax.checkpoint(ours), argnums=(0, 1))(X, W), wanted(X, W))
+    many = jnp.stack([X, X / 2])
+    agree(jax.vmap(jax.grad(ours, argnums=(0, 1)), (0, None))(many, W), jax.vmap(wanted, (0, None))(many, W))
+    scanned = jax.lax.scan(lambda c, x: (c, jax.grad(ours, argnums=(0, 1))(x, W)), None, many)[1]
+    agree(scanned, jax.vmap(wanted, (0, None))(many, W))
+
+
+def test_masked_tokens_are_silent_whatever_they_hold():
+    bad = jnp.asarray(MASK == 0)
+    old = jnp.where(bad, jnp.inf, jnp.asarray(OLD, jnp.float32))
+    hidden = jnp.where(bad[..., None], jnp.nan, X)
+    value, grads = jax.value_and_grad(partial(policy, old=old, **ALL), argnums=(0, 1))(hidden, W)
+    loss, expected, _ = reference(HIDDEN, HEAD, **ALL)
+    np.testing.assert_allclose(value, loss, rtol=2e-5)
+    for actual, wanted in zip(grads, expected, strict=True):
+        close(actual, wanted)
+    nothing = jax.value_and_grad(partial(policy, mask=np.zeros((B, T))), argnums=(0, 1))(hidden, W)
+    assert all(not leaf.any() for leaf in jax.tree.leaves(nothing))
+    # By ignore_index as by the mask; an id that does not exist makes a NaN.
+    by_id = jnp.where(bad, -100, IDS)
+    adv, old = f32(ADVANTAGES, OLD)
+    for normalize in ("tokens", "sequences"):
+        kwargs: dict[str, Any] = {"old_logprobs": old, "normalize": normalize}
+        expected = tiled_policy_loss(X, W, IDS, adv, mask=jnp.asarray(MASK), **kwargs)
+        np.testing.assert_allclose(tiled_policy_loss(X, W, by_id, adv, **kwargs), expected, rtol=1e-5)
+    assert jnp.isnan(tiled_policy_loss(X, W, IDS.at[0, 0].set(V), adv))
+
+
+def test_parts_of_a_batch_with_its_normalizer():
+    """What devices of a data axis do: each its part, and the count of all; their gradients add up."""
+    count = float(MASK.sum())
+
+    def parts(x, w):
+        adv, old, mask = f32(ADVANTAGES, OLD, MASK)
+        one = partial(tiled_policy_loss, head=w, normalizer=count, num_tiles=2)
+        return sum(
+            one(x[i], targets=IDS[i], advantages=adv[i], old_logprobs=old[i], mask=mask[i])
+            for i in (slice(0, 1), slice(1, 4))
+        )
+
+    value, grads = jax.value_and_grad(parts, argnums=(0, 1))(X, W)
+    loss, expected, _ = reference(HIDDEN, HEAD)
+    np.testing.assert_allclose(value, loss, rtol=2e-5)
+    jax.tree.map(close, grads, expected)
+
+
+def test_dpo():
+    hidden, ids, mask = (np.asarray(a).reshape(2, 2, T, *a.shape[2:]) for a in (HIDDEN, TARGETS, np.ones((B, T))))
+    mask[0, 1, 6:] = 0
+    ref = np.random.default_rng(5).normal(size=(2, 2)) - 60
+
+    def expected(hidden, head, eps=0.0, beta=0.1):
+        sums = (logprobs(hidden, head, ids) * mask).sum(-1)
+        delta = beta * ((sums[0] - ref[0]) - (sums[1] - ref[1]))
+        return (np.log1p(np.exp(-delta)) * (1 - eps) + np.log1p(np.exp(delta)) * eps).mean()
+
+    args = f32(hidden, HEAD)
+    kwargs: dict[str, Any] = {"mask": jnp.asarray(mask), "num_tiles": 3}
+
+    def fn(x, w):
+        return tiled_dpo_loss(x, w, jnp.asarray(ids), jnp.asarray(ref, jnp.float32), **kwargs)
+
+    value, grads = jax.value_and_grad(fn, argnums=(0, 1))(*args)
+    np.testing.assert_allclose(value, expected(hidden, HEAD), rtol=1e-4)
+    for i, grad in enumerate(grads):
+        way, step = np.random.default_rng(i).normal(size=grad.shape), 1e-5
+        ends = [expected(*(p + t * way if j == i else p for j, p in enumerate((hidden, HEAD)))) for t in (step, -step)]
+        np.testing.assert_allclose((np.asarray(grad) * way).sum(), (ends[0] - ends[1]) / (2 * step), rtol=1e-3)
+    kwargs |= {"label_smoothing": 0.2, "return_rows": True, "beta": 0.3}
+    value, rows = fn(*args)
+    np.testing.assert_allclose(value, expected(hidden, HEAD, 0.2, 0.3), rtol=1e-4)
+    np.testing.assert_allclose(rows["rewards"], 0.3 * (rows["logprobs"] - ref), rtol=1e-4)
+    flops = matmul_flops(jax.make_jaxpr(jax.grad(lambda x, w: fn(x, w)[0], argnums=(0, 1)))(*args).jaxpr)
+    assert flops == 4 * 2 * N * D * V
+
+
+ADV = jnp.ones((B, T))
+BAD: list[tuple[Any, dict[str, Any], str]] = [
+    (tiled_policy_loss, {"objective": "ppo"}, 'objective must be "clip", "importance" or "reinforce", got'),
+    (tiled_policy_loss, {"kl": "k4"}, "kl must be"),
+    (tiled_policy_loss, {"normalize": "mean"}, "normalize must be"),
+    (tiled_policy_loss, {"kl_weight": 0.1}, "ref_logprobs and kl_weight belong together, got kl_weight=0.1 and no ref"),
+    (tiled_policy_loss, {"ref_logprobs": ADV}, "belong together, got kl_weight=0 and ref_logprobs"),
+    (tiled_policy_loss, {"objective": "reinforce", "old_logprobs": ADV}, "has no use for old_logprobs"),
+    (tiled_policy_loss, {"advantages": jnp.ones(3)}, r"advantages must be one for each target \(4, 13\), or one for"),
+    (tiled_policy_loss, {"old_logprobs": ADV[0]}, r"old_logprobs must have hidden's batch shape \(4, 13\), got"),
+    (tiled_policy_loss, {"clip_low": 1.5}, "clip_low must be a number between 0 and 1, got 1.5"),
+    (tiled_policy_loss, {"clip_high": -1.0}, "clip_high must be a finite number of at least 0"),
+    (tiled_policy_loss, {"mask": ADV[:2]}, "weights must have hidden's batch shape"),
+    (tiled_policy_loss, {"head": jax.tree_util.Partial(jnp.dot)}, "A callable head.*goes through tiled_logprobs"),
+    (tiled_policy_loss, {"temperature": 0.0}, "temperature must be a positive, finite number"),
+    (tiled_policy_loss, {"accumulate_dtype": jnp.int32}, "accumulate_dtype must be a floating-point type"),
+    (tiled_policy_loss, {"num_tiles": 0}, "num_tiles must be a whole number"),
+    (tiled_token_loss, {"fn": 3}, "fn must be a function of"),
+    (tiled_token_loss, {"fn": lambda a, b, c: jnp.ones(2)}, "fn must return one real number for one token"),
+    (tiled_token_loss, {"extras": jnp.ones(5)}, r"Each array of extras must begin with.*\(4, 13\), got \(5,\)"),
+    (tiled_token_loss, {"extras": "none"}, "extras must be an array"),
+    (tiled_dpo_loss, {}, r"targets must be \[2, ..., T\].*got shape \(4, 13\)"),
+    (tiled_dpo_loss, {"beta": 0.0}, "beta must be a positive"),
+    (group_advantages, {"rewards": jnp.ones((3, 1))}, "G of at least 2 answers"),
+]
+
+
+@pytest.mark.usefixtures("as_a_user")
+@pytest.mark.parametrize(("fn", "changes", "message"), BAD, ids=[f"{i}-{'-'.join(b[1])}" for i, b in enumerate(BAD)])
+def test_bad_input_is_named(fn, changes, message):
+    given: dict[str, Any] = {"hidden": X, "head": W, "targets": IDS}
+    given |= {tiled_policy_loss: {"advantages": ADV}, tiled_dpo_loss: {"ref_logprobs": jnp.ones(4)}}.get(fn, {})
+    given |= {"fn": lambda logp, entropy, extras: -logp} if fn is tiled_token_loss else {}
+    arguments = changes if fn is group_advantages else given | changes
+    assert re.search(message, fuzz.refused(lambda: fn(**arguments)), re.DOTALL)
+
+
+def test_gradients_that_are_not_made_are_refused():
+    for name in ("adv", "old", "mask"):
+        with pytest.raises(TypeError, match=r"A gradient for (extras|weights) of a token loss is asked for"):
+            jax.grad(lambda value, name=name: policy(X, W, **{name: value}))(jnp.ones((B, T)))
+    own = tiled_logprobs(X, W, IDS, num_tiles=3)
+    np.testing.assert_allclose(policy(X, W, old=jax.lax.stop_gradient(own)), policy(X, W, old=None), rtol=1e-5)
+
+
+def grpo(hidden, head, targets, advantages, old, ref, mask):
+    return tiled_policy_loss(
+        hidden, head, targets, advantages, old_logprobs=old, ref_logprobs=ref, mask=mask, kl_weight=0.04,
+        normalize="sequences",
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@pytest.mark.skipif(not available("v6e-1"), reason="no compiler for a v6e here")
+def test_grpo_compiled_for_a_v6e():
+    """Llama 3 8B's head, 8,192 tokens, bfloat16: operands and gradients alone are 2.082 GiB; three products."""
+    report = compile_report(jax.value_and_grad(grpo, argnums=(0, 1)), *LLAMA_8B, target="v6e-1")
+    unit = 2 * 8192 * 4096 * 128_256
+    assert report.peak_bytes <= 2.3 * 2**30
+    assert report.matmul_flops == report.compiled_matmul_flops == 3 * unit
+    frozen = compile_report(jax.value_and_grad(grpo), *LLAMA_8B, target="v6e-1")
+    assert frozen.compiled_matmul_flops == 2 * unit and frozen.temp_bytes < 0.25 * 2**30
