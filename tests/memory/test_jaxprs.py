@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from llamem.memory import jaxprs
+from llamem.memory.control_flow import OnDevices
 from llamem.memory.residuals import saved_residuals
 from llamem.memory.targets import compiling_for
 
@@ -38,6 +40,32 @@ def test_products_say_what_they_contract():
 
     shapes = (jax.ShapeDtypeStruct(s, "float32") for s in ((2, 3, 5), (2, 7, 5)))
     assert jaxprs.matmul_flops(traced(fn, *shapes)) == 2 * 2 * 3 * 7 * 5
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_what_every_device_runs_is_found_and_counted_for_all(check_vma):
+    mesh = jax.sharding.AbstractMesh((4, 2), ("rows", "other"))
+    specs = {"in_specs": (P("rows"), P()), "out_specs": P("rows")}
+
+    def local(x, w):
+        return jax.lax.psum(jnp.sin(x @ w), "other") if not check_vma else jnp.sin(x @ w)
+
+    mapped = jax.shard_map(local, mesh=mesh, check_vma=check_vma, **specs)
+    (eqn,) = (eqn for eqn in traced(mapped, X, X).eqns if eqn.primitive.name == "shard_map")
+    flow = jaxprs.control_flow(eqn)
+    assert isinstance(flow, OnDevices) and flow.axes == ("rows", "other") and flow.devices == 8
+    assert (flow.in_specs, flow.out_specs, flow.check_vma) == (specs["in_specs"], (specs["out_specs"],), check_vma)
+    again = traced(flow.map(lambda *parts: (local(*parts),)), X, X)
+    for program in (traced(mapped, X, X), again):
+        assert jaxprs.matmul_flops(program) == 8 * 2 * 2 * 8 * 8
+    partly = jax.shard_map(local, mesh=mesh, axis_names={"rows"}, **specs) if check_vma else mapped
+    (eqn,) = (eqn for eqn in traced(partly, X, X).eqns if eqn.primitive.name == "shard_map")
+    assert jaxprs.control_flow(eqn).devices == (4 if check_vma else 8)
+    evaluations = {
+        of_all: [times for eqn, times in jaxprs.equations(again, of_all_devices=of_all) if eqn.primitive.name == "sin"]
+        for of_all in (True, False)
+    }
+    assert evaluations == {True: [8], False: [1]}
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint, jax.remat])

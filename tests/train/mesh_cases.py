@@ -1,6 +1,7 @@
 """Training steps on eight simulated CPU devices, each against the float64 reference; what was seen, as JSON.
 
-Run as `python mesh_cases.py quick|all`: a process of its own, since a process has as many devices as it began with.
+Run as `python mesh_cases.py quick|others|NAME OF A MESH`: a process of its own, since a process has as many devices as
+it began with.
 """
 
 import contextlib
@@ -39,6 +40,7 @@ from llamem.train.snapshots import Snapshots  # noqa: E402
 from llamem.train.step import (  # noqa: E402
     local_loss,
     loss_and_grads,
+    loss_fn,
     make_model,
 )
 
@@ -70,10 +72,14 @@ def quick_cases():
     yield {"name": "FSDP TP CP", "mesh": MESHES["FSDP TP CP"], "tied": True, "axis": "vocab", "accumulate": 2}
 
 
-def all_cases():
-    for name, tied, axis in itertools.product(MESHES, (False, True), ("tokens", "vocab")):
-        if axis == "vocab" or "tensor" not in MESHES[name]:
-            yield {"name": name, "mesh": MESHES[name], "tied": tied, "axis": axis}
+# How layers are rematerialised; the first is how all others of a mesh are computed.
+WAYS: tuple[dict[str, Any], ...] = ({}, {"remat": None}, {"remat": "attn"}, {"mode": "nested"}, {"mode": "unroll"})
+
+
+def cases_of(name):
+    axes = ("vocab",) if "tensor" in MESHES[name] else ("tokens", "vocab")
+    for tied, axis, way in itertools.product((False, True), axes, WAYS):
+        yield {"name": name, "mesh": MESHES[name], "tied": tied, "axis": axis, **way}
 
 
 def batch_of(config, seed=1):
@@ -96,10 +102,9 @@ def compiled_gradients(config, settings, plan, params):
     specs = parameter_specs(params, mesh)
     fn = partial(loss_and_grads, graphdef, settings)
     fn = on_mesh(fn, mesh, (specs, batch_spec(mesh)), (PartitionSpec(), specs))
-    args = (
-        jax.device_put(params, shardings(specs, mesh)),
-        jax.device_put(batch_of(config), shardings(batch_spec(mesh), mesh)),
-    )
+    args = (params, batch_of(config))
+    if mesh.devices > 1:
+        args = jax.device_put(args, (shardings(specs, mesh), shardings(batch_spec(mesh), mesh)))
     # Half the time to compile, and the same products and messages.
     return jax.jit(fn).lower(*args).compile(compiler_options={"xla_backend_optimization_level": "0"}), args
 
@@ -124,6 +129,35 @@ def message_runs(program):
     return runs, sorted(set(program.executions.values()))
 
 
+def errors(grads, expected, size=lambda a: np.abs(a).max()):
+    """How far each gradient is from the expected one, as a part of it."""
+    got = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(grads))
+    error = jax.tree.map(lambda a, b: float(size(a - b) / size(b)), got, expected)
+    return {jax.tree_util.keystr(path): e for path, e in jax.tree.leaves_with_path(error)}
+
+
+def check_bf16(name):
+    """Everything in bf16: how far the gradients are from float64, on the mesh and on one device."""
+    settings, found = TrainSettings(batch_size=B, seq_len=T), {}
+    config = CONFIG.replace(tied_head=True, param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    params, loss, grads = float64_reference(config)
+    for where, sizes in (("one device", {}), ("mesh", MESHES[name])):
+        plan = Plan(mesh=sizes, loss_tiles=TILES, loss_axis="auto" if "tensor" in sizes else "vocab")
+        program, args = compiled_gradients(config, settings, plan, params)
+        got_loss, got = program(*args)
+        found[where] = {"loss": abs(float(got_loss) - loss) / loss, **errors(got, grads, np.linalg.norm)}
+    return found
+
+
+def check_gradient_outside(name, expected):
+    """The gradients of `loss_fn`, taken outside of `shard_map`."""
+    sizes, (params, _, grads) = MESHES[name], expected
+    settings, plan = TrainSettings(batch_size=B, seq_len=T), Plan(mesh=sizes, loss_tiles=TILES)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(CONFIG, settings, plan)))
+    got = jax.jit(jax.grad(partial(loss_fn, graphdef)))(params, *batch_of(CONFIG))
+    return errors(got, grads)
+
+
 def check(case, expected):
     case = dict(case)
     name, sizes, tied, axis = (case.pop(key) for key in ("name", "mesh", "tied", "axis"))
@@ -135,16 +169,16 @@ def check(case, expected):
     params, loss, grads = expected
     program, args = compiled_gradients(config, settings, plan, params)
     got_loss, got = program(*args)
-    got = jax.tree.map(np.asarray, nnx.to_pure_dict(got))
-    error = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), got, grads)
+    error = errors(got, grads)
     compiled = parse(optimised_text(program))
     share = traced_products(config, "vocab" if "tensor" in sizes else axis, **case) / MeshShape.of(sizes).devices
     runs, trips = message_runs(compiled)
     return {
         "name": name,
+        "way": {"tied": tied, "axis": axis, **case},
         "accumulate": accumulate,
         "loss error": abs(float(got_loss) - loss) / loss,
-        "gradient errors": {jax.tree_util.keystr(path): e for path, e in jax.tree.leaves_with_path(error)},
+        "gradient errors": error,
         "products of share": (compiled_matmul_flops(compiled) or 0) / share,
         "message runs": runs,
         "loop trips": trips,
@@ -228,7 +262,7 @@ def tiled_products_of_share():
     one = partial(causal_attention, implementation="tiled")
     many = on_mesh(part, MeshShape(context=4), PartitionSpec(), PartitionSpec(None, "context"))
     share, own = (matmul_flops(jax.make_jaxpr(fn)(q, k, k).jaxpr) for fn in (one, many))
-    return own / (share / 4)
+    return own / share
 
 
 @contextlib.contextmanager
@@ -245,16 +279,22 @@ def interpreted_splash():
 
 
 def main(which: str) -> None:
-    expected = {tied: float64_reference(CONFIG.replace(tied_head=tied)) for tied in (False, True)}
-    cases = [check(case, expected[bool(case["tied"])]) for case in (quick_cases() if which == "quick" else all_cases())]
-    answer: dict[str, Any] = {"layers": L, "cases": cases, "tiled": check_attention("tiled")}
-    answer["tiled products of share"] = tiled_products_of_share()
-    if which == "all":
+    answer: dict[str, Any] = {"layers": L}
+    if which == "others":
         moe = {"name": "experts", "mesh": MESHES["FSDP TP CP"], "tied": False, "axis": "vocab", "config": MOE}
-        cases.append(check(moe, float64_reference(MOE)))
+        answer["cases"] = [check(moe, float64_reference(MOE))]
         answer["run"] = check_run()
         with interpreted_splash():
             answer["splash"] = check_attention("splash")
+    else:
+        expected = {tied: float64_reference(CONFIG.replace(tied_head=tied)) for tied in (False, True)}
+        cases = quick_cases() if which == "quick" else cases_of(which)
+        answer["cases"] = [check(case, expected[bool(case["tied"])]) for case in cases]
+        answer["outside"] = check_gradient_outside("FSDP TP CP" if which == "quick" else which, expected[False])
+        if which == "quick":
+            answer["tiled"], answer["tiled products of share"] = check_attention("tiled"), tiled_products_of_share()
+        else:
+            answer["bf16"] = check_bf16(which)
     print(json.dumps(answer))
 
 

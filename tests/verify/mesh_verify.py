@@ -6,11 +6,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
 
 import jax.numpy as jnp  # noqa: E402
+from flax import nnx  # noqa: E402
 from gallery import lost_gradient  # noqa: E402
 from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
-from programs import KEYS, WEIGHTS, L, X, with_dropout  # noqa: E402
+from models import model_of, tokens_of  # noqa: E402
+from programs import KEYS, WEIGHTS, L, X, dropout, layer, scanned, with_dropout  # noqa: E402
 
 import llamem  # noqa: E402
+from llamem.train.step import loss_fn  # noqa: E402
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -19,8 +22,106 @@ def share(array, *axes):
     return jax.device_put(array, NamedSharding(MESH, PartitionSpec(*axes)))
 
 
+def seen_of(verification):
+    return {proof.name: proof for proof in verification.proofs}
+
+
+def mapped(loss, w, x, *keys, check_vma):
+    """A mean over eight devices, each with its rows of x, and its key."""
+    spec = PartitionSpec
+
+    def local(w, x, *keys):
+        return jax.lax.pmean(loss(w, x, *(key[0] for key in keys)), ("data", "model"))
+
+    rows = (spec(("data", "model")),) * (1 + len(keys))
+    return jax.shard_map(local, mesh=MESH, in_specs=(spec(), *rows), out_specs=spec(), check_vma=check_vma)(w, x, *keys)
+
+
+def inside_shard_map(check_vma: bool) -> None:
+    x, options = jnp.tile(X, (64, 1)), {"with_": True, "without": False}
+
+    def right(w, x, how):
+        return mapped(lambda w, x: scanned(jax.checkpoint(layer) if how else layer, w, x), w, x, check_vma=check_vma)
+
+    def kept(w, x, how):
+        keep = jax.checkpoint(layer, policy=jax.checkpoint_policies.everything_saveable)
+        return mapped(lambda w, x: scanned(keep if how else layer, w, x), w, x, check_vma=check_vma)
+
+    def around(w, x, how):
+        def whole(w, x):
+            return scanned(layer, w, x)
+
+        return mapped(jax.checkpoint(whole) if how else whole, w, x, check_vma=check_vma)
+
+    verification = llamem.verify_remat(right, WEIGHTS, x, **options)
+    assert verification.holds and all(proof.holds for proof in verification.proofs), verification
+    seen = seen_of(verification)
+    runs = seen["the layer runs again in the backward pass"].seen
+    assert f"{L} runs of checkpointed functions, {L} again" in runs, runs
+    # Every product of the layer again, on every device, and nothing else.
+    left, asked = (
+        int(word.replace(",", "")) for word in seen["the compiler leaves them"].seen.split() if word[0].isdigit()
+    )
+    assert 0.9 < left / asked < 1.1, seen["the compiler leaves them"]
+    failed = [proof.name for proof in llamem.verify_remat(kept, WEIGHTS, x, **options).failed]
+    assert "the layer runs again in the backward pass" in failed, failed
+    failed = [proof.name for proof in llamem.verify_remat(around, WEIGHTS, x, **options).failed]
+    assert failed == ["memory falls"], failed
+
+
+def draws_inside_shard_map() -> None:
+    """Not seen there, and not called proved."""
+
+    def loss(w, batch, how):
+        def local(w, x, key):
+            def body(wk, x):
+                return dropout(wk[0], x, wk[1])
+
+            keys = jax.random.split(key, L)
+            return scanned(jax.checkpoint(body) if how else body, (w, keys), x)
+
+        return mapped(local, w, batch["x"], jax.random.split(batch["key"], 8), check_vma=False)
+
+    batch = {"x": jnp.tile(X, (8, 1)), "key": KEYS[7]}
+    proofs = [llamem.verify.randomness_is_fresh, llamem.verify.choices_are_the_same]
+    verification = llamem.verify_remat(loss, WEIGHTS, batch, with_=True, without=False, proofs=proofs)
+    assert [proof.holds for proof in verification.proofs] == [None, None], verification
+
+
+def the_model_with_a_mesh() -> None:
+    config = llamem.LlamaConfig(
+        vocab_size=96, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=8, d_ff=64, max_seq_len=128
+    )
+    params = nnx.state(model_of(config))
+    tokens = tokens_of(config, T=97, B=8)
+    for sizes in ({"fsdp": 4, "tensor": 2}, {"data": 2, "context": 4}):
+
+        def loss(params, tokens_BT, remat, sizes=sizes):
+            plan = llamem.Plan(mesh=sizes, remat=remat, loss_tiles=2)
+            graphdef = nnx.graphdef(nnx.eval_shape(lambda: llamem.Llama(config, rngs=nnx.Rngs(0), plan=plan)))
+            return loss_fn(graphdef, params, tokens_BT[:, :-1], tokens_BT[:, 1:])
+
+        def evaluate(params, tokens_BT, remat, sizes=sizes):
+            plan = llamem.Plan(mesh=sizes, remat=remat, loss_tiles=2)
+            model = nnx.eval_shape(lambda: llamem.Llama(config, rngs=nnx.Rngs(0), plan=plan))
+            model.eval()
+            return loss_fn(nnx.graphdef(model), params, tokens_BT[:, :-1], tokens_BT[:, 1:])
+
+        verification = llamem.verify_remat(loss, params, tokens, evaluate=evaluate)
+        assert verification.holds, verification
+        seen = seen_of(verification)
+        assert all(proof.holds for name, proof in seen.items() if name != "memory falls"), verification
+        assert "4 runs of checkpointed functions, 4 again" in seen["the layer runs again in the backward pass"].seen
+        still_training = llamem.verify_remat(loss, params, tokens, evaluate=loss)
+        assert "evaluation is untouched" in [proof.name for proof in still_training.failed]
+
+
 def main() -> None:
     assert len(jax.devices()) == 8
+    for check_vma in (False, True):
+        inside_shard_map(check_vma)
+    draws_inside_shard_map()
+    the_model_with_a_mesh()
     w = {"up": share(WEIGHTS["up"], None, "data", "model"), "down": share(WEIGHTS["down"], None, "model", "data")}
     batch = {"x": share(jnp.tile(X, (8, 1)), "data"), "key": KEYS[7]}
     verification = llamem.verify_remat(with_dropout, w, batch)

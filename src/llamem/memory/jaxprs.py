@@ -1,13 +1,16 @@
 """Walks over traced programs, and every use of what JAX does not promise to keep as it is."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
+
+from llamem.memory.control_flow import Branches, Call, Flow, OnDevices, Scan, While
 
 
 def names_in(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
@@ -26,13 +29,20 @@ def given_name(eqn: jex_core.JaxprEqn) -> str | None:
     return eqn.params["name"] if eqn.primitive.name == "name" else None
 
 
-def equations(jaxpr: jex_core.Jaxpr, times: int = 1) -> Iterator[tuple[jex_core.JaxprEqn, int]]:
-    """Every operation of a program, those inside others included, and how often scans make it run."""
+def equations(
+    jaxpr: jex_core.Jaxpr, times: int = 1, *, of_all_devices: bool = False
+) -> Iterator[tuple[jex_core.JaxprEqn, int]]:
+    """Every operation of a program, those inside others included, and how often scans make it run.
+
+    `of_all_devices`: inside a `shard_map` it runs once on each device, and otherwise is counted for one of them.
+    """
     for eqn in jaxpr.eqns:
         yield eqn, times
-        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        runs = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        if of_all_devices and isinstance(flow := control_flow(eqn), OnDevices):
+            runs *= flow.devices
         for inner in inner_jaxprs(eqn):
-            yield from equations(inner, times * trips)
+            yield from equations(inner, runs, of_all_devices=of_all_devices)
 
 
 def inner_jaxprs(eqn: jex_core.JaxprEqn) -> list[Any]:
@@ -113,8 +123,11 @@ def tells_the_host(eqn: jex_core.JaxprEqn) -> bool:
     return eqn.primitive.name in ("debug_callback", "io_callback") and not prints
 
 
-def names_when_differentiated(jaxpr: jex_core.ClosedJaxpr) -> set[str]:
-    """Every `checkpoint_name` of a program, those given in the forward rule of a `jax.custom_vjp` included."""
+def names_when_differentiated(jaxpr: jex_core.ClosedJaxpr, axes: Mapping[str, int] = MappingProxyType({})) -> set[str]:
+    """Every `checkpoint_name` of a program, those given in the forward rule of a `jax.custom_vjp` included.
+
+    `axes`: the mesh axes, and their sizes, of the `shard_map`s around it.
+    """
     names = set(names_in(jaxpr.jaxpr))
     if any(eqn.primitive.name.startswith("custom_vjp_call") for eqn, _ in equations(jaxpr.jaxpr)):
         # The rule is a function that JAX traces when it differentiates: so differentiate.
@@ -130,67 +143,11 @@ def names_when_differentiated(jaxpr: jex_core.ClosedJaxpr) -> set[str]:
 
             return jax.vjp(of_floats, *(v for i, v in enumerate(values) if i not in exact))[1]
 
-        names |= set(names_in(jax.make_jaxpr(differentiated)(*shapes).jaxpr))
+        names |= set(names_in(jax.make_jaxpr(differentiated, axis_env=list(axes.items()))(*shapes).jaxpr))
     return names
 
 
-@dataclasses.dataclass(frozen=True)
-class Scan:
-    """A `lax.scan`: its body takes `n_consts` constants, `n_carry` carried values and one slice of each input."""
-
-    body: jex_core.ClosedJaxpr
-    n_consts: int
-    n_carry: int
-    length: int
-    reverse: bool
-    unroll: int
-
-    @property
-    def programs(self) -> tuple[jex_core.ClosedJaxpr, ...]:
-        """The programs inside."""
-        return (self.body,)
-
-
-@dataclasses.dataclass(frozen=True)
-class While:
-    """A `lax.while_loop`: operands are the constants of the condition, those of the body, and the carried values."""
-
-    condition: jex_core.ClosedJaxpr
-    body: jex_core.ClosedJaxpr
-    n_condition_consts: int
-    n_body_consts: int
-
-    @property
-    def programs(self) -> tuple[jex_core.ClosedJaxpr, ...]:
-        """The programs inside."""
-        return self.condition, self.body
-
-
-@dataclasses.dataclass(frozen=True)
-class Branches:
-    """A `lax.cond` or `lax.switch`: the first operand chooses the branch, which takes the others."""
-
-    branches: tuple[jex_core.ClosedJaxpr, ...]
-
-    @property
-    def programs(self) -> tuple[jex_core.ClosedJaxpr, ...]:
-        """The programs inside."""
-        return self.branches
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A function called as it stands: jit, a custom derivative, a checkpoint."""
-
-    body: jex_core.ClosedJaxpr
-
-    @property
-    def programs(self) -> tuple[jex_core.ClosedJaxpr, ...]:
-        """The programs inside."""
-        return (self.body,)
-
-
-def control_flow(eqn: jex_core.JaxprEqn) -> Scan | While | Branches | Call | None:
+def control_flow(eqn: jex_core.JaxprEqn) -> Flow | None:
     """How an operation runs the programs inside it; None where it has none, or runs them in a way not known here."""
     params, name = eqn.params, eqn.primitive.name
     if (checkpoint := checkpoint_call(eqn)) is not None:
@@ -203,7 +160,12 @@ def control_flow(eqn: jex_core.JaxprEqn) -> Scan | While | Branches | Call | Non
         return While(params["cond_jaxpr"], params["body_jaxpr"], *counts)
     if name == "cond":
         return Branches(tuple(params["branches"]))
-    if name in ("shard_map", "pallas_call"):
+    if name == "shard_map":
+        body = jex_core.ClosedJaxpr(params["jaxpr"], ())
+        manual = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
+        axes = tuple(axis for axis in params["mesh"].axis_names if axis in manual)
+        return OnDevices(body, params["mesh"], axes, params["in_specs"], params["out_specs"], params["check_vma"])
+    if name == "pallas_call":
         return None
     programs = [value for value in params.values() if isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))]
     if len(programs) != 1:
@@ -229,7 +191,7 @@ def evaluate(eqn: jex_core.JaxprEqn, jaxpr: jex_core.Jaxpr, values: list[Any]) -
 def matmul_flops(jaxpr: jex_core.Jaxpr) -> int:
     """FLOPs of the matrix products of a jaxpr, those in scans times their length; a cond counts its largest branch.
 
-    `while` loops of unknown length are counted once, as the compilers do.
+    Of a `shard_map` those of all its devices. `while` loops of unknown length are counted once, as the compilers do.
     """
     total = 0
     for eqn in jaxpr.eqns:
@@ -241,15 +203,20 @@ def matmul_flops(jaxpr: jex_core.Jaxpr) -> int:
         inner = [matmul_flops(jaxpr) for jaxpr in inner_jaxprs(eqn)]
         if eqn.primitive.name == "cond":
             total += max(inner, default=0)
+        elif isinstance(flow := control_flow(eqn), OnDevices):
+            total += sum(inner) * flow.devices
         elif eqn.primitive.name != "pallas_call":
             total += sum(inner) * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else sum(inner)
     return total
 
 
 def moved_to_host(jaxpr: jex_core.Jaxpr) -> int:
-    """Bytes that a program asks to be put into the host's memory, as offloading policies write it, loops multiplied."""
+    """Bytes that a program asks to be put into the host's memory, as offloading policies write it, loops multiplied.
+
+    Of all devices together.
+    """
     total = 0
-    for eqn, times in equations(jaxpr):
+    for eqn, times in equations(jaxpr, of_all_devices=True):
         # Not a sharding's whole text, in which an axis may be called "hosts".
         places = [getattr(place, "memory_kind", place) for place in eqn.params.get("devices", ())]
         if eqn.primitive.name == "device_put" and "host" in str(places).lower():

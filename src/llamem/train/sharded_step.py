@@ -5,6 +5,7 @@ for the step itself is here: gradients of weights that several devices hold, and
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +24,8 @@ def on_mesh(fn: Callable[..., Any], mesh: MeshShape, in_specs: Any, out_specs: A
     """
     if mesh.devices == 1:
         return fn
-    # check_vma would have to be told of every value on which devices agree; `collectives` writes out what it infers.
+    # Not check_vma=True: JAX's own Splash kernel does not say over which axes its results differ, and Pallas refuses
+    # it there (seen with 0.10). `collectives` writes out what JAX would infer of the rest.
     return jax.shard_map(fn, mesh=mesh.mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -51,6 +53,33 @@ def sum_over_batch(x: Array, mesh: MeshShape) -> Array:
     """The sum of what devices with different tokens computed, on all of them."""
     axes = mesh.over("batch", "sequence")
     return lax.psum(x, axes) if axes else x
+
+
+def for_gradients_outside(params: Any, mesh: MeshShape) -> Any:
+    """The parameters, for a loss inside `shard_map` that is differentiated outside of it.
+
+    There JAX shares the cotangent of a loss out among the devices that all hold it, those along "tensor", and sums the
+    gradients of a weight over the devices that all hold that. The layers go by another book: each of them has the whole
+    cotangent, and the whole gradient of a weight that all read alike. Both agree on such a weight; one that is split,
+    or read in parts, would get its share of the gradient alone.
+    """
+    if mesh.tensor_axis is None:
+        return params
+
+    def one(path: tuple[Any, ...], w: Array) -> Array:
+        name = str(parameter_name(path))
+        in_parts = name in READ_IN_PARTS or "tensor" in mesh.over(*(axis for axis in PARAMETERS[name] if axis))
+        return _with_gradient_times(w, mesh.tensor) if in_parts else w
+
+    return jax.tree.map_with_path(one, params)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _with_gradient_times(w: Array, factor: int) -> Array:
+    return w
+
+
+_with_gradient_times.defvjp(lambda w, factor: (w, None), lambda factor, _, dw: (dw * factor,))
 
 
 def sum_gradients(grads: Any, mesh: MeshShape) -> Any:

@@ -21,7 +21,15 @@ from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, gather_weight, parameter_specs, shardings
 from llamem.losses.cross_entropy import tiled_cross_entropy
 from llamem.train.host_moments import host_sharding, update_in_turn, waits_on_host
-from llamem.train.sharded_step import batch_spec, check_sizes, global_norm, on_mesh, sum_gradients, sum_over_batch
+from llamem.train.sharded_step import (
+    batch_spec,
+    check_sizes,
+    for_gradients_outside,
+    global_norm,
+    on_mesh,
+    sum_gradients,
+    sum_over_batch,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,11 +191,14 @@ def _moments_on_host(state: TrainState, put: Callable[[Any, Any], Any]) -> Train
 def loss_fn(
     graphdef: nnx.GraphDef, params: Any, inputs_BT: Int[Array, "B T"], targets_BT: Int[Array, "B T"]
 ) -> Float[Array, ""]:
-    """Mean cross-entropy in nats of the targets under the model, tiled as the model's plan says."""
+    """Mean cross-entropy in nats of the targets under the model, tiled as the model's plan says.
+
+    To be called, and differentiated, outside of `shard_map`, whatever the plan's mesh.
+    """
     mesh = _mesh(graphdef, params)
 
     def share(params: Any, *batch: Array) -> Array:
-        return sum_over_batch(local_loss(graphdef, params, *batch), mesh)
+        return sum_over_batch(local_loss(graphdef, for_gradients_outside(params, mesh), *batch), mesh)
 
     specs = (parameter_specs(params, mesh), batch_spec(mesh), batch_spec(mesh))
     return on_mesh(share, mesh, specs, PartitionSpec())(params, inputs_BT, targets_BT)

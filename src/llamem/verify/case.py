@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from llamem.memory.compiling import compile_report, report_compiled
-from llamem.memory.jaxprs import DRAWS, equations
+from llamem.memory.control_flow import OnDevices
+from llamem.memory.jaxprs import DRAWS, control_flow, equations
 from llamem.memory.report import Report
 from llamem.verify.closeness import TOLERANCE, dtype_of, moved_by_rounding
 from llamem.verify.marks import Traced
@@ -161,9 +162,11 @@ class BothWays:
 
     @cached_property
     def devices(self) -> int:
-        """Over how many devices the arguments are spread: a compiled program is that of one of them."""
+        """Over how many devices the work is spread: a compiled program is that of one of them."""
         arrays = [leaf for leaf in jax.tree.leaves((self.params, self.batch)) if isinstance(leaf, jax.Array)]
-        return max((len(array.sharding.device_set) for array in arrays), default=1)
+        flows = [control_flow(eqn) for eqn, _ in equations(self.traced.jaxpr)]
+        of_maps = [flow.mesh.size for flow in flows if isinstance(flow, OnDevices)]
+        return max([len(array.sharding.device_set) for array in arrays] + of_maps, default=1)
 
     @cached_property
     def runs(self) -> Runs:

@@ -7,16 +7,8 @@ from collections.abc import Iterator
 
 from jax.extend import core as jex_core
 
-from llamem.memory.jaxprs import (
-    Branches,
-    Call,
-    Scan,
-    While,
-    checkpoint_call,
-    computed_again,
-    control_flow,
-    equations,
-)
+from llamem.memory.control_flow import Branches, Flow, OnDevices, Scan, While
+from llamem.memory.jaxprs import checkpoint_call, computed_again, control_flow, equations
 
 
 class Traced(enum.Enum):
@@ -40,7 +32,7 @@ class Step:
     again: bool
     starts_run: bool
     fenced: bool
-    flow: Scan | While | Branches | Call | None
+    flow: Flow | None
     inner: tuple["Block", ...]
 
 
@@ -52,11 +44,28 @@ class Block:
     steps: tuple[Step, ...]
 
     def all_steps(self) -> Iterator[Step]:
-        """Every operation, those of inner programs included."""
+        """Every operation, those of inner programs included, but for what devices run inside a `shard_map`."""
         for step in self.steps:
             yield step
-            for block in step.inner:
+            for block in step.inner if not isinstance(step.flow, OnDevices) else ():
                 yield from block.all_steps()
+
+    def runs_on_devices(self, times: int = 0) -> int:
+        """How often checkpointed functions begin to run inside `shard_map`s, on one device, by the lengths of scans.
+
+        `times`: how often this program runs on it; 0 outside. What runs in a branch or in a `while` there is not
+        counted: the traced program does not say how often it does.
+        """
+        total = 0
+        for step in self.steps:
+            total += times * step.starts_run
+            flow = step.flow
+            if times and isinstance(flow, While | Branches):
+                continue
+            inside = max(times, 1) if isinstance(flow, OnDevices) else times
+            for block in step.inner:
+                total += block.runs_on_devices(inside * (flow.length if isinstance(flow, Scan) else 1))
+        return total
 
 
 def mark(program: jex_core.ClosedJaxpr, traced: Traced) -> Block:

@@ -2,15 +2,18 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
 
+from llamem.memory.control_flow import OnDevices
 from llamem.memory.jaxprs import (
     PRODUCTS,
     checkpoint_call,
+    control_flow,
     equations,
     given_name,
     inner_jaxprs,
@@ -39,7 +42,8 @@ _FACTORIES = tuple(
 class Checkpoint:
     """One checkpoint of a program: its body, its options, and what surrounds it, outermost first.
 
-    `in_loop`: inside any loop; `repeats`: how often scans make it run, all loops multiplied.
+    `in_loop`: inside any loop; `repeats`: how often scans make it run, all loops multiplied; `axes`: the mesh axes, and
+    their sizes, of the `shard_map`s around it.
     """
 
     body: jex_core.Jaxpr
@@ -48,23 +52,30 @@ class Checkpoint:
     in_loop: bool
     repeats: int
     outer: tuple["Checkpoint", ...]
+    axes: Mapping[str, int]
 
 
 def find_checkpoints(
-    jaxpr: jex_core.Jaxpr, in_loop: bool = False, repeats: int = 1, outer: tuple[Checkpoint, ...] = ()
+    jaxpr: jex_core.Jaxpr,
+    in_loop: bool = False,
+    repeats: int = 1,
+    outer: tuple[Checkpoint, ...] = (),
+    axes: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[Checkpoint]:
     """Every checkpoint of a traced function, those inside loops, calls and other checkpoints included."""
     for eqn in jaxpr.eqns:
         call = checkpoint_call(eqn)
         if call is not None:
-            found = Checkpoint(call.body, call.policy, call.prevent_cse, in_loop, repeats, outer)
+            found = Checkpoint(call.body, call.policy, call.prevent_cse, in_loop, repeats, outer, axes)
             yield found
-            yield from find_checkpoints(call.body, in_loop, repeats, (*outer, found))
+            yield from find_checkpoints(call.body, in_loop, repeats, (*outer, found), axes)
             continue
+        flow = control_flow(eqn)
+        inside = {**axes, **flow.mesh.shape} if isinstance(flow, OnDevices) else axes
         loops = in_loop or eqn.primitive.name in ("scan", "while")
         times = repeats * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
         for inner in inner_jaxprs(eqn):
-            yield from find_checkpoints(inner, loops, times, outer)
+            yield from find_checkpoints(inner, loops, times, outer, inside)
 
 
 def faults(jaxpr: jex_core.Jaxpr) -> list[str]:
@@ -190,12 +201,12 @@ def _name_faults(jaxpr: jex_core.Jaxpr, checkpoints: list[Checkpoint]) -> list[s
         arguments = policy_arguments(checkpoint.policy).values()
         mentioned = frozenset(name for value in arguments if is_names(value) for name in value)
         if mentioned and not _policy_faults(checkpoint):
-            mentioned_by.setdefault(mentioned, []).append(checkpoint.body)
-    for mentioned, bodies in mentioned_by.items():
-        given = [pair for body in bodies for pair in _names(body)]
+            mentioned_by.setdefault(mentioned, []).append(checkpoint)
+    for mentioned, alike in mentioned_by.items():
+        given = [pair for checkpoint in alike for pair in _names(checkpoint.body)]
         produced = {name for name, used in given if used}
         if not mentioned <= produced:
-            rules = (names_when_differentiated(jex_core.ClosedJaxpr(body, ())) for body in bodies)
+            rules = (names_when_differentiated(jex_core.ClosedJaxpr(one.body, ()), one.axes) for one in alike)
             produced |= {name for names in rules for name in names if (name, False) not in given}
         unused = {name for name, used in given if not used} - produced
         # A layer that has no checkpoint, such as the last of an unrolled stack, may bear the rest.

@@ -120,7 +120,11 @@ def layer_runs_again(both: BothWays) -> Proof:
         f"products, {functions:,} more evaluations of functions"
     )
     if more and not runs.forward:
-        return Proof(Title.RUNS, None, f"{seen}. Runs inside a shard_map are not counted, and not one was seen")
+        return Proof(
+            Title.RUNS,
+            None,
+            f"{seen}. Not one run was seen: a branch inside a shard_map, or a Pallas kernel, hides them",
+        )
     holds = more and runs.again > 0
     cause = "" if holds else "A policy that saves everything, or a checkpoint around what costs nothing."
     return Proof(Title.RUNS, holds, seen, cause)

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from llamem.memory.jaxprs import CHOICES, DRAWS, Branches, Scan, While, equations, evaluate, inner_jaxprs
+from llamem.memory.control_flow import Branches, OnDevices, Scan, While
+from llamem.memory.jaxprs import CHOICES, DRAWS, equations, evaluate, inner_jaxprs
 from llamem.verify.marks import Block, Step, Traced, mark
 
 
@@ -62,8 +63,9 @@ def count_runs(fn: Callable[..., Any], *args: Any) -> Runs:
     """Runs `fn(*args)`, which returns a scalar (or a scalar and more), forward and backward, and counts.
 
     The count is of this run, on the present device: an operation tells the host each time that it is executed, inside
-    loops and taken branches too. What runs inside a shard_map or a Pallas kernel is not seen. The gradient is that of
-    the first argument.
+    loops and taken branches too. Inside a shard_map runs are counted as traced, on one device:
+    callbacks there can block devices that wait for each other. What a Pallas kernel runs is not seen. The gradient is
+    that of the first argument.
     """
     loss, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
     gradient = jax.make_jaxpr(jax.value_and_grad(fn, has_aux=isinstance(shape, tuple), allow_int=True))(*args)
@@ -90,11 +92,12 @@ class Replay:
         self._log = Log()
         jax.block_until_ready(self._compiled(*jax.tree.leaves(args)))
         jax.effects_barrier()
+        self._log.runs += self.block.runs_on_devices()
         return self._log
 
     def unseen(self, primitives: Sequence[str]) -> int:
         """How many of these operations are in programs run in a way not known here (shard_map), so that none tells."""
-        hidden = [step.eqn for step in self.block.all_steps() if step.flow is None]
+        hidden = [step.eqn for step in self.block.all_steps() if step.flow is None or isinstance(step.flow, OnDevices)]
         inside = [eqn for outer in hidden for inner in inner_jaxprs(outer) for eqn, _ in equations(inner)]
         return sum(eqn.primitive.name in primitives for eqn in inside)
 
@@ -127,7 +130,8 @@ class Replay:
         if step.fenced and values:
             # Without a checkpoint to keep them apart, the compiler would merge this with the first time.
             values = list(jax.lax.optimization_barrier(tuple(values)))
-        outs = self._flow(step, values) if step.inner else evaluate(step.eqn, jaxpr, values)
+        seen = step.inner and not isinstance(step.flow, OnDevices)
+        outs = self._flow(step, values) if seen else evaluate(step.eqn, jaxpr, values)
         name = step.eqn.primitive.name
         if self.traced is Traced.LOSS and name in DRAWS and not step.again:
             self._tell_draw(step, values, outs)

@@ -85,7 +85,7 @@ def assert_remat(loss_fn: Callable[[Any, Any, Any], Any], params: Any, batch: An
     """`verify_remat` for a test: raises AssertionError with each proof that failed.
 
     Loss, gradients and the layer's second run must be proved: where one of them is "not proved", say because the loss
-    is not finite or the layer is hidden in a `shard_map`, that is raised too. Other proofs that are "not proved" pass.
+    is not finite or the layer is hidden in a Pallas kernel, that is raised too. Others that are "not proved" pass.
     """
     verification = verify_remat(loss_fn, params, batch, **options)
     missing = [proof for proof in verification.proofs if proof.failed or (proof.holds is None and proof.name in _MUST)]

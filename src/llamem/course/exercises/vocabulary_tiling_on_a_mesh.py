@@ -1,0 +1,173 @@
+"""Checks of the exercises of notebook 05. The devices of a mesh are the rows of a `jax.vmap` with an axis name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llamem.course.exercises import grade
+from llamem.memory.jaxprs import equations
+
+DEVICES, AXIS = 4, "tensor"
+# Bytes that arrive at a device of a ring, for each byte of a collective's result.
+ARRIVES = {
+    "psum": 2 * (DEVICES - 1) / DEVICES,
+    "pmax": 2 * (DEVICES - 1) / DEVICES,
+    "pmin": 2 * (DEVICES - 1) / DEVICES,
+    "all_gather": (DEVICES - 1) / DEVICES,
+    "all_to_all": (DEVICES - 1) / DEVICES,
+    "reduce_scatter": DEVICES - 1,
+    "ppermute": 1,
+}
+
+
+def check_merge_devices(fn: Callable[..., Any]) -> None:
+    """Exercise 1: logsumexp and the softmax's mean of the head's rows, from what each device found in its own rows."""
+    z_ENU = 60 * jax.random.normal(jax.random.key(0), (DEVICES, 6, 5))
+    z_ENU = z_ENU.at[1, 2].set(-jnp.inf)  # a device whose words are all masked, for one token
+    head_EUD = jax.random.normal(jax.random.key(1), (DEVICES, 5, 3))
+
+    def sweep(z_NU: Any, head_UD: Any) -> tuple[Any, Any, Any]:
+        top_N = z_NU.max(1)
+        exp_NU = jnp.exp(z_NU - jnp.where(jnp.isinf(top_N), 0, top_N)[:, None])
+        return top_N, exp_NU.sum(1), exp_NU @ head_UD
+
+    def body() -> str:
+        found = jax.vmap(sweep)(z_ENU, head_EUD)
+        z_NV, head_VD = jnp.concatenate(z_ENU, 1), jnp.concatenate(head_EUD)
+        lse_N, mean_ND = jax.nn.logsumexp(z_NV, 1), jax.nn.softmax(z_NV) @ head_VD
+        result = _on_devices(fn, *found)
+        assert isinstance(result, tuple) and len(result) == 2, (
+            "return two arrays, logsumexp and the mean, in this order"
+        )
+        lse_EN, mean_END = result
+        assert jnp.shape(lse_EN) == (DEVICES, 6), f"logsumexp is one number per token, not {jnp.shape(lse_EN)[1:]}"
+        assert jnp.shape(mean_END) == (DEVICES, 6, 3), f"the mean is [N, D], not {jnp.shape(mean_END)[1:]}"
+        same = np.allclose(lse_EN, lse_EN[0], rtol=1e-5, equal_nan=True)
+        assert same, "the devices end with different answers: somewhere each of them goes on with its own numbers"
+        hint = (
+            "each device counted its exponentials from a maximum of its own; from which one does the sum of all count?"
+        )
+        assert np.allclose(lse_EN[0], lse_N, rtol=1e-5), hint
+        hint = "logsumexp is right and the mean is not: its numerator counts from the same maximum as its denominator"
+        assert np.allclose(mean_END[0], mean_ND, rtol=1e-4, atol=1e-5), hint
+        arriving, enough = _arriving(fn, *(a[0] for a in found)), ARRIVES["psum"] * 4 * (2 * 6 + 6 * 3)
+        assert arriving <= enough, (
+            f"right, but in a ring {arriving:.0f} bytes arrive at each device where {enough:.0f} are enough. To be "
+            "added up, numbers need not be collected first"
+        )
+        return "Two numbers and one row per token travel, whatever the size of the vocabulary."
+
+    grade(1, body)
+
+
+def check_transpose(fn: Callable[..., Any]) -> None:
+    """Exercise 2: the transpose of gathering a matrix along its columns."""
+    dw_EVD = jax.random.normal(jax.random.key(2), (DEVICES, 5, 8))
+
+    def body() -> str:
+        found = jnp.asarray(_on_devices(fn, dw_EVD))
+        of_all, width = dw_EVD.sum(0), 8 // DEVICES
+        own_EVd = jnp.stack(jnp.split(of_all, DEVICES, 1))
+        assert found.shape != (DEVICES, *of_all.shape), (
+            "every device ends with the gradient of the whole head. Which part of the head does it hold?"
+        )
+        assert found.shape == own_EVd.shape, (
+            f"a device holds [V, D / devices] = {own_EVd.shape[1:]} of the head, and so of its gradient; yours is "
+            f"{found.shape[1:]}. The head was gathered along its columns"
+        )
+        mine = jnp.stack([dw_EVD[i, :, i * width : (i + 1) * width] for i in range(DEVICES)])
+        assert not np.allclose(found, mine, atol=1e-5), (
+            "these are the gradients that a device itself has for its columns. Who else multiplied by these columns?"
+        )
+        assert not np.allclose(found, own_EVd / DEVICES, atol=1e-5), (
+            "this is a mean over the devices. The loss is a sum over everybody's tokens: what does its gradient do?"
+        )
+        assert np.allclose(found, own_EVd, atol=1e-5), "the columns are not those that this device holds"
+        arriving, enough = _arriving(fn, dw_EVD[0]), ARRIVES["reduce_scatter"] * own_EVd[0].size * 4
+        assert arriving <= enough, (
+            f"right, but in a ring {arriving:.0f} bytes arrive at each device where {enough:.0f} are enough: it is "
+            "told the sum of all columns, and most of it is thrown away"
+        )
+        return "A gather forward is a reduce-scatter backward: the same bytes, the other way."
+
+    grade(2, body)
+
+
+def check_target_logit(fn: Callable[..., Any]) -> None:
+    """Exercise 3: the logit of each token's target, of which one device alone has the row."""
+    x_ND = jax.random.normal(jax.random.key(3), (9, 3))
+    head_EUD = jax.random.normal(jax.random.key(4), (DEVICES, 5, 3))
+    targets_N = jnp.array([0, 19, 7, 12, 5, 4, 16, 9, 10])
+
+    def body() -> str:
+        found_EN = jnp.asarray(_on_devices(lambda head_UD, axis: fn(x_ND, head_UD, targets_N, axis), head_EUD))
+        exact_N = jnp.sum(x_ND * jnp.concatenate(head_EUD)[targets_N], 1)
+        assert found_EN.shape == (DEVICES, 9), f"one number per token, not {found_EN.shape[1:]}"
+        held_EN = targets_N // 5 == jnp.arange(DEVICES)[:, None]
+        only_own = jnp.where(held_EN, exact_N, 0)
+        assert not np.allclose(found_EN, only_own, atol=1e-5), (
+            "each device has the logits whose row it holds, and 0 for the others. They have not told each other yet"
+        )
+        assert np.allclose(found_EN, found_EN[0], atol=1e-5, equal_nan=True), "the devices end with different answers"
+        first_N = held_EN[0]
+        wrong_first = not np.allclose(found_EN[0][first_N], exact_N[first_N], atol=1e-5)
+        assert not wrong_first, (
+            "for targets in the rows of the first device your answer is wrong: what do the devices add that do not "
+            "hold the row? An id that a device does not hold still reads some row"
+        )
+        assert np.allclose(found_EN[0], exact_N, atol=1e-5), (
+            "targets of the first device's rows are right, others are not. In which row of its own does a device find "
+            "an id of the whole vocabulary?"
+        )
+        arriving = _arriving(lambda head_UD, axis: fn(x_ND, head_UD, targets_N, axis), head_EUD[0])
+        enough = ARRIVES["psum"] * 9 * 4
+        assert arriving <= enough, (
+            f"right, but in a ring {arriving:.0f} bytes arrive at each device, and one number per token, {enough:.0f} "
+            "bytes, is enough"
+        )
+        return "One sum of [N]. The row of a target never leaves its device."
+
+    grade(3, body)
+
+
+def check_mean_over_devices(fn: Callable[..., Any]) -> None:
+    """Exercise 4: the mean over all tokens that count, where devices have different numbers of them."""
+    loss_En = jax.random.uniform(jax.random.key(5), (DEVICES, 6)) + jnp.arange(DEVICES)[:, None]
+    counts_En = jnp.arange(6) < jnp.array([6, 1, 3, 0])[:, None]
+
+    def body() -> str:
+        found_E = jnp.asarray(_on_devices(fn, loss_En, counts_En))
+        exact = loss_En[counts_En].mean()
+        assert found_E.shape == (DEVICES,), f"one number, not an array {found_E.shape[1:]}"
+        assert not np.isnan(found_E).any(), "NaN: one of the devices has no token that counts. What does it divide by?"
+        assert np.allclose(found_E, found_E[0]), "the devices end with different means"
+        assert not np.allclose(found_E, loss_En.mean()), "tokens that do not count are in your mean"
+        of_six = jnp.where(counts_En, loss_En, 0).sum() / loss_En.size
+        assert not np.allclose(found_E, of_six), "ignored tokens add nothing to your sum, but they still count below it"
+        hint = (
+            "a mean of the devices' means gives a token on a device with few of them a greater weight. Which two sums "
+            "are there, and when is the one divided by the other?"
+        )
+        assert np.allclose(found_E, exact), hint
+        return "Sums travel, and are divided once. The library's word for the lower sum is `normalizer`."
+
+    grade(4, body)
+
+
+def _on_devices(fn: Callable[..., Any], *parts: Any) -> Any:
+    """`fn(*parts, axis)` on every device, each with its row of the parts; results `[devices, ..]`."""
+    return jax.vmap(lambda *own: fn(*own, AXIS), axis_name=AXIS)(*parts)
+
+
+def _arriving(fn: Callable[..., Any], *own: Any) -> float:
+    """Bytes that arrive at a device in all collectives of its program, loops multiplied out."""
+    program = jax.make_jaxpr(lambda *args: fn(*args, AXIS), axis_env=[(AXIS, DEVICES)])(*own)
+    total = 0.0
+    for eqn, times in equations(program.jaxpr):
+        avals: list[Any] = [var.aval for var in eqn.outvars]
+        factor = ARRIVES.get(eqn.primitive.name.removesuffix("_invariant"), 0)
+        total += times * factor * sum(aval.size * aval.dtype.itemsize for aval in avals)
+    return total
