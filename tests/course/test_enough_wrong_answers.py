@@ -5,8 +5,12 @@ from collections import Counter
 import test_exercises
 import test_wrong_answers_00_02 as first
 import test_wrong_answers_03_04 as second
+import test_wrong_answers_05 as mesh
 import test_wrong_answers_06_07 as third
+import test_wrong_answers_08 as long
+import test_wrong_answers_09 as policy
 import test_wrong_answers_10 as fourth
+import test_wrong_answers_11 as hosts
 
 ENOUGH = 6
 
@@ -14,7 +18,16 @@ ENOUGH = 6
 def wrong_answers() -> Counter[str]:
     """How many wrong answers are tried on each check, by its name."""
     found = Counter({check: len(answers) for (_, check), (_, answers) in first.WRONG.items()})
-    for table in (second.STACKS, second.TILES, third.WRONG, fourth.WRONG):
+    for table in (
+        second.STACKS,
+        second.TILES,
+        third.WRONG,
+        fourth.WRONG,
+        mesh.WRONG,
+        long.WRONG,
+        policy.WRONG,
+        hosts.WRONG,
+    ):
         found.update(check.__name__ for check, _, _ in table.values())
     found.update(f"check_{name}" for name, _, _ in test_exercises.WRONG.values())
     return found

@@ -51,6 +51,8 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "groups ignored": (WAITING, lambda L, D, n, g: L * n * D * 2, "What do groups keep"),
     "the group at work forgotten": (WAITING, lambda L, D, n, g: (L if g == 1 else g) * n * D * 2, "inside the group"),
     "weights instead": (WAITING, lambda L, D, n, g: L * D * D * 2, "tokens x D"),
+    "four bytes a number": (WAITING, lambda L, D, n, g: (L if g == 1 else g + L // g) * n * D * 4, ""),
+    "every layer of every group": (WAITING, lambda L, D, n, g: (L if g == 1 else g * L) * n * D * 2, ""),
     "nothing tiled": (ROWS, lambda w, x, tiles: one_tile(w, x), "2048 x 64 numbers"),
     "all at once in f32": (ROWS, all_in_f32, "2048 x 64 numbers"),
     "tiles without a checkpoint": (ROWS, without_checkpoint, "2048 x 64 numbers"),
@@ -61,6 +63,8 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "the same plan": (BETTER, lambda: long_context.GIVEN, "that is the plan"),
     "everything kept": (BETTER, lambda: Plan(remat=None), "Which tool makes that one smaller"),
     "no plan": (BETTER, lambda: {"mlp_tiles": 4}, "return a llamem.Plan"),
+    "a name": (BETTER, lambda: "scan", "return a llamem.Plan"),
+    "the plain loss": (BETTER, lambda: Plan(loss_tiles=None), ""),
     "slower still": (BETTER, lambda: long_context.GIVEN.replace(mode="nested"), "that you can spare"),
 }
 

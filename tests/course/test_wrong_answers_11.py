@@ -55,8 +55,12 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     ),
     "its own part": (scale_out.check_received_bytes, lambda weights, chips: 3 * weights / chips, "what it lacks"),
     "nothing": (scale_out.check_received_bytes, lambda weights, chips: 0, "computes with all"),
+    "twice what it holds": (scale_out.check_received_bytes, lambda weights, chips: 2 * weights / chips, "How often"),
     "too few": (scale_out.check_mesh, lambda: {"fsdp": 32}, "64 chips"),
     "copies": (scale_out.check_mesh, lambda: {"data": 4, "fsdp": 16}, "weights whole"),
+    "too many": (scale_out.check_mesh, lambda: {"fsdp": 128}, "64 chips"),
+    "one chip": (scale_out.check_mesh, lambda: {}, "64 chips"),
+    "half copies": (scale_out.check_mesh, lambda: {"data": 2, "fsdp": 32}, "weights whole"),
     "a mesh of no axes": (scale_out.check_mesh, lambda: {"model": 64}, "no mesh axis"),
 }
 

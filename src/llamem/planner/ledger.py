@@ -85,7 +85,7 @@ def beside(share: Share, lines: Sequence[Line], peak_at: str, report: Report) ->
             what = "" if largest is None else f"{largest.shape} {largest.source}".strip()
             rows.append(Row(name, estimated[name], compiled, what))
     rows.append(Row(_GAPS, 0, report.peak_bytes - timeline.peak_bytes, ""))
-    return Ledger(tuple(rows), peak_at, timeline.phase(timeline.peak_step) or "the only pass")
+    return Ledger(tuple(rows), peak_at, timeline.pass_at(timeline.peak_step) or "the only pass")
 
 
 def line_of(span: Span, share: Share) -> str:
