@@ -27,8 +27,6 @@ except ImportError:  # Colab, Kaggle: leaves the jax and numpy found there alone
     import llamem"""
 MAX_MIB = 3
 MAX_CELLS, MAX_LINES, MEDIAN_LINES = 45, 40, 12
-# Longer, and why for now.
-LONGER = {"06_llama3.ipynb": "its edition of 45 cells is written, and waits for a run that stores its outputs"}
 MIN_WORDS_PER_LINE = 7
 
 Notebook = dict[str, Any]
@@ -80,7 +78,7 @@ def problems(notebook: Notebook, name: str, lock: str) -> Iterator[str]:
     yield from _prose(notebook)
     yield from _code(notebook)
     yield from _outputs(notebook)
-    if len(notebook["cells"]) > MAX_CELLS and name not in LONGER:
+    if len(notebook["cells"]) > MAX_CELLS:
         yield f"{len(notebook['cells'])} cells, more than {MAX_CELLS}: what bores, what is told twice?"
     if len(json.dumps(notebook)) > MAX_MIB * 2**20:
         yield f"larger than {MAX_MIB} MiB: draw fewer or smaller figures"
