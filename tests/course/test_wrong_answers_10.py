@@ -83,6 +83,7 @@ def dropout_around(layer, w, x, key, remat):
     return mean_square((jax.checkpoint(whole) if remat else whole)(w, x))
 
 
+# By mistake: the check, the answer, and what the hint is expected to speak of.
 WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "the flag ignored": (exercises.check_cured_loss, lambda f, w, x, r: mean_square(scan(f, w, x)), "0 of them"),
     "around the scan": (exercises.check_cured_loss, around, "memory falls"),
@@ -119,11 +120,6 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
         "are copies",
     ),
     "one key stacked": (exercises.check_cured_dropout, dropped(lambda key: jnp.stack([key] * 6)), "are copies"),
-    "keys of two steps mixed": (
-        exercises.check_cured_dropout,
-        dropped(lambda key: jnp.concatenate([jax.random.split(key, 3), jax.random.split(jax.random.key(1), 3)])),
-        "in every step",
-    ),
     "keys of layer numbers": (
         exercises.check_cured_dropout,
         dropped(lambda key: jax.vmap(jax.random.key)(jnp.arange(6))),
@@ -155,8 +151,8 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_answer_is_rejected_with_the_symptom_that_fits(name):
-    check, answer, hint = WRONG[name]
-    with pytest.raises(AssertionError, match=hint) as error:
+def test_a_wrong_answer_is_rejected_and_the_hint_is_no_answer(name):
+    check, answer, _ = WRONG[name]
+    with pytest.raises(AssertionError, match="not yet") as error:
         check(answer)
     assert "jax.checkpoint(layer)" not in str(error.value) and "split(key" not in str(error.value)
