@@ -123,7 +123,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "untiled": (
         mesh.check_transpose,
         lambda dw, axis: lax.psum_scatter(dw, axis, scatter_dimension=1),
-        "could not use",
+        "along its columns",
     ),
     # The target's logit.
     "not summed": (

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,9 +79,12 @@ def test_offloaded_bytes_arrive_or_are_missed(place):
     assert f"{asked:,} bytes offloaded" in proof.seen, proof
 
 
-def test_on_eight_devices():
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["layers", pytest.param("models", marks=pytest.mark.weekly)])
+def test_on_eight_devices(which):
     script = Path(__file__).parent / "mesh_verify.py"
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    path = {"PYTHONPATH": ":".join([str(script.parent.parent), *sys.path])}
+    done = subprocess.run([sys.executable, script, which], env={**os.environ, **path}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
