@@ -60,7 +60,7 @@ class Watch:
         self.names = names
         if jax.process_index() > 0:
             words = f"llamem: lost {names[0]}, where all hosts meet: see what JAX's runtime says above. {REMEDY}"
-            self._open.enter_context(_said_after_an_abort(words))
+            self._open.enter_context(said_after_an_abort(words))
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None:
@@ -116,7 +116,8 @@ class Watch:
 
 
 @contextlib.contextmanager
-def _said_after_an_abort(words: str) -> Iterator[None]:
+def said_after_an_abort(words: str) -> Iterator[None]:
+    """Within it, a process that is aborted has its child print these words to standard error."""
     child = subprocess.Popen([sys.executable, "-I", "-S", "-c", AFTERWARDS, words], stdin=subprocess.PIPE)
     assert child.stdin is not None
     before = faulthandler.is_enabled()
@@ -126,7 +127,7 @@ def _said_after_an_abort(words: str) -> Iterator[None]:
     finally:
         faulthandler.disable()
         if before:
-            faulthandler.enable()
+            faulthandler.enable(sys.__stderr__ or sys.stderr)
         child.communicate()
 
 
