@@ -67,8 +67,13 @@ class Watch:
             # All end together: else the first to leave would be taken for lost.
             self._all_come("end")
         # Errors of this host's disk are its own, and one that all hosts met is nobody's loss. What is left may be a
-        # broken collective: a ValueError of Gloo's, a RuntimeError of JAX's, or what Orbax makes of them.
-        elif not (isinstance(error, OSError) or self._all_come("error")) and self._found.wait(2 * ROUND_SECONDS):
+        # broken collective: a ValueError of Gloo's, a RuntimeError of JAX's, or what Orbax makes of them and of files
+        # that another host should have written.
+        elif (
+            (not isinstance(error, OSError) or isinstance(error, FileNotFoundError))
+            and not self._all_come("error")
+            and self._found.wait(SILENCE_SECONDS + 2 * ROUND_SECONDS)
+        ):
             self._told.set()
             atexit.register(_leave_at_once)  # JAX would wait for the dead at the end of this process
             raise LostHost(self._words) from error
