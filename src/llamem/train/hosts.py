@@ -28,7 +28,7 @@ LAUNCHERS = {
     "SLURM": ("SLURM_NTASKS", "SLURM_PROCID"),
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 }
-HEARTBEAT_SECONDS = 30  # after as long a silence JAX's runtime gives a process up
+HEARTBEAT_SECONDS = 60  # after as long a silence JAX's runtime gives up: later than `Watch`, which says more
 
 
 def initialise(
@@ -64,7 +64,7 @@ def initialise(
         # Versions of JAX differ in whether they raise an error here or abort.
         with said_after_an_abort(f"llamem: {nobody_came}"):
             jax.distributed.initialize(**(addresses or {}), **waits)
-            jax.device_count()  # all tell each other what they have: in vain where they disagree on how many they are
+            count = jax.process_count()
     except RuntimeError as error:
         if any(words in str(error) for words in ("must be called before", "only be called once")):
             raise RuntimeError(
@@ -72,6 +72,11 @@ def initialise(
                 "once, before any array and any jax.devices()."
             ) from None
         raise TimeoutError(f"{nobody_came} JAX says: {str(error)[:600]}") from error
+    if addresses is not None and count != addresses["num_processes"]:
+        raise ValueError(
+            f"{me}{socket.gethostname()}: wrong world size. This host was told that there are "
+            f"{addresses['num_processes']}, and host 0 waited for {count}: start all with the same number."
+        )
 
 
 def _addresses(coordinator: str | None, num_hosts: int | None, host: int | None) -> dict[str, Any] | None:

@@ -108,11 +108,13 @@ class Watch:
 
     def _say(self, said: str) -> str:
         """The sentence, out of what the coordination service says of who did not come."""
-        _, _, missing = said.partition("timed out task names:")
-        # A line for each, "3" or "/job:jax_worker/replica:0/task:3"; an empty line ends them.
-        lines, _, _ = missing.strip().partition("\n\n")
-        numbers = [int(number) for number in re.findall(r"(\d+)\s*$", lines, flags=re.MULTILINE)]
-        lost = [self.names[n] if n < len(self.names) else f"host {n}" for n in numbers or [0]]
+        # Who did not come in time, or sends no heartbeats any more: a line for each, "3" or
+        # "/job:jax_worker/replica:0/task:3", up to an empty line or a sentence.
+        found = re.search(r"(?:timed out task names|stopped sending heartbeats\)):\n((?:\S*\d+\n)+)", said)
+        numbers = [int(number) for number in re.findall(r"(\d+)\n", found[1])] if found else []
+        lost = [self.names[n] if n < len(self.names) else f"host {n}" for n in numbers]
+        # Without a name it was the service itself that is gone, and host 0 with it.
+        lost = lost or ["another host" if jax.process_index() == 0 else self.names[0]]
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         return (
             f"lost {', '.join(lost[:4])}{more}: no answer for {SILENCE_SECONDS} s. It was killed, lost its network, or "
