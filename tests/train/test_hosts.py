@@ -130,8 +130,11 @@ def test_a_lost_host_is_named_within_a_minute_and_the_run_goes_on_bit_by_bit(los
         ({1: {"other_code": "0123"}}, "code of llamem of host 1 .* differs from that of host 0"),
         ({1: {"settings": {**SETTINGS, "learning_rate": 0.5}}}, "settings of host 1 .* differs from that of host 0"),
         ({1: {"full_at": 2}}, "lost host 1"),
-        ({1: {"hosts": 3}, 0: {"timeout": 20}}, "not all hosts met|world size"),
-        ({1: {"late": 60}, 0: {"timeout": 15}}, "not all hosts met .* within 15 s"),
+        (
+            {1: {"hosts": 3}, 0: {"timeout": 20}},
+            "wrong world size. This host was told that there are 3, and host 0 waited for 2",
+        ),
+        ({1: {"late": 30, "timeout": 15}, 0: {"timeout": 15}}, "not all hosts met .* within 15 s"),
         ({1: {"folder": "/nowhere"}}, "does not see /nowhere/run.lock"),
     ],
     ids=["code", "settings", "disk", "world size", "late", "folder"],
@@ -263,6 +266,7 @@ def test_jax_is_told_what_the_environment_says_and_finds_the_rest_itself(nowhere
         nowhere.setenv(name, value)
     calls = []
     nowhere.setattr(jax.distributed, "initialize", lambda **given: calls.append(given))
+    nowhere.setattr(jax, "process_count", lambda: addresses[1] if addresses else 1)
     hosts.initialise()
     names = ("coordinator_address", "num_processes", "process_id")
     assert [tuple(call[name] for name in names if name in call) for call in calls] == (
@@ -270,12 +274,24 @@ def test_jax_is_told_what_the_environment_says_and_finds_the_rest_itself(nowhere
     )
 
 
-def test_words_for_who_is_lost():
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [
+        (
+            "The first task at the barrier: 0. Some timed out task names:\n1\n\n\nRPC: /x.Y/Barrier 5",
+            "host 1 (b, process 2)",
+        ),
+        (
+            "timed out task names:\n/job:jax_worker/replica:0/task:1\n/job:jax_worker/replica:0/task:2\n\n",
+            "host 1 (b, process 2), host 2",
+        ),
+        ("tasks are unhealthy (stopped sending heartbeats):\n1\nThe tasks have crashed 7\n", "host 1 (b, process 2)"),
+        ("UNAVAILABLE: failed to connect 3\n", "another host"),
+    ],
+)
+def test_words_for_who_is_lost(said, lost):
     watch = Watch(["host 0 (a, process 1)", "host 1 (b, process 2)"])
-    assert "lost host 1 (b, process 2): " in watch._say(
-        "Some timed out task names:\n/job:jax_worker/replica:0/task:1\n\n\nRPC: 5"
-    )
-    assert "lost host 0" in watch._say("UNAVAILABLE: failed to connect")
+    assert watch._say(said).startswith(f"lost {lost}: ")
 
 
 def test_a_run_that_ends_well_is_not_watched_any_more():

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from llamem.train.data import Batches
-from llamem.train.lost_hosts import Watch
+from llamem.train.lost_hosts import Watch, said_after_an_abort
 
 VARIABLES = ("LLAMEM_COORDINATOR", "LLAMEM_NUM_HOSTS", "LLAMEM_HOST")
 # Where a launcher leaves how many processes there are and which this is.
@@ -28,7 +28,7 @@ LAUNCHERS = {
     "SLURM": ("SLURM_NTASKS", "SLURM_PROCID"),
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 }
-HEARTBEAT_SECONDS = 30  # after as long a silence JAX's runtime gives a process up
+HEARTBEAT_SECONDS = 60  # after as long a silence JAX's runtime gives up: later than `Watch`, which says more
 
 
 def initialise(
@@ -53,10 +53,30 @@ def initialise(
         return
     waits = {"initialization_timeout": timeout_seconds, "heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    place = "" if addresses is None else f" at {addresses['coordinator_address']}"
+    me = "" if addresses is None else f"host {addresses['process_id']} of {addresses['num_processes']}, "
+    nobody_came = (
+        f"{me}{socket.gethostname()}: not all hosts met{place} within {timeout_seconds} s. Either one has not been "
+        "started, cannot reach that address (a firewall, a name it does not know, a port in use), or was told another "
+        "number of hosts. Start all of them again within that time, or give timeout_seconds."
+    )
     try:
-        jax.distributed.initialize(**(addresses or {}), **waits)
+        # Versions of JAX differ in whether they raise an error here or abort.
+        with said_after_an_abort(f"llamem: {nobody_came}"):
+            jax.distributed.initialize(**(addresses or {}), **waits)
+            count = jax.process_count()
     except RuntimeError as error:
-        raise _no_meeting(error, addresses, timeout_seconds) from error
+        if any(words in str(error) for words in ("must be called before", "only be called once")):
+            raise RuntimeError(
+                "initialise() comes too late: JAX was used, or initialised, in this process already. Call it first, "
+                "once, before any array and any jax.devices()."
+            ) from None
+        raise TimeoutError(f"{nobody_came} JAX says: {str(error)[:600]}") from error
+    if addresses is not None and count != addresses["num_processes"]:
+        raise ValueError(
+            f"{me}{socket.gethostname()}: wrong world size. This host was told that there are "
+            f"{addresses['num_processes']}, and host 0 waited for {count}: start all with the same number."
+        )
 
 
 def _addresses(coordinator: str | None, num_hosts: int | None, host: int | None) -> dict[str, Any] | None:
@@ -113,22 +133,6 @@ def _launched_for_several() -> bool:
                 )
             return True
     return False
-
-
-def _no_meeting(error: RuntimeError, addresses: dict[str, Any] | None, seconds: int) -> Exception:
-    said = str(error)
-    if "must be called before" in said or "only be called once" in said:
-        return RuntimeError(
-            "initialise() comes too late: JAX was used, or initialised, in this process already. Call it first, once, "
-            "before any array and any jax.devices()."
-        )
-    place = "" if addresses is None else f" at {addresses['coordinator_address']}"
-    me = "" if addresses is None else f"host {addresses['process_id']} of {addresses['num_processes']}, "
-    return TimeoutError(
-        f"{me}{socket.gethostname()}: not all hosts met{place} within {seconds} s. Either one has not been started, "
-        "cannot reach that address (a firewall, a name it does not know, a port in use), or was told another number "
-        f"of hosts. Start all of them again within that time, or give timeout_seconds. JAX says: {said[:600]}"
-    )
 
 
 @contextlib.contextmanager

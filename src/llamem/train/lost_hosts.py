@@ -60,15 +60,20 @@ class Watch:
         self.names = names
         if jax.process_index() > 0:
             words = f"llamem: lost {names[0]}, where all hosts meet: see what JAX's runtime says above. {REMEDY}"
-            self._open.enter_context(_said_after_an_abort(words))
+            self._open.enter_context(said_after_an_abort(words))
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if error is None:
             # All end together: else the first to leave would be taken for lost.
             self._all_come("end")
         # Errors of this host's disk are its own, and one that all hosts met is nobody's loss. What is left may be a
-        # broken collective: a ValueError of Gloo's, a RuntimeError of JAX's, or what Orbax makes of them.
-        elif not (isinstance(error, OSError) or self._all_come("error")) and self._found.wait(2 * ROUND_SECONDS):
+        # broken collective: a ValueError of Gloo's, a RuntimeError of JAX's, or what Orbax makes of them and of files
+        # that another host should have written.
+        elif (
+            (not isinstance(error, OSError) or isinstance(error, FileNotFoundError))
+            and not self._all_come("error")
+            and self._found.wait(SILENCE_SECONDS + 2 * ROUND_SECONDS)
+        ):
             self._told.set()
             atexit.register(_leave_at_once)  # JAX would wait for the dead at the end of this process
             raise LostHost(self._words) from error
@@ -103,11 +108,13 @@ class Watch:
 
     def _say(self, said: str) -> str:
         """The sentence, out of what the coordination service says of who did not come."""
-        _, _, missing = said.partition("timed out task names:")
-        # A line for each, "3" or "/job:jax_worker/replica:0/task:3"; an empty line ends them.
-        lines, _, _ = missing.strip().partition("\n\n")
-        numbers = [int(number) for number in re.findall(r"(\d+)\s*$", lines, flags=re.MULTILINE)]
-        lost = [self.names[n] if n < len(self.names) else f"host {n}" for n in numbers or [0]]
+        # Who did not come in time, or sends no heartbeats any more: a line for each, "3" or
+        # "/job:jax_worker/replica:0/task:3", up to an empty line or a sentence.
+        found = re.search(r"(?:timed out task names|stopped sending heartbeats\)):\n((?:\S*\d+\n)+)", said)
+        numbers = [int(number) for number in re.findall(r"(\d+)\n", found[1])] if found else []
+        lost = [self.names[n] if n < len(self.names) else f"host {n}" for n in numbers]
+        # Without a name it was the service itself that is gone, and host 0 with it.
+        lost = lost or ["another host" if jax.process_index() == 0 else self.names[0]]
         more = f" and {len(lost) - 4} more" if len(lost) > 4 else ""
         return (
             f"lost {', '.join(lost[:4])}{more}: no answer for {SILENCE_SECONDS} s. It was killed, lost its network, or "
@@ -116,7 +123,8 @@ class Watch:
 
 
 @contextlib.contextmanager
-def _said_after_an_abort(words: str) -> Iterator[None]:
+def said_after_an_abort(words: str) -> Iterator[None]:
+    """Within it, a process that is aborted has its child print these words to standard error."""
     child = subprocess.Popen([sys.executable, "-I", "-S", "-c", AFTERWARDS, words], stdin=subprocess.PIPE)
     assert child.stdin is not None
     before = faulthandler.is_enabled()
@@ -126,7 +134,7 @@ def _said_after_an_abort(words: str) -> Iterator[None]:
     finally:
         faulthandler.disable()
         if before:
-            faulthandler.enable()
+            faulthandler.enable(sys.__stderr__ or sys.stderr)
         child.communicate()
 
 
