@@ -110,7 +110,8 @@ def _kept_per_token(share: Share) -> int:
     queries = 3 if share.target.platform == "tpu" else 2  # Splash reads scaled ones
     heads = c * share.lanes * (queries * share.H + 2 * share.K) + _F32 * share.H
     scores = (_F32 + c) * share.H * share.T if share.attention == "xla" else 0
-    return inner + stream + heads + scores
+    in_tiles = (share.plan.mlp_tiles > 1, share.plan.attention_tiles > 1)  # what is made inside of a tile is not kept
+    return stream + (0 if in_tiles[0] else inner) + (0 if in_tiles[1] else heads + scores)
 
 
 def _why_residuals(share: Share) -> str:
@@ -194,7 +195,7 @@ def _feed_forward(share: Share) -> list[Line]:
         kept += _logsumexp(share) if kept else 0
     else:  # other compilers hold silu's result, too, and have dropped the logsumexp by then
         inner = 4 * c * rows * share.F
-    if share.kept:
+    if share.kept and tiles == 1:
         inner = 2 * c * rows * share.F
     return [
         Line("attention", kept, "what its forward pass, run again, leaves for its backward one"),
@@ -205,7 +206,7 @@ def _feed_forward(share: Share) -> list[Line]:
 
 def _attention(share: Share) -> list[Line]:
     c, N, tiles = share.compute_bytes, share.N, share.plan.attention_tiles
-    kept = 0 if share.kept else _kept_for_attention(share) + _logsumexp(share)
+    kept = 0 if share.kept and tiles == 1 else _kept_for_attention(share) + _logsumexp(share)
     gradients = c * N * share.lanes * (2 * share.H + 2 * share.K)
     if share.attention == "xla":  # their gradients, and which of them are seen
         gradients += (_F32 + 1) * _scores(share)

@@ -1,6 +1,7 @@
 """Which plans are worth a thought, and which of them no other beats: plain enumeration, every one estimated."""
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any
@@ -11,14 +12,21 @@ from llamem.memory import Target
 from llamem.planner.estimates import Estimate, estimate
 
 # Of each tool the settings that are tried, the plainest first: of two equal plans the plainer one is taken.
-MODES = ("scan", "nested")
-REMATS: tuple[str | Policy | None, ...] = ("nothing", "attn", Policy(save=("attn_out",)), "qkv_attn", "minimal", None)
+KEPT: tuple[tuple[Any, str | Policy | None], ...] = (  # mode and remat; what is kept in groups is kept twice
+    ("scan", "nothing"),
+    ("scan", "attn"),
+    ("scan", Policy(save=("attn_out",))),
+    ("scan", "qkv_attn"),
+    ("scan", "minimal"),
+    ("scan", None),
+    ("nested", "nothing"),
+)
 ATTENTION_TILES = (1, 2, 4, 8)
 MLP_TILES = (1, 4, 16, 64)
 OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("block_in",), ("block_in", "attn_out"))
 MOMENTS = ("device", "host")
-# About how many logits a tile holds, in rows of tokens or columns of the vocabulary; None: as `choose_tiles` says.
-LOSS_TILES: tuple[tuple[str, int] | None, ...] = (None, ("tokens", 512), ("vocab", 2048), ("vocab", 512))
+# About how many columns of the vocabulary a tile holds, or the plain loss; None: as `choose_tiles` says.
+LOSS_TILES: tuple[tuple[str, int] | None, ...] = (None, ("vocab", 512), ("plain", 0))
 
 
 def meshes(config: LlamaConfig, chip: Target, seq_len: int, batch_size: int) -> Iterator[MeshShape]:
@@ -35,20 +43,13 @@ def meshes(config: LlamaConfig, chip: Target, seq_len: int, batch_size: int) -> 
                 yield mesh
 
 
-def plans(
-    config: LlamaConfig, chip: Target, seq_len: int, batch_size: int, mesh: MeshShape | Mapping[str, int] | None
-) -> Iterator[Plan]:
+def plans(config: LlamaConfig, chip: Target, seq_len: int, batch_size: int, mesh: MeshShape | None) -> Iterator[Plan]:
     """The plans that are tried, without those that exclude themselves."""
-    tokens = seq_len * batch_size
-    for lies in [MeshShape.of(mesh)] if mesh is not None else meshes(config, chip, seq_len, batch_size):
+    for lies in [mesh] if mesh is not None else meshes(config, chip, seq_len, batch_size):
         attention_tiles = [n for n in ATTENTION_TILES if (config.n_kv_heads // lies.tensor) % n == 0]
-        choices = product(MODES, REMATS, attention_tiles, MLP_TILES, OFFLOADS, MOMENTS, LOSS_TILES)
-        for mode, remat, heads, rows, offload, moments, loss in choices:
-            if ((remat is None or lies.devices > 1) and moments == "host") or (
-                remat is None and (mode, rows) != ("scan", 1)
-            ):
-                continue
-            if loss is not None and lies.tensor > 1 and loss[0] == "tokens":
+        choices = product(KEPT, attention_tiles, MLP_TILES, OFFLOADS, MOMENTS, LOSS_TILES)
+        for (mode, remat), heads, rows, offload, moments, loss in choices:
+            if remat is None and (heads, rows) != (1, 1):
                 continue
             try:
                 yield Plan(
@@ -59,18 +60,20 @@ def plans(
                     offload=offload,
                     moments=moments,
                     mesh=lies,
-                    **_loss(loss, config, tokens // (lies.fsdp * lies.context), lies),
+                    **_loss(loss, config, lies),
                 )
             except ValueError:  # tools that exclude each other
                 continue
 
 
-def _loss(choice: tuple[str, int] | None, config: LlamaConfig, tokens: int, mesh: MeshShape) -> dict[str, Any]:
+def _loss(choice: tuple[str, int] | None, config: LlamaConfig, mesh: MeshShape) -> dict[str, Any]:
     if choice is None:
         return {}
     axis, size = choice
-    extent = tokens if axis == "tokens" else config.vocab_size // mesh.tensor
-    return {"loss_tiles": max(1, -(-extent // size))} | ({} if mesh.tensor > 1 else {"loss_axis": axis})
+    if axis == "plain":
+        return {} if mesh.tensor > 1 else {"loss_tiles": None}
+    count = max(1, -(-config.vocab_size // mesh.tensor // size))
+    return {"loss_tiles": count} | ({} if mesh.tensor > 1 else {"loss_axis": axis})
 
 
 def estimates(
@@ -79,10 +82,17 @@ def estimates(
     seq_len: int,
     batch_size: int,
     mesh: MeshShape | Mapping[str, int] | None = None,
-) -> list[Estimate]:
-    """An estimate of every plan that is tried, in the order in which they are."""
+) -> tuple[Estimate, ...]:
+    """An estimate of every plan that is tried, in the order in which they are. The last few answers are kept."""
+    return _estimates(config, chip, seq_len, batch_size, None if mesh is None else MeshShape.of(mesh))
+
+
+@functools.lru_cache(maxsize=8)
+def _estimates(
+    config: LlamaConfig, chip: Target, seq_len: int, batch_size: int, mesh: MeshShape | None
+) -> tuple[Estimate, ...]:
     tried = plans(config, chip, seq_len, batch_size, mesh)
-    return [estimate(config, plan, chip.name, seq_len=seq_len, batch_size=batch_size) for plan in tried]
+    return tuple(estimate(config, plan, chip.name, seq_len=seq_len, batch_size=batch_size) for plan in tried)
 
 
 def frontier(found: Iterable[Estimate]) -> list[Estimate]:

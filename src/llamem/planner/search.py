@@ -176,7 +176,7 @@ def _found(one: Estimate, report: Report | None, tried: Sequence[Estimate], aske
     if faster:
         least = min(faster, key=lambda e: e.peak_bytes)
         lines.append(
-            f"Of {len(tried)} plans {len(faster)} would be faster; the smallest of them, {words(least.plan)}, needs "
+            f"Of {len(tried):,} plans {len(faster)} would be faster; the smallest of them, {words(least.plan)}, needs "
             f"{least.peak_bytes / GiB:.2f} GiB by estimate."
         )
     else:
@@ -203,7 +203,7 @@ def longest_context(
     unit = _STEP * (MeshShape.of(mesh).context if mesh is not None else 1)
     most = max(1, config.max_seq_len // unit)
 
-    def tried(count: int) -> list[Estimate]:
+    def tried(count: int) -> Sequence[Estimate]:
         return estimates(config, chip, count * unit, batch_size, mesh)
 
     def search(count: int) -> Found:
@@ -227,7 +227,7 @@ def largest_batch(
     shape = MeshShape.of(mesh) if mesh is not None else MeshShape(fsdp=chip.devices)
     unit = shape.data * shape.fsdp
 
-    def tried(count: int) -> list[Estimate]:
+    def tried(count: int) -> Sequence[Estimate]:
         return estimates(config, chip, seq_len, count * unit, mesh)
 
     def search(count: int) -> Found:
@@ -237,7 +237,7 @@ def largest_batch(
 
 
 def _largest(
-    tried: Callable[[int], list[Estimate]], search: Callable[[int], Found], most: int, unit: str, chip: Target
+    tried: Callable[[int], Sequence[Estimate]], search: Callable[[int], Found], most: int, unit: str, chip: Target
 ) -> Found:
     """The largest count for which `search` finds a plan, from those for which an estimate fits."""
     capacity = chip.capacity_bytes or 0

@@ -60,9 +60,9 @@ def _again(share: Share) -> tuple[float, float, float]:
 
     The last product of a layer, down, is never needed again; with nested scans everything is, once.
     """
-    if share.kept:
-        return 0.0, 0.0, 0.0
     plan, known = share.plan, share.saved | share.offloaded
+    if share.kept:  # but for what is inside a tile
+        return float(plan.attention_tiles > 1), 0.0, float(plan.mlp_tiles > 1)
     nested = 1.0 if share.groups > 1 else 0.0
     qkv = 0.0 if known >= {"q", "k", "v"} else 1.0
     out = 0.0 if "attn_out" in known else 1.0
@@ -77,7 +77,7 @@ def attention_passes(share: Share) -> float:
     # Products of a backward pass over the two of a forward one: Splash makes the scores twice (3 and 4), others once.
     backward = 3.5 if share.attention == "splash" else 2.0 if share.attention == "xla" else 2.5
     if share.kept:
-        return 1 + backward
+        return 1 + backward + float(share.plan.attention_tiles > 1)
     nested = 1.0 if share.groups > 1 else 0.0
     known = share.saved | share.offloaded
     again = 0.0 if "attn" in known else 1.0
