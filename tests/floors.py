@@ -19,6 +19,7 @@ FLOORS = (
     {"planner": "before a run: what will it cost, what is best"},
     {"course": "what only notebooks use"},
     {"llamem": "the public names"},
+    {"__main__": "the command"},
 )
 FLOOR_OF = {room: i for i, floor in enumerate(FLOORS) for room in floor}
 START, END = "<!-- floors: drawn by `make floors` -->", "<!-- end of floors -->"

@@ -1,6 +1,7 @@
 """The explorer of plans: what its controls say is what is estimated, and the compiler's answer is shown beside it."""
 
 import pytest
+from matplotlib.patches import Rectangle
 
 import llamem
 from llamem.course import explorer, plots
@@ -45,8 +46,9 @@ def test_the_bars_add_up_and_say_so_in_words():
     found = {chip: llamem.estimate(config, target=chip, seq_len=8192) for chip in ("v5e-1", "h100")}
     fig = estimate_bars(found)
     (ax,) = fig.axes
-    ends = {}
+    ends: dict[int, float] = {}
     for patch in ax.patches:
+        assert isinstance(patch, Rectangle)
         row = round(patch.get_y() + patch.get_height() / 2)
         ends[row] = max(ends.get(row, 0), patch.get_x() + patch.get_width())
     assert sorted(ends.values()) == pytest.approx(sorted(one.peak_bytes / GiB for one in found.values()))

@@ -1,5 +1,7 @@
 """Parts one after the other against everything at once: values, gradients, bits, and who is asked for a gradient."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,6 +103,7 @@ def test_what_is_frozen_costs_no_products(fn):
 
 def test_counts_that_cannot_be_meant_are_refused(as_a_user):
     params, _, x, _ = arrays()
-    for count in (0, -1, 2.0, True):
+    counts: list[Any] = [0, -1, 2.0, True]
+    for count in counts:
         with pytest.raises(ValueError, match="num_tiles must be a whole number"):
             map_rows(feed_forward, params, x, count)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,9 @@ import llamem
 from llamem import Plan, TrainSettings
 from llamem.train.step import abstract_step, loss_fn
 
-OFFLOAD = {"offload": ("block_in",)}
-ALONE = {"attention": {"attention_tiles": 2}, "rows": {"mlp_tiles": 5}, "offload": OFFLOAD}
-PLANS = {
+OFFLOAD: dict[str, Any] = {"offload": ("block_in",)}
+ALONE: dict[str, dict[str, Any]] = {"attention": {"attention_tiles": 2}, "rows": {"mlp_tiles": 5}, "offload": OFFLOAD}
+PLANS: dict[str, dict[str, Any]] = {
     " and ".join(names): {key: value for name in names for key, value in ALONE[name].items()}
     for count in (1, 2, 3)
     for names in itertools.combinations(ALONE, count)
@@ -106,7 +107,7 @@ def test_without_the_tools_the_program_is_what_it_was():
     assert "device_put" not in text and text.count("scan[") == 2  # the layers, forward and backward
 
 
-def compiled(chip, config, tokens=4096, depth="memory", **plan):
+def compiled(chip, config, tokens=4096, depth: Any = "memory", **plan):
     settings = TrainSettings(batch_size=1, seq_len=tokens)
     step, state, batch = abstract_step(config, settings, Plan(**plan))
     return llamem.compile_report(step, state, batch, donate=(0,), target=chip, depth=depth)

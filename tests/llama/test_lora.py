@@ -236,6 +236,7 @@ def test_adapters_that_do_not_fit_are_refused():
         ({"adapters": other}, ValueError, "adapters of another model: A and B of 'up'"),
     ]
     for options, error, words in wrong:
+        given: dict[str, Any] = {"adapters": adapters, **options}
         for call in (
             model,
             model.hidden,
@@ -243,7 +244,7 @@ def test_adapters_that_do_not_fit_are_refused():
             lambda tokens, **options: generate(model, tokens, 2, temperature=0, **options),
         ):
             with pytest.raises(error, match=words):
-                call(tokens, **{"adapters": adapters, **options})
+                call(tokens, **given)
     with pytest.raises(ValueError, match="gate, up and down belong to 5 experts"):
         Adapters.create(MOE, LoraConfig(ranks=(2,)), rngs=nnx.Rngs(0))
     for indices in ([], [3], [-1], ["q"]):

@@ -1,5 +1,7 @@
 """A head of several matrices side by side: the one matrix that they are, but only what is trained costs a product."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ CUTS = [11, 13]  # columns of the head: parts of 11, 2 and 3
 BOTH_AXES = pytest.mark.parametrize("axis", ["tokens", "vocab"])
 
 
-def loss(hidden, parts, bias=None, *, axis, reduction="none", num_tiles=3, **options):
+def loss(hidden, parts, bias=None, *, axis, reduction: Any = "none", num_tiles=3, **options: Any):
     got = tiled_cross_entropy(
         hidden,
         tuple(parts),
@@ -34,7 +36,7 @@ def test_every_gradient_equals_the_reference(axis, dtype):
     hidden, head, bias = (jnp.asarray(x, dtype) for x in (HIDDEN, HEAD, BIAS))
     parts = jnp.split(head, CUTS, axis=1)
     exact = [np.asarray(x, np.float64) for x in (hidden, head, bias)]
-    _, (dx, dw, db) = reference(*exact, TARGETS, COTANGENT, **OPTIONS["all"])
+    _, (dx, dw, db) = reference(exact[0], exact[1], exact[2], TARGETS, COTANGENT, **OPTIONS["all"])
     got = jax.grad(loss, argnums=(0, 1, 2))(hidden, parts, bias, axis=axis, **OPTIONS["all"])
     for mine, want in zip((got[0], *got[1], got[2]), (dx, *np.split(dw, CUTS, axis=1), db), strict=True):
         assert mine.dtype == dtype and mine.shape == want.shape

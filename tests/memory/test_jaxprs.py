@@ -60,7 +60,8 @@ def test_what_every_device_runs_is_found_and_counted_for_all(check_vma):
         assert jaxprs.matmul_flops(program) == 8 * 2 * 2 * 8 * 8
     partly = jax.shard_map(local, mesh=mesh, axis_names={"rows"}, **specs) if check_vma else mapped
     (eqn,) = (eqn for eqn in traced(partly, X, X).eqns if eqn.primitive.name == "shard_map")
-    assert jaxprs.control_flow(eqn).devices == (4 if check_vma else 8)
+    found = jaxprs.control_flow(eqn)
+    assert isinstance(found, jaxprs.OnDevices) and found.devices == (4 if check_vma else 8)
     evaluations = {
         of_all: [times for eqn, times in jaxprs.equations(again, of_all_devices=of_all) if eqn.primitive.name == "sin"]
         for of_all in (True, False)

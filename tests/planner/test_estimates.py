@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,7 @@ def test_devices_share_the_work_of_a_mesh():
     assert one.params / eight.params == pytest.approx(8, rel=1e-3)
 
 
-BAD = {
+BAD: dict[str, dict[str, Any]] = {
     "no chip is called 'v9'": {"target": "v9"},
     "seq_len=0": {"seq_len": 0},
     "batch_size=2.0": {"batch_size": 2.0},
@@ -125,7 +126,12 @@ BAD = {
 
 @pytest.mark.parametrize("complaint", BAD)
 def test_bad_input_is_named(complaint, as_a_user):
-    given = {"config": LlamaConfig.from_name("llama3.2-1b"), "plan": Plan(), "target": "v5e-1", "seq_len": 512}
+    given: dict[str, Any] = {
+        "config": LlamaConfig.from_name("llama3.2-1b"),
+        "plan": Plan(),
+        "target": "v5e-1",
+        "seq_len": 512,
+    }
     given |= BAD[complaint]
     with pytest.raises((ValueError, TypeError), match=complaint.replace("{", r"\{").replace("}", r"\}")):
         estimate(given.pop("config"), given.pop("plan"), given.pop("target"), **given)

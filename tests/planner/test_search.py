@@ -2,12 +2,14 @@
 
 import itertools
 import random
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
 
 import llamem
 from llamem import LlamaConfig, NothingFits, Plan, Policy, find_plan, largest_batch, longest_context, smallest_chip
+from llamem.llama.sharding import MeshShape
 from llamem.planner import search
 from llamem.planner.candidates import words
 
@@ -28,10 +30,10 @@ def finer(config, chip, seq_len, batch_size):
         Policy(save=("attn", "attn_out")),
     )
     loss = [(None, "tokens")] + [(n, axis) for n in (2, 5, 16, 60, 250) for axis in ("tokens", "vocab")]
-    tools = itertools.product(
+    tools: Any = itertools.product(
         ("device", "host"), (1, 2, 4, 8), (1, 2, 3, 8, 20, 100), ((), ("block_in",)), ("scan", "nested")
     )
-    grid = list(itertools.product(remats, tools, loss))
+    grid: list[Any] = list(itertools.product(remats, tools, loss))
     best = None
     for remat, (moments, heads, rows, offload, mode), (tiles, axis) in rng.sample(grid, 500):
         try:
@@ -99,7 +101,9 @@ class Compiler:
             raise RuntimeError("the compiler died with signal 11")
         guess = llamem.estimate(config, plan, target, seq_len=seq_len, batch_size=batch_size)
         peak = int(self.factor * guess.peak_bytes)
-        zeros = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "host_bytes"), 0)
+        zeros: dict[str, Any] = dict.fromkeys(
+            ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "host_bytes"), 0
+        )
         return llamem.Report(guess.target, **zeros, peak_bytes=peak, matmul_flops=0, compile_seconds=0.0)
 
 
@@ -187,9 +191,9 @@ def test_several_chips_share_what_one_cannot_hold():
     with pytest.raises(NothingFits):
         find_plan(config, "v5e-1", seq_len=8192, compiler=False, progress=None)
     found = find_plan(config, "v5e-8", seq_len=8192, batch_size=8, compiler=False, progress=None)
-    assert found.plan.mesh.devices == 8
+    assert MeshShape.of(found.plan.mesh).devices == 8
     fixed = find_plan(config, "v5e-8", seq_len=8192, mesh={"context": 8}, compiler=False, progress=None)
-    assert fixed.plan.mesh.context == 8
+    assert MeshShape.of(fixed.plan.mesh).context == 8
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Moments on the host against moments on the device: the same numbers, and where they lie."""
 
 import signal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,13 +83,15 @@ def test_a_run_stops_and_goes_on_with_its_moments_elsewhere(tmp_path, monkeypatc
     config = CONFIGS["untied, 96 rows"].replace(n_layers=1)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 2000).astype(np.uint32)
     corpus = Corpus(tokens[:1500], tokens[1500:], 1, config.vocab_size)
-    losses = {}
-    for name, plans in {"device": ["device"], "both": ["host", "device", "host"]}.items():
+    losses, result = {}, None
+    runs: dict[str, list[Any]] = {"device": ["device"], "both": ["host", "device", "host"]}
+    for name, plans in runs.items():
         for done, moments in enumerate(plans, start=1):
             part = TrainSettings(batch_size=2, seq_len=16, steps=6, eval_every=0, snapshot_every=0)
             with monkeypatch.context() as patch:
                 patch.setattr(Snapshots, "append_metrics", stopping_after(2 * done) if done < len(plans) else WRITE)
                 result = train(config, corpus, part, tmp_path / name, plan=Plan(moments=moments), progress=False)
+        assert result is not None
         losses[name] = [row["loss"] for row in result.metrics]
     assert len(losses["both"]) == 6 and losses["both"] == pytest.approx(losses["device"], rel=1e-6)
 

@@ -125,9 +125,9 @@ def test_experts_and_splash(others):
 def test_a_run_goes_on_on_another_mesh_and_its_model_writes_the_same_text(others):
     one, two = others["run"]["losses"]["one device"], others["run"]["losses"]["two meshes"]
     assert len(one) == len(two) == 4
-    for (*values, validation), (*others, other) in zip(one, two, strict=True):
+    for (*values, validation), (*expected, other) in zip(one, two, strict=True):
         # The norm of all gradients is ten times what is let through, so a wrong one would show in the next loss.
-        assert values == pytest.approx(others, rel=1e-5)
+        assert values == pytest.approx(expected, rel=1e-5)
         assert validation == other or validation == pytest.approx(other, rel=1e-5)
     assert others["run"]["texts"][0] == others["run"]["texts"][1]
     assert others["run"]["held"] == 1 / 4

@@ -72,8 +72,8 @@ class AddOn(NamedTuple):
     The first state, the next one, the state of all devices where they hold a part of the head each, and the result.
     """
 
-    init: Array
-    step: Callable[[Array, Seen], Array]
+    init: Any  # arrays, and what a step makes of them
+    step: Callable[[Any, Seen], Any]
     join: Callable[[Array, Meeting], Array] = _psum
     end: Callable[[Array, Partition], Array] = lambda state, partition: state
 

@@ -70,7 +70,9 @@ def _in_turn(optimizer: optax.GradientTransformation, grads: Any, opt_state: Any
         s = jax.tree.map_with_path(lambda path, a: to_device(a) if waits_on_host(path) else a, s)
         p, s = _update(optimizer, cut(grads, start), s, p)
         s = jax.tree.map_with_path(lambda path, a: to_host(a) if waits_on_host(path) else a, s)
-        new = jax.tree.map_with_path(lambda *leaf: put(*leaf, start), (params, opt_state), (p, s))
+        new = jax.tree.map_with_path(
+            lambda path, whole, part: put(path, whole, part, start), (params, opt_state), (p, s)
+        )
         return new, None
 
     (params, opt_state), _ = jax.lax.scan(step, (params, opt_state), jax.numpy.arange(leaves[0].shape[0] // rows))

@@ -101,8 +101,8 @@ def _train(
         return float(np.mean([evaluate(params, place(heldout, i, where)) for i in range(count)]))
 
     # JAX 0.7 brings home what a program leaves on the host, unless it is told not to.
-    stays = {"out_shardings": (jax.tree.map(lambda a: a.sharding, state), None)} if plan.moments == "host" else {}
-    jitted_step = jax.jit(make_train_step(graphdef, settings), donate_argnums=0, **stays)
+    places = (jax.tree.map(lambda a: a.sharding, state), None) if plan.moments == "host" else None
+    jitted_step = jax.jit(make_train_step(graphdef, settings), donate_argnums=0, out_shardings=places)
     # Compiled before the clock starts, so that the first step's speed is a step's speed.
     step = jitted_step.lower(state, place(batches, 0, where)).compile()
     with interruptible() as interrupted, _progress_bar(first, settings.steps, progress and first_host) as bar:

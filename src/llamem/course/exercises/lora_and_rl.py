@@ -39,7 +39,8 @@ def check_adapted(fn: Callable[..., Any]) -> None:
         hint = "with scales of 1 you are right. Each adapter has a scale of its own: along which axis must it lie?"
         _close(found, right(scale_A, adapter_B), hint)
         program = jax.make_jaxpr(fn)(x_BTD, w_DF, down_ADR, up_ARF, scale_A, adapter_B).jaxpr
-        largest = max(int(np.prod(var.aval.shape)) for eqn, _ in equations(program) for var in eqn.outvars)
+        outputs = [var.aval for eqn, _ in equations(program) for var in eqn.outvars]
+        largest = max(int(np.prod(getattr(aval, "shape", ()))) for aval in outputs)
         assert largest < A * D * F, (
             f"right, but an array of {largest} numbers appears on the way, where the layer's weight has {D * F}: you "
             "merge weights. In which order must three matrices be multiplied so that the narrow side stays in between?"
