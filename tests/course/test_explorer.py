@@ -1,5 +1,7 @@
 """The explorer of plans: what its controls say is what is estimated, and the compiler's answer is shown beside it."""
 
+from typing import Any
+
 import pytest
 
 import llamem
@@ -45,8 +47,9 @@ def test_the_bars_add_up_and_say_so_in_words():
     found = {chip: llamem.estimate(config, target=chip, seq_len=8192) for chip in ("v5e-1", "h100")}
     fig = estimate_bars(found)
     (ax,) = fig.axes
-    ends = {}
-    for patch in ax.patches:
+    ends: dict[int, float] = {}
+    patches: Any = ax.patches  # rectangles
+    for patch in patches:
         row = round(patch.get_y() + patch.get_height() / 2)
         ends[row] = max(ends.get(row, 0), patch.get_x() + patch.get_width())
     assert sorted(ends.values()) == pytest.approx(sorted(one.peak_bytes / GiB for one in found.values()))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +126,12 @@ BAD = {
 
 @pytest.mark.parametrize("complaint", BAD)
 def test_bad_input_is_named(complaint, as_a_user):
-    given = {"config": LlamaConfig.from_name("llama3.2-1b"), "plan": Plan(), "target": "v5e-1", "seq_len": 512}
+    given: dict[str, Any] = {
+        "config": LlamaConfig.from_name("llama3.2-1b"),
+        "plan": Plan(),
+        "target": "v5e-1",
+        "seq_len": 512,
+    }
     given |= BAD[complaint]
     with pytest.raises((ValueError, TypeError), match=complaint.replace("{", r"\{").replace("}", r"\}")):
         estimate(given.pop("config"), given.pop("plan"), given.pop("target"), **given)

@@ -24,7 +24,7 @@ KEPT: tuple[tuple[Any, str | Policy | None], ...] = (  # mode and remat; what is
 ATTENTION_TILES = (1, 2, 4, 8)
 MLP_TILES = (1, 4, 16, 64)
 OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("block_in",), ("block_in", "attn_out"))
-MOMENTS = ("device", "host")
+MOMENTS: tuple[Any, ...] = ("device", "host")
 # About how many columns of the vocabulary a tile holds, or the plain loss; None: as `choose_tiles` says.
 LOSS_TILES: tuple[tuple[str, int] | None, ...] = (None, ("vocab", 512), ("plain", 0))
 

@@ -104,7 +104,7 @@ def _say(line: str) -> None:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [_HEAD]
+    cells: list[tuple[str, ...]] = [_HEAD]
     for row in rows:
         length = f"{row['batch_size']} x {row['seq_len']:,}" if row["seq_len"] else "any"
         if not row["fits"]:
