@@ -1,6 +1,5 @@
 """Checks of notebook 08's exercises: what waits for the backward pass, a feed-forward by rows, a better plan."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -71,12 +70,8 @@ def check_feed_forward(fn: Callable[..., Any]) -> None:
         assert np.allclose(found, expected, atol=1e-4), "the result is not silu(x gate) * (x up) down, in f32"
         for tried in (tiles, 16):
             jaxpr = jax.make_jaxpr(jax.grad(lambda w, n=tried: jnp.sum(fn(w, x_ND, n) * weight_ND)))(w).jaxpr
-            outputs = [var.aval for eqn, _ in equations(jaxpr) for var in eqn.outvars]
-            shapes = [getattr(aval, "shape", ()) for aval in outputs]
-            largest = max(
-                (math.prod(shape) for shape in shapes if F in shape),
-                default=0,
-            )
+            made: list[Any] = [v.aval for e, _ in equations(jaxpr) for v in e.outvars]
+            largest = max((int(np.prod(a.shape)) for a in made if F in a.shape), default=0)
             if largest >= N * F:
                 raise AssertionError(
                     f"with {tried} tiles some array still holds {N} x {F} numbers. In the forward pass, or kept "
