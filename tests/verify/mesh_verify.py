@@ -118,7 +118,7 @@ def the_model_with_a_mesh() -> None:
         assert "evaluation is untouched" in [proof.name for proof in still_training.failed]
 
 
-def main(which: str) -> None:
+def main(which: str = "layers") -> None:
     assert len(jax.devices()) == 8
     if which == "models":
         draws_inside_shard_map()
