@@ -42,7 +42,9 @@ def check_smoothed_gradient(fn: Callable[..., Any]) -> None:
 
 def check_merge(fn: Callable[..., Any]) -> None:
     """Exercise 2: the maximum and the sum of exponentials of two halves."""
-    z_NV = 50 * jax.random.normal(jax.random.key(1), (7, 8))
+    # Some tokens overflow without a maximum; for the others both halves count.
+    scale_N1 = jnp.where(jnp.arange(7) < 3, 50.0, 1.0)[:, None]
+    z_NV = scale_N1 * jax.random.normal(jax.random.key(1), (7, 8))
     z_NV = z_NV.at[0, :4].set(-jnp.inf)  # a half in which every word is masked
 
     def part(z_NV: Any) -> tuple[Any, Any]:
