@@ -60,7 +60,7 @@ def tiles_for_chip(
 
 
 _COLUMNS = 2048  # of a tile of tokens that is worked on in columns, where the chip is no CPU
-_KEPT_SHARE = 1 / 6  # of the head's bytes, for the logits that such a tile keeps
+_KEPT_SHARE = 1 / 8  # of the head's bytes, for the logits that such a tile keeps
 
 
 def tiles_in_columns(
