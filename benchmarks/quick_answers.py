@@ -31,15 +31,40 @@ def array(*sizes: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def step(model: str, seq_len: int, **plan: Any) -> Program:
-    """An AdamW step on one sequence, its state donated."""
-    config = llamem.LlamaConfig.from_name(model, param_dtype=BF16, compute_dtype=BF16)
-    settings = llamem.TrainSettings(batch_size=1, seq_len=seq_len)
-    fn, state, batch = llamem.abstract_step(config, settings, llamem.Plan(**plan))
-    return fn, (state, batch), (0,)
+def step(model: str, seq_len: int, **plan: Any) -> Callable[[Target], Program]:
+    """An AdamW step on one sequence a chip, its state donated, and with several chips shared out by FSDP."""
+
+    def on(chip: Target) -> Program:
+        config = llamem.LlamaConfig.from_name(model, param_dtype=BF16, compute_dtype=BF16)
+        settings = llamem.TrainSettings(batch_size=chip.devices, seq_len=seq_len)
+        mesh = {"fsdp": chip.devices} if chip.devices > 1 else {}
+        fn, state, batch = llamem.abstract_step(config, settings, llamem.Plan(mesh=mesh, **plan))
+        return fn, (state, batch), (0,)
+
+    return on
 
 
-def loss(**options: Any) -> Program:
+def spread(
+    fn: Callable[..., Any], shapes: tuple[Any, ...], donate: tuple[int, ...] = ()
+) -> Callable[[Target], Program]:
+    """A program whose arrays lie by their first axis over the chips, where that divides; else whole on every chip."""
+
+    def on(chip: Target) -> Program:
+        if chip.devices == 1:
+            return fn, shapes, donate
+        mesh = chip.mesh(data=chip.devices)
+
+        def placed(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            divides = shape.ndim and shape.shape[0] % chip.devices == 0
+            sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data" if divides else None))
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
+
+        return fn, jax.tree.map(placed, shapes), donate
+
+    return on
+
+
+def loss(**options: Any) -> Callable[[Target], Program]:
     """Cross-entropy of 8,192 tokens and a vocabulary of 128,256, with both gradients."""
 
     def whole(x, head, targets):
@@ -48,10 +73,10 @@ def loss(**options: Any) -> Program:
 
     fn = functools.partial(llamem.tiled_cross_entropy, **options) if options else whole
     shapes = array(8192, 1024), array(128_256, 1024), array(8192, dtype=jnp.int32)
-    return jax.value_and_grad(fn, argnums=(0, 1)), shapes, ()
+    return spread(jax.value_and_grad(fn, argnums=(0, 1)), shapes)
 
 
-def stack(**options: Any) -> Program:
+def stack(**options: Any) -> Callable[[Target], Program]:
     """Eight residual layers of two products on 16,384 tokens, and all gradients."""
 
     def layer(w, x):
@@ -61,52 +86,36 @@ def stack(**options: Any) -> Program:
         return jnp.sum(llamem.apply_stack(layer, w, x, **options).astype(jnp.float32) ** 2)
 
     w = {"in": array(8, 1024, 4096), "out": array(8, 4096, 1024)}
-    return jax.value_and_grad(total, argnums=(0, 1)), (w, array(16_384, 1024)), ()
+    return spread(jax.value_and_grad(total, argnums=(0, 1)), (w, array(16_384, 1024)))
 
 
-PROGRAMS: dict[str, Callable[[], Program]] = {
-    "loss, plain": loss,
-    "loss, 8 tiles of tokens": lambda: loss(num_tiles=8),
-    "loss, 8 tiles of the vocabulary": lambda: loss(num_tiles=8, axis="vocab"),
-    "stack, keep all": stack,
-    "stack, keep nothing": lambda: stack(remat="nothing"),
-    "stack, nested": lambda: stack(mode="nested", remat="nothing"),
-    "stack, unrolled": lambda: stack(mode="unroll"),
-    "stack, unrolled, keep nothing": lambda: stack(mode="unroll", remat="nothing"),
-    "donated sum": lambda: (lambda a, b: a + b, (array(16_384, 32_768), array(32_768)), (0,)),
-    "sorted rows": lambda: (lambda a: jnp.sort(a, axis=-1)[:, :8], (array(4096, 16_384),), ()),
-    "1B, 512 tokens, both": lambda: step("llama3.2-1b", 512),
-    "1B, 2,048 tokens, both": lambda: step("llama3.2-1b", 2048),
-    "1B, 8,192 tokens, both": lambda: step("llama3.2-1b", 8192),
-    "1B, 8,192 tokens, neither": lambda: step("llama3.2-1b", 8192, remat=None, loss_tiles=None),
-    "1B, 8,192 tokens, remat alone": lambda: step("llama3.2-1b", 8192, loss_tiles=None),
-    "1B, 8,192 tokens, offloaded": lambda: step("llama3.2-1b", 8192, remat=OFFLOAD),
-    "1B, 32,768 tokens, both": lambda: step("llama3.2-1b", 32_768),
-    "8B, 2,048 tokens, both": lambda: step("llama3.1-8b", 2048),
-    "8B, 16,384 tokens, both": lambda: step("llama3.1-8b", 16_384),
-    "8B, 16,384 tokens, offloaded": lambda: step("llama3.1-8b", 16_384, remat=OFFLOAD),
+PROGRAMS: dict[str, Callable[[Target], Program]] = {
+    "loss, plain": loss(),
+    "loss, 8 tiles of tokens": loss(num_tiles=8),
+    "loss, 8 tiles of the vocabulary": loss(num_tiles=8, axis="vocab"),
+    "stack, keep all": stack(),
+    "stack, keep nothing": stack(remat="nothing"),
+    "stack, nested": stack(mode="nested", remat="nothing"),
+    "stack, unrolled": stack(mode="unroll"),
+    "stack, unrolled, keep nothing": stack(mode="unroll", remat="nothing"),
+    "donated sum": spread(lambda a, b: a + b, (array(16_384, 32_768), array(32_768)), (0,)),
+    "sorted rows": spread(lambda a: jnp.sort(a, axis=-1)[:, :8], (array(4096, 16_384),)),
+    "1B, 512 tokens, both": step("llama3.2-1b", 512),
+    "1B, 2,048 tokens, both": step("llama3.2-1b", 2048),
+    "1B, 8,192 tokens, both": step("llama3.2-1b", 8192),
+    "1B, 8,192 tokens, neither": step("llama3.2-1b", 8192, remat=None, loss_tiles=None),
+    "1B, 8,192 tokens, remat alone": step("llama3.2-1b", 8192, loss_tiles=None),
+    "1B, 8,192 tokens, offloaded": step("llama3.2-1b", 8192, remat=OFFLOAD),
+    "1B, 32,768 tokens, both": step("llama3.2-1b", 32_768),
+    "8B, 2,048 tokens, both": step("llama3.1-8b", 2048),
+    "8B, 16,384 tokens, both": step("llama3.1-8b", 16_384),
+    "8B, 16,384 tokens, offloaded": step("llama3.1-8b", 16_384, remat=OFFLOAD),
 }
-# Training steps hold Pallas kernels, which the compiler does not spread over several chips by itself.
-ON_ONE_CHIP = tuple(name for name in PROGRAMS if name[0] in "18")
-
-
-def spread(shapes: Any, chip: Target) -> Any:
-    """Each array by its first axis over the chips, where that divides; whole on every chip where it does not."""
-    mesh = chip.mesh(data=chip.devices)
-
-    def placed(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        divides = shape.ndim and shape.shape[0] % chip.devices == 0
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data" if divides else None))
-        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
-
-    return jax.tree.map(placed, shapes)
 
 
 def compared(name: str, target: str) -> tuple[str, float]:
     """A line of the table, and by how many percent the two peaks differ."""
-    fn, shapes, donate = PROGRAMS[name]()
-    chip = llamem.target(target)
-    shapes = spread(shapes, chip) if chip.devices > 1 else shapes
+    fn, shapes, donate = PROGRAMS[name](llamem.target(target))
     compiling = functools.partial(llamem.compile_report, fn, *shapes, target=target, donate=donate, cache=False)
     quick, whole = compiling(depth="memory"), compiling(depth="code")
     assert quick.fits == whole.fits and quick.refused == whole.refused, (name, target)
@@ -134,8 +143,6 @@ def main() -> None:
     worst = 0.0
     for target in chosen.targets:
         for name in chosen.programs:
-            if llamem.TARGETS[target].devices > 1 and name in ON_ONE_CHIP:
-                continue
             line, difference = compared(name, target)
             print(line, flush=True)
             lines.append(line)

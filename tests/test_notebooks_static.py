@@ -26,7 +26,7 @@ except ImportError:  # Colab, Kaggle: leaves the jax and numpy found there alone
     %pip install -q "llamem[notebooks,train] @ git+https://github.com/{SLUG}@{TAG}"
     import llamem"""
 MAX_MIB = 3
-MAX_LINES, MEDIAN_LINES = 40, 12
+MAX_CELLS, MAX_LINES, MEDIAN_LINES = 45, 40, 12
 MIN_WORDS_PER_LINE = 7
 
 Notebook = dict[str, Any]
@@ -78,6 +78,8 @@ def problems(notebook: Notebook, name: str, lock: str) -> Iterator[str]:
     yield from _prose(notebook)
     yield from _code(notebook)
     yield from _outputs(notebook)
+    if len(notebook["cells"]) > MAX_CELLS:
+        yield f"{len(notebook['cells'])} cells, more than {MAX_CELLS}: what bores, what is told twice?"
     if len(json.dumps(notebook)) > MAX_MIB * 2**20:
         yield f"larger than {MAX_MIB} MiB: draw fewer or smaller figures"
 
@@ -288,6 +290,7 @@ BAD = {
     ),
     "shows a warning: UserWarning:": edit("cells", 4, "outputs", [stream("x.py:3: UserWarning: old\n")]),
     "shows a warning: W1120": edit("cells", 4, "outputs", [stream("fine\nW1120 10:00:00 xla slow\n")]),
+    "52 cells, more than": lambda notebook: notebook["cells"].extend(markdown("word") for _ in range(45)),
     "larger than": edit("cells", 5, "outputs", 0, "data", "image/png", "A" * (MAX_MIB * 2**20)),
 }
 

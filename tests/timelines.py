@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from llamem.memory.timeline import Category, Loop, Space, Span, Timeline
+from llamem.memory.buffer_assignment import Allocation
+from llamem.memory.timeline import Loop, Span, Timeline
+from llamem.memory.timeline_categories import Category
 from llamem.memory.timeline_schedule import Pass
 
 MiB = 2**20
@@ -119,30 +121,38 @@ def write_dump(folder: Path) -> Path:
 
 
 def handmade(name: str = "v5e-1", residuals: int = 3, capacity: int | None = 12 * MiB) -> Timeline:
-    """Ten steps, in MiB: 4 of weights, 3 of residuals, 5 of logits, 2 of gradients, and 1 on the host."""
-    rows: list[tuple[int, int, int, Category, Pass, Space]] = [
-        (4, 0, 9, "weights", "", "device"),
-        (residuals, 1, 6, "residuals", "forward", "device"),
-        (5, 3, 4, "logits", "forward", "device"),
-        (2, 5, 8, "gradients", "backward", "device"),
-        (1, 2, 6, "residuals", "forward", "host"),
+    """Ten steps, in MiB: 4 of weights, 3 of residuals, 5 of logits, 2 of gradients, and 1 on the host.
+
+    What the program makes lies in one piece of memory, with a gap of 1 MiB that no array ever fills.
+    """
+    rows: list[tuple[int, int, int, Category, Pass, int, int]] = [
+        (4, 0, 9, "weights", "", 0, 0),
+        (residuals, 1, 6, "residuals", "forward", 1, 0),
+        (5, 3, 4, "logits", "forward", 1, residuals),
+        (2, 5, 8, "gradients", "backward", 1, residuals),
+        (1, 2, 6, "residuals", "forward", 2, 0),
     ]
+    allocations = {
+        0: Allocation(4 * MiB, "device", "argument", 0, False, ""),
+        1: Allocation((residuals + 6) * MiB, "device", "temporaries", None, False, ""),
+        2: Allocation(MiB, "host", "temporaries", None, False, ""),
+    }
     buffers = tuple(
         Span(
             name=f"fusion.{number}" if made_in else "argument",
             bytes=size * MiB,
             first=first,
             last=last,
-            space=space,
-            address=(number, 0),
+            space=allocations[lies_in].space,
+            address=(lies_in, offset * MiB),
             shape=f"f32[{size},512,512]",
             category=category,
             made_in=made_in,
             operation=f"jvp()/<made>/{category}",
             source="model.py:12",
         )
-        for number, (size, first, last, category, made_in, space) in enumerate(rows)
+        for number, (size, first, last, category, made_in, lies_in, offset) in enumerate(rows)
     )
     passes: tuple[tuple[Pass, int, int], ...] = (("forward", 0, 4), ("backward", 4, 8), ("optimizer", 8, 10))
     operations = tuple(f"operation {step}" for step in range(10))
-    return Timeline(name, capacity, 13 * MiB, 10, buffers, (Loop(1, 3, 16), Loop(5, 7, None)), passes, operations)
+    return Timeline(name, capacity, allocations, 10, buffers, (Loop(1, 3, 16), Loop(5, 7, None)), passes, operations)

@@ -99,7 +99,7 @@ def test_mistakes_in_notebook_10_get_the_hint_that_fits(mistake):
     elif name == "cured_dropout":
         code = line + STACKED.format(policy="'nothing'", keys=", keys")
     else:
-        code = STACKED.format(policy=line, keys="")
+        code = "    keys = jax.random.split(key, 6)" + STACKED.format(policy=line, keys=", keys")
     with pytest.raises(AssertionError, match=hint):
         run(exercise, f"{signature}\n{code}")
 

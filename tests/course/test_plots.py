@@ -8,6 +8,7 @@ from matplotlib.patches import Rectangle
 
 import llamem
 from llamem.course import plots
+from llamem.course.tile_figure import TWO_CUTS_ALT, two_cuts
 
 
 @pytest.fixture
@@ -50,4 +51,19 @@ def test_residual_bars_name_each_array_and_its_line():
     assert widths == pytest.approx(sorted(row.bytes / 2**20 for row in kept.rows[:2]))
     labels = [label.get_text() for label in ax.get_yticklabels()]
     assert labels[0] == "float32[64,32]  [0]" and "smaller ones hold" in ax.get_xlabel()
+    plt.close(fig)
+
+
+def test_the_two_cuts_finish_one_gradient_each_and_add_to_the_other():
+    fig = two_cuts()
+    for ax, finished, whole in zip(fig.axes, ((1, 1), (1.5, 1)), ((6, 1), (1, 4)), strict=True):
+        sizes = {
+            patch.get_hatch(): (patch.get_width(), patch.get_height())
+            for patch in ax.patches
+            if isinstance(patch, Rectangle)
+        }
+        assert sizes["//"] == finished and sizes["xx"] == whole
+        assert "a tile" in [text.get_text() for text in ax.texts]
+    assert {text.get_text() for legend in fig.legends for text in legend.get_texts()} >= {"reads", "finishes"}
+    assert "adds to all of dW" in TWO_CUTS_ALT
     plt.close(fig)

@@ -45,6 +45,16 @@ def test_panels_stand_on_equal_axes_with_passes_loops_and_capacity(four):
     assert [ax.get_title(loc="left") for ax in four.axes][:2] == ["a: 12.0 MiB, fits", "b: 13.0 MiB, does not fit"]
 
 
+def test_a_short_schedule_beside_a_long_one_fills_its_panel():
+    short = handmade()
+    long = dataclasses.replace(short, steps=31)
+    figure = plots.timeline({"short": short, "long": long})
+    assert [ax.get_xlim() for ax in figure.axes] == [(0, 10), (0, 31)]
+    assert len({ax.get_ylim() for ax in figure.axes}) == 1
+    assert all(ax.get_xlabel() == "step of the compiled schedule" for ax in figure.axes)
+    plt.close(figure)
+
+
 def test_the_peak_names_its_three_largest_buffers(four):
     said = next(text.get_text() for text in four.axes[0].texts if "at the peak" in text.get_text())
     assert re.findall(r"[\d.]+ (\w+) ", said.partition("\n")[2]) == ["logits", "residuals"]
@@ -70,6 +80,46 @@ def test_the_words_are_made_from_the_data():
 def test_no_report_and_one_without_a_timeline_are_refused():
     with pytest.raises(ValueError, match=r"timeline\(\{\}\): give at least one report"):
         plots.timeline({})
+
+
+def test_the_slider_tells_what_lies_in_memory_at_its_step():
+    timeline = dataclasses.replace(handmade(), capacity_bytes=20 * MiB, operations=("<operation>",) * 10)
+    box = plots.timeline_slider(timeline, largest=2)
+    slider, shown = box.children[0].children[0], box.children[1]
+    assert slider.value == timeline.peak_step and (slider.min, slider.max) == (0, 9)
+    for step in range(10):
+        slider.value = step
+        assert f"<b>Step {step} of 10, {timeline.pass_at(step)} pass" in shown.value
+        assert (
+            f"{timeline.curve()[step] / MiB:.2f} MiB of 20.00 MiB in use" in shown.value
+            and "<operation>" not in shown.value
+        )
+        rows = re.findall(r"<td>([\d.]+ MiB)</td><td>(\w+)<", shown.value)
+        assert rows == [(f"{one.bytes / MiB:.2f} MiB", one.category) for one in timeline.alive(step)[:2]]
+        heights = [float(height) for height in re.findall(r'<rect [^>]* height="([\d.]+)"', shown.value)]
+        assert sum(heights) / 120 == pytest.approx(timeline.curve()[step] / MiB / (1.05 * 20), abs=0.002)
+        rest = timeline.alive(step)[2:]
+        assert ("1 smaller ones hold 3.00 MiB" in shown.value) == (len(rest) == 1 and rest[0].bytes == 3 * MiB)
+    slider.value = 1
+    assert "in a loop of 16 turns" in shown.value
+    slider.value = 5
+    assert "in a loop of an unknown number of turns" in shown.value
+
+
+def test_the_slider_stands_over_the_hill_of_the_whole_schedule():
+    made = handmade().buffers[1]
+    spans = tuple(dataclasses.replace(made, first=10 * i, last=999, address=(1, i * made.bytes)) for i in range(100))
+    timeline = dataclasses.replace(handmade(), steps=1000, buffers=spans, passes=(), loops=(), operations=("x",) * 999)
+    box = plots.timeline_slider(timeline)
+    slider, shown = box.children[0].children[0], box.children[1]
+    slider.value = 999  # what the program puts out is alive after its last operation
+    assert "what the program puts out" in shown.value and "90 smaller ones hold 270.00 MiB" in shown.value
+    path = re.search(r'<path d="M0 120 ([^"]*) L640 120 Z"', shown.value)
+    assert path
+    x, y = np.array(re.findall(r"L([\d.]+) ([\d.]+)", path[1]), float).T
+    columns = np.searchsorted(x, 640 * np.array([0.05, 0.35, 0.75, 0.995]), side="right")
+    np.testing.assert_allclose(1 - y[columns] / 120, np.array([6, 36, 76, 100]) / 100 / 1.05, atol=0.011)
+    assert (x[0], x[-1]) == (0, 640) and len(path[1]) < 20_000
 
 
 def test_every_category_has_a_colour_of_its_own():

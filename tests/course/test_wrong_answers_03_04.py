@@ -146,6 +146,11 @@ STACKS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
         lambda layer, w, x, key: dropout(layer, w, x, split(jax.random.key(0), w)),
         "does not use its key",
     ),
+    "one key made of the step's": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: scan(jax.checkpoint(lambda w, x: layer(w, x, jax.random.fold_in(key, 1))), w, x),
+        "the same mask",
+    ),
     "every key the first one": (
         stacks.check_dropout_stack,
         lambda layer, w, x, key: dropout(layer, w, x, jnp.broadcast_to(split(key, w)[0], (len(w["up"]),))),
@@ -228,6 +233,16 @@ TILES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "without a maximum": (
         tiles.check_merge,
         lambda ma, sa, mb, sb: (jnp.maximum(ma, mb), jnp.exp(ma) * sa + jnp.exp(mb) * sb),
+        "maximum of its own",
+    ),
+    "the sum of the larger half": (
+        tiles.check_merge,
+        lambda ma, sa, mb, sb: (jnp.maximum(ma, mb), jnp.where(ma > mb, sa, sb)),
+        "maximum of its own",
+    ),
+    "one half's maximum for both": (
+        tiles.check_merge,
+        lambda ma, sa, mb, sb: (jnp.maximum(ma, mb), sa + sb * jnp.exp(mb - ma)),
         "maximum of its own",
     ),
     "the maxima added": (tiles.check_merge, lambda ma, sa, mb, sb: (ma + mb, sa + sb), "first result"),

@@ -1,8 +1,11 @@
 """Answers that a reader may well give to the exercises of notebooks 06 and 07, and that are wrong: each is rejected."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -43,6 +46,55 @@ def nucleus(probabilities, p, strict=False, one_less=False, by_likelihood=False)
     return kept if by_likelihood else sorted(kept)
 
 
+def in_tiles(q_h, tiles, rescale_sum=True, rescale_mix=True, start=-np.inf, scale=True, last=True, use_max=True):
+    """Attention tile by tile, right but for what the flags say."""
+    top, total, mix_h = start, 0.0, np.zeros(len(q_h))
+    tiles = list(tiles) if last else list(tiles)[:-1] or [(np.zeros((1, 8)), np.zeros((1, 8)))]
+    for k_Sh, v_Sh in tiles:
+        scores_S = np.asarray(k_Sh, np.float64) @ q_h / (np.sqrt(len(q_h)) if scale else 1.0)
+        new_top = max(top, scores_S.max()) if use_max else 0.0
+        with np.errstate(all="ignore"):
+            p_S, shrink = np.exp(scores_S - new_top), np.exp(top - new_top) if use_max else 1.0
+            total = total * (shrink if rescale_sum else 1.0) + p_S.sum()
+            mix_h = mix_h * (shrink if rescale_mix else 1.0) + p_S @ np.asarray(v_Sh, np.float64)
+        top = new_top
+    with np.errstate(all="ignore"):
+        return mix_h / total
+
+
+def tiles_of_means(q_h, tiles):
+    return np.mean([in_tiles(q_h, [tile]) for tile in tiles], axis=0)
+
+
+def whole_batch(value_and_grad, params, batch_BD, parts):
+    return value_and_grad(params, batch_BD)
+
+
+def added_up(value_and_grad, params, batch_BD, parts, dtype: Any = jnp.float32, divide=(True, True), only_last=False):
+    """The scan of the solution, right but for what the flags say."""
+
+    def add(total, part_BD):
+        found = value_and_grad(params, part_BD)
+        if only_last:
+            return jax.tree.map(lambda t, one: parts * one.astype(t.dtype), total, found), None
+        return jax.tree.map(lambda t, one: t + one.astype(t.dtype), total, found), None
+
+    start = jnp.zeros(()), jax.tree.map(lambda p: jnp.zeros(p.shape, dtype or p.dtype), params)
+    (value, grads), _ = jax.lax.scan(add, start, batch_BD.reshape(parts, -1, *batch_BD.shape[1:]))
+    value = value / parts if divide[0] else value
+    return value, jax.tree.map(lambda g, p: (g / parts if divide[1] else g).astype(p.dtype), grads, params)
+
+
+def written_out(value_and_grad, params, batch_BD, parts):
+    found = [value_and_grad(params, part) for part in jnp.split(batch_BD, parts)]
+    return jax.tree.map(lambda *leaves: sum(leaf.astype(jnp.float32) for leaf in leaves) / parts, *found)
+
+
+def widened(*arguments):
+    value, grads = added_up(*arguments)
+    return value, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+
 WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "one table": (llama3.check_count_parameters, lambda *a: parameters(*a, tables=1), "untied"),
     "no norms": (llama3.check_count_parameters, lambda *a: parameters(*a, norms=0, last=0), "scale"),
@@ -72,6 +124,44 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "those above p": (llama3.check_nucleus, lambda q, p: [i for i, x in enumerate(q) if x >= p], "do not reach"),
     "everything": (llama3.check_nucleus, lambda q, p: list(range(len(q))), "suffice"),
     "probabilities": (llama3.check_nucleus, lambda q, p: [q[i] for i in nucleus(q, p)], "suffice"),
+    "rounded to the nearest": (
+        llama3.check_sequences_that_fit,
+        lambda f, S, L, K, h, s: round(f / (2 * L * S * K * h * s)),
+        "half",
+    ),
+    "none above p alone": (llama3.check_nucleus, lambda q, p: [int(np.argmax(q))], "do not reach"),
+    "too many by one": (llama3.check_nucleus, lambda q, p: nucleus(q, p + 0.1), "suffice"),
+    "no old sums scaled": (
+        llama3.check_attend_in_tiles,
+        partial(in_tiles, rescale_sum=False, rescale_mix=False),
+        "three tiles",
+    ),
+    "the mix not scaled": (llama3.check_attend_in_tiles, partial(in_tiles, rescale_mix=False), "three tiles"),
+    "the sum not scaled": (llama3.check_attend_in_tiles, partial(in_tiles, rescale_sum=False), "three tiles"),
+    "no maximum": (llama3.check_attend_in_tiles, partial(in_tiles, use_max=False), "a thousand"),
+    "a maximum from zero": (llama3.check_attend_in_tiles, partial(in_tiles, start=0.0), "however negative"),
+    "no root of h": (llama3.check_attend_in_tiles, partial(in_tiles, scale=False), "one tile"),
+    "the last tile left out": (llama3.check_attend_in_tiles, partial(in_tiles, last=False), "one tile"),
+    "the mean of the tiles": (llama3.check_attend_in_tiles, tiles_of_means, "three tiles"),
+    "the whole batch at once": (train_llama3.check_accumulated, whole_batch, "alive at once"),
+    "a loop written out": (train_llama3.check_accumulated, written_out, "grows"),
+    "a sum of losses": (train_llama3.check_accumulated, partial(added_up, divide=(False, True)), "It is a mean"),
+    "a sum of gradients": (
+        train_llama3.check_accumulated,
+        partial(added_up, divide=(True, False)),
+        "made of the parts",
+    ),
+    "the last part only": (train_llama3.check_accumulated, partial(added_up, only_last=True), "not that of the whole"),
+    "added up in bfloat16": (train_llama3.check_accumulated, partial(added_up, dtype=None), "256"),
+    "gradients in f32": (train_llama3.check_accumulated, widened, "another type"),
+    "gradients alone": (train_llama3.check_accumulated, lambda *a: added_up(*a)[1], "as a pair"),
+    "moments in the weights' place": (
+        train_llama3.check_standing_bytes,
+        lambda c, p, m: c.n_params * (2 * m + 2 * m),
+        "gradient|not all",
+    ),
+    "a moment too many": (train_llama3.check_standing_bytes, lambda c, p, m: c.n_params * (2 * p + 3 * m), "too much"),
+    "no parameters": (train_llama3.check_standing_bytes, lambda c, p, m: 2 * p + 2 * m, "not all"),
     "no gradients": (train_llama3.check_standing_bytes, lambda c, p, m: c.n_params * (p + 2 * m), "has a gradient"),
     "weights alone": (train_llama3.check_standing_bytes, lambda c, p, m: c.n_params * p, "weights alone"),
     "one moment": (train_llama3.check_standing_bytes, lambda c, p, m: c.n_params * (2 * p + m), "two moments"),
@@ -89,8 +179,29 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
         schedule(right_warmup, decay=lambda s, p, w, n, e: cosine(s, p, 0, n)),
         "ends at the peak",
     ),
+    "a cosine that is too long": (
+        train_llama3.check_rate,
+        schedule(right_warmup, decay=lambda s, p, w, n, e: cosine(s, p, w, n + w)),
+        "cosine",
+    ),
+    "no warm-up": (train_llama3.check_rate, schedule(lambda s, peak, w: peak), "foot"),
+    "too many tokens": (
+        train_llama3.check_settings,
+        lambda: TrainSettings(seq_len=8192, batch_size=16, accumulate=16),
+        "65,536",
+    ),
     "no settings": (train_llama3.check_settings, lambda: 65_536, "TrainSettings"),
     "one long sequence": (train_llama3.check_settings, lambda: TrainSettings(seq_len=65_536, batch_size=1), "8,192"),
+    "sequences of another length": (
+        train_llama3.check_settings,
+        lambda: TrainSettings(seq_len=4096, batch_size=16, accumulate=16),
+        "8,192",
+    ),
+    "tokens counted with accumulation": (
+        train_llama3.check_settings,
+        lambda: TrainSettings(seq_len=8192, batch_size=1),
+        "65,536",
+    ),
     "too few tokens": (train_llama3.check_settings, lambda: TrainSettings(seq_len=8192, batch_size=4), "65,536"),
 }
 

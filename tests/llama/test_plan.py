@@ -16,6 +16,20 @@ from llamem import Llama, LlamaConfig, Plan, Policy
         ({"loss_tiles": 2.0}, "loss_tiles=2.0"),
         ({"loss_axis": "rows"}, "loss_axis='rows'"),
         ({"loss_tiles": None, "loss_axis": "vocab"}, "no tiles to cut"),
+        ({"attention_tiles": 0}, "attention_tiles=0"),
+        ({"mlp_tiles": True}, "mlp_tiles=True"),
+        ({"mlp_tiles": 2.0}, "mlp_tiles=2.0"),
+        ({"moments": "disk"}, "moments='disk'"),
+        ({"moments": "host", "mesh": {"fsdp": 2}}, "'fsdp' axis instead"),
+        ({"offload": "block_in"}, "offload='block_in'"),
+        ({"offload": (1,)}, "tuple of names"),
+        ({"offload": ("block_in",), "remat": None}, "cannot be added to remat=None"),
+        ({"offload": ("block_in",), "remat": "dots_saveable"}, "only a policy over names"),
+        ({"offload": ("block_in",), "remat": Policy(save_all_but=("up",))}, "only a policy over names"),
+        ({"offload": ("attn",), "remat": "attn"}, "choose one list"),
+        ({"attention_tiles": 2, "remat": "qkv_attn"}, "attn', 'k', 'q', 'v'"),
+        ({"attention_tiles": 2, "offload": ("attn",)}, "attention_tiles=1"),
+        ({"mlp_tiles": 2, "remat": Policy(save=("gate",))}, "mlp_tiles=1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_when_the_plan_is_made(wrong, says, as_a_user):
@@ -23,6 +37,14 @@ def test_what_cannot_be_meant_is_refused_when_the_plan_is_made(wrong, says, as_a
         Plan(**wrong)
     with pytest.raises((ValueError, TypeError), match=says):
         Plan().replace(**wrong)
+
+
+def test_what_is_offloaded_comes_on_top_of_what_remat_says():
+    assert Plan().policy == "nothing" and Plan(remat=None).policy is None
+    assert Plan(offload=("block_in",)).policy == Policy(offload=("block_in",))
+    assert Plan(remat="attn", offload=("block_in",)).policy == Policy(save=("attn",), offload=("block_in",))
+    twice = Plan(remat="offload_block_in", offload=("attn_out", "block_in"))
+    assert twice.policy == Policy(offload=("block_in", "attn_out")) and twice.offload == ("attn_out", "block_in")
 
 
 def test_a_plan_is_frozen_and_compares_and_hashes_by_value():

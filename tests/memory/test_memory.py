@@ -257,9 +257,9 @@ def test_the_quick_answer_is_the_whole_one(empty_cache, monkeypatch, fn, shapes,
 def test_the_compiler_is_ended_when_memory_is_assigned(empty_cache, monkeypatch):
     left: list[str] = []
 
-    def reading(dump):
+    def reading(dump, platform):
         left.extend(file.name for folder in (dump, dump.parent) for file in folder.iterdir())
-        return read_dump(dump)
+        return read_dump(dump, platform)
 
     monkeypatch.setattr(absent, "read_dump", reading)
     assert llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, target="v5e-1").depth == "memory"
@@ -292,14 +292,14 @@ allocation 9: size 11, page 0, thread-local:
 
 def test_reading_how_memory_was_assigned(tmp_path):
     expected = {"argument": 1600, "output": 1048, "alias": 1000, "temp": 5000, "host": 5000}
-    assert not memory_is_assigned(tmp_path) and read_dump(tmp_path) == {}
+    assert not memory_is_assigned(tmp_path) and read_dump(tmp_path, "tpu") == {}
     stem = "module_0003.jit_call.cl_1.after_optimizations"
     (tmp_path / f"{stem}-buffer-assignment.txt").write_text(ASSIGNMENT)
     assert not memory_is_assigned(tmp_path)  # somebody may still be writing it
-    assert read_dump(tmp_path) == {f"{name}_bytes": size for name, size in expected.items()}
+    assert read_dump(tmp_path, "tpu") == {f"{name}_bytes": size for name, size in expected.items()}
     (tmp_path / f"{stem}.txt").write_text("HloModule jit_f\n\nENTRY %main () -> f32[] {\n}\n")
     (tmp_path / f"{stem}_after_buffer_assignment.txt").write_text("HloMod")
-    assert memory_is_assigned(tmp_path) and read_dump(tmp_path)["compiled_matmul_flops"] == 0
+    assert memory_is_assigned(tmp_path) and read_dump(tmp_path, "tpu")["compiled_matmul_flops"] == 0
 
 
 @needs_tpu_compiler
@@ -349,7 +349,9 @@ def compiled(empty_cache, monkeypatch):
     empty["no_schedule"] = "no compiler ran"
     answer = {f"{name}_bytes": 0 for name in names} | empty
     monkeypatch.setattr(
-        memory, "compile_absent", lambda chip, _, donated, axes, depth: calls.append((chip.name, donated)) or answer
+        memory,
+        "compile_absent",
+        lambda chip, _, donated, axes, depth, hosted: calls.append((chip.name, donated)) or answer,
     )
     return calls
 

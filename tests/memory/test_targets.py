@@ -88,15 +88,15 @@ def test_what_jax_calls_a_gpu_is_the_platform_cuda(monkeypatch, platform, ours):
 
 
 @pytest.mark.parametrize("spread", [False, True])
-def test_arguments_in_the_hosts_memory_are_refused_by_name(as_a_user, monkeypatch, spread):
+def test_arguments_in_the_hosts_memory_of_several_chips_are_refused_by_name(as_a_user, monkeypatch, spread):
     monkeypatch.setattr(targets, "_installed", lambda module: True)
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     if spread:
-        mesh = llamem.target("v5e-1").mesh(data=1)
+        mesh = llamem.target("v5e-4").mesh(data=4)
         there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind="pinned_host")
     state = {"mu": jax.ShapeDtypeStruct((3, 5), "float32", sharding=there)}
-    with pytest.raises(ValueError, match=r"args\[0\]\['mu'\] is in the memory 'pinned_host'.*target='local'.*v5e-1"):
-        llamem.compile_report(lambda state: state["mu"], state, target="v5e-1")
+    with pytest.raises(ValueError, match=r"args\[0\]\['mu'\] is in the memory 'pinned_host'.*one chip.*v5e-4"):
+        llamem.compile_report(lambda state: state["mu"], state, target="v5e-4")
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v5e-1", "tpu-compile"), ("h100", "gpu-compile")])

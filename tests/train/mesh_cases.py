@@ -65,7 +65,7 @@ def quick_cases():
     """One of each kind of parallelism and all but one at once; other ways to compute the same, each of them once."""
     yield {"name": "DP", "mesh": MESHES["DP"], "tied": True, "axis": "vocab", "mode": "unroll"}
     yield {"name": "FSDP", "mesh": MESHES["FSDP"], "tied": False, "axis": "tokens"}
-    yield {"name": "TP", "mesh": MESHES["TP"], "tied": True, "axis": "vocab", "remat": "attn"}
+    yield {"name": "TP", "mesh": MESHES["TP"], "tied": True, "axis": "vocab", "remat": "attn", "mlp_tiles": 5}
     yield {"name": "CP", "mesh": MESHES["CP"], "tied": False, "axis": "tokens"}
     yield {"name": "FSDP TP CP", "mesh": MESHES["FSDP TP CP"], "tied": True, "axis": "vocab", "accumulate": 2}
 

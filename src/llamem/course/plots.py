@@ -8,10 +8,11 @@ from matplotlib.figure import Figure
 
 from llamem.course.timeline_figure import timeline, timeline_alt
 from llamem.course.timeline_html import timeline_page
+from llamem.course.timeline_widget import timeline_slider
 from llamem.memory.report import GiB, Report
 from llamem.memory.residuals import Residuals
 
-__all__ = ["report_bars", "residual_bars", "show", "timeline", "timeline_alt", "timeline_page"]
+__all__ = ["report_bars", "residual_bars", "show", "timeline", "timeline_alt", "timeline_page", "timeline_slider"]
 
 plt.style.use("petroff10")  # colours that remain distinct for colour-blind readers
 plt.rcParams.update({"figure.figsize": (8, 4), "figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})

@@ -50,6 +50,13 @@ def unit_of(found: Mapping[str, Timeline]) -> tuple[str, int]:
     return next((unit for unit in UNITS if highest >= unit[1]), UNITS[-1])
 
 
+def drawn_steps(found: Mapping[str, Timeline]) -> dict[str, int]:
+    """Steps of each program's axis: those of the longest, or its own where one has under a third of them."""
+    steps = {name: one.steps for name, one in found.items()}
+    most = max(steps.values())
+    return dict.fromkeys(steps, most) if most <= 3 * min(steps.values()) else steps
+
+
 def largest_made(timeline: Timeline, count: int = 3) -> list[Span]:
     """The largest buffers at the peak that the program makes itself, beside what the caller holds."""
     return [buffer for buffer in timeline.at_peak() if buffer.name not in ("argument", "constant")][:count]
@@ -58,6 +65,7 @@ def largest_made(timeline: Timeline, count: int = 3) -> list[Span]:
 def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
     """Device memory over the schedule of each program, by category, on equal axes; `timeline_alt` says it in words.
 
+    Where one schedule has over three times the steps of another, each stands on steps of its own; bytes stay equal.
     Passes are marked, and loops with how often they run; the dashed line is what the chip offers. At the peak stand
     the three largest buffers that the program makes. Memory on the host, where there is any, is a line of its own.
     Raises ValueError for a report without a timeline.
@@ -66,19 +74,20 @@ def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
     unit, n_bytes = unit_of(found)
     columns = 2 if len(found) in (2, 4) else min(len(found), 3)
     rows = math.ceil(len(found) / columns)
+    drawn = drawn_steps(found)
+    same_steps = len(set(drawn.values())) == 1
     fig, axes = plt.subplots(
         rows,
         columns,
         figsize=(max(4.4 * columns, 8), 3.3 * rows + 0.6),
-        sharex=True,
+        sharex=same_steps,
         sharey=True,
         squeeze=False,
         layout="constrained",
     )
-    steps = max(one.steps for one in found.values())
     top = max(max(one.peak_bytes, drawn_capacity(one)) for one in found.values()) / n_bytes
     for ax, (name, one) in zip(axes.flat, found.items(), strict=False):
-        ax.set_xlim(0, steps)
+        ax.set_xlim(0, drawn[name])
         ax.set_ylim(0, 1.34 * top)
         _areas(ax, one, n_bytes)
         _passes(ax, one)
@@ -91,7 +100,7 @@ def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
         ax.set_visible(False)
     for ax in axes[:, 0]:
         ax.set_ylabel(f"{unit} in use")
-    for ax in axes[-1]:
+    for ax in axes[-1] if same_steps else axes.flat:
         ax.set_xlabel("step of the compiled schedule")
     shown = {}
     for ax in axes.flat[: len(found)]:
@@ -111,7 +120,7 @@ def timeline_alt(reports: Mapping[str, Report | Timeline]) -> str:
         parts = {category: row[one.peak_step] for category, row in one.by_category().items()}
         told = sorted(((size, category) for category, size in parts.items()), reverse=True)[:4]
         shares = ", ".join(f"{category} {size / n_bytes:.1f}" for size, category in told)
-        where = f" in the {one.phase(one.peak_step)} pass" if one.phase(one.peak_step) else ""
+        where = f" in the {one.pass_at(one.peak_step)} pass" if one.pass_at(one.peak_step) else ""
         sentence = f"{name}: highest at {one.peak_bytes / n_bytes:.1f}{where}, of it {shares}"
         if one.capacity_bytes:
             verdict = "more than" if one.over_capacity else "within"

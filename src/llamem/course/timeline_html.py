@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llamem._files import write_whole
-from llamem.course.timeline_figure import COLOURS, UNITS, drawn_capacity, timeline_alt, timelines, unit_of
+from llamem.course.timeline_figure import COLOURS, UNITS, drawn_capacity, drawn_steps, timeline_alt, timelines, unit_of
 from llamem.memory.report import Report
 from llamem.memory.timeline import CATEGORIES, Timeline
 
@@ -44,16 +44,15 @@ def timeline_page(reports: Mapping[str, Report | Timeline]) -> Page:
     ValueError for a report without a timeline.
     """
     found = timelines(reports)
-    unit = unit_of(found)
+    unit, drawn = unit_of(found), drawn_steps(found)
     top = 1.06 * max(max(one.peak_bytes, drawn_capacity(one)) for one in found.values())
     data = {
         "units": UNITS,
         "unit": unit,
         "top": top,
         "tick": _tick(top / unit[1]) * unit[1],
-        "steps": max(one.steps for one in found.values()),
         "colours": COLOURS,
-        "programs": [_program(name, one) for name, one in found.items()],
+        "programs": [_program(name, one) | {"drawnSteps": drawn[name]} for name, one in found.items()],
     }
     text = resources.files("llamem.course").joinpath("timeline_page.html").read_text(encoding="utf-8")
     page = text.replace("/*DATA*/", json.dumps(data, separators=(",", ":")).replace("</", "<\\/"))

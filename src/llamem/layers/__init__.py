@@ -2,6 +2,7 @@
 
 from llamem.layers.attention import Implementation, causal_attention
 from llamem.layers.experts import mixture
+from llamem.layers.parts import map_rows, sum_parts
 from llamem.layers.remat import POLICIES, Policy, checkpoint
 from llamem.layers.stack import Mode, apply_stack, stack_layers, unstack_layers
 from llamem.layers.tiled_attention import tiled_causal_attention
@@ -15,8 +16,10 @@ __all__ = [
     "apply_stack",
     "causal_attention",
     "checkpoint",
+    "map_rows",
     "mixture",
     "stack_layers",
+    "sum_parts",
     "tiled_causal_attention",
     "tiled_map",
     "tiled_sum",

@@ -126,6 +126,23 @@ def check_policy(remat: str | Policy | None) -> Policy | Callable[..., Any] | No
     return POLICIES[remat]
 
 
+def offloading_too(remat: str | Policy | None, names: tuple[str, ...]) -> str | Policy | None:
+    """`remat` with these activations kept on the host as well; `remat` itself where there are none.
+
+    Raises ValueError for a `remat` to which they cannot be added: None, which keeps everything on the device, one of
+    JAX's heuristics, a policy that says what not to save, or one that saves the same names on the device.
+    """
+    if not names:
+        return remat
+    policy = check_policy(remat)
+    if not isinstance(policy, Policy) or policy.save_all_but or policy.also is not None:
+        raise ValueError(
+            f"offload={names!r} cannot be added to remat={remat!r}: only a policy over names says what else is kept. "
+            "Choose remat='nothing', or llamem.Policy(save=(...))."
+        )
+    return dataclasses.replace(policy, offload=(*policy.offload, *(n for n in names if n not in policy.offload)))
+
+
 def _written(remat: Any) -> str:
     """How to name one of JAX's own policies, or factories of policies, that was passed as a function."""
     for name in dir(_JAX):

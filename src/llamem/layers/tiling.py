@@ -105,7 +105,7 @@ def tiled_map(fn: Callable[[Any], Any], xs: PyTree, num_tiles: int) -> PyTree:
 
     Equal to `fn(xs)` wherever `fn` treats the rows of the leading axis independently, at the memory of one tile.
     Differentiable in every way `fn` is, in `xs` and in whatever `fn` closes over; gradients of closed-over arrays
-    accumulate in their own type (`tiled_sum` accumulates in float32).
+    accumulate in their own type (`map_rows` and `tiled_sum` accumulate in float32).
 
     Args:
         fn: takes a tile of `xs` (`[rows, ...]` each) and returns a tree of arrays `[rows, ...]`.

@@ -2,6 +2,10 @@
 
 from llamem.llama.block import ACTIVATIONS, Block, rms_norm, rope_tables, rotate
 from llamem.llama.config import PRESETS, LlamaConfig, RopeScaling
+from llamem.llama.lora import IN_LAYERS, TARGETS, Adapters, LoraConfig
+from llamem.llama.lora_files import load_adapters, save_adapter
+from llamem.llama.lora_merge import merge_adapter
+from llamem.llama.lora_products import adapted_head
 from llamem.llama.model import KVCache, Llama
 from llamem.llama.plan import Plan
 from llamem.llama.pretrained import load_pretrained, save_pretrained
@@ -10,18 +14,26 @@ from llamem.llama.sharding import MeshShape
 
 __all__ = [
     "ACTIVATIONS",
+    "IN_LAYERS",
     "PRESETS",
+    "TARGETS",
+    "Adapters",
     "Block",
     "KVCache",
     "Llama",
     "LlamaConfig",
+    "LoraConfig",
     "MeshShape",
     "Plan",
     "RopeScaling",
+    "adapted_head",
     "generate",
+    "load_adapters",
     "load_pretrained",
+    "merge_adapter",
     "rms_norm",
     "rope_tables",
     "rotate",
+    "save_adapter",
     "save_pretrained",
 ]

@@ -1,6 +1,8 @@
 """One Llama layer: norms, rotary positions, attention, feed-forward."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +14,15 @@ from llamem.layers.attention import Implementation, causal_attention
 from llamem.layers.collectives import enter, leave
 from llamem.layers.context import context_attention
 from llamem.layers.experts import mixture
+from llamem.layers.offload import name_in_pieces
+from llamem.layers.parts import map_rows, sum_parts
 from llamem.llama.config import LlamaConfig
-from llamem.llama.sharding import MeshShape
+from llamem.llama.lora_products import NO_ADAPTERS, LayerAdapters
+from llamem.llama.sharding import PARAMETERS, MeshShape, parameter_name
+
+# What attention reads of a block beside its first norm, and what the feed-forward reads.
+_ATTENTION = ("wq", "wk", "wv", "wo", "q_norm", "k_norm")
+_FEED_FORWARD = ("mlp_norm", "w_router", "w_gate", "w_up", "w_down")
 
 
 def rms_norm(x: Float[Array, "*N D"], scale_D: Float[Array, " D"], eps: float) -> Float[Array, "*N D"]:
@@ -82,28 +91,62 @@ class Block(nnx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
         implementation: Implementation = "auto",
         mesh: MeshShape = MeshShape(),
+        lora: LayerAdapters = NO_ADAPTERS,
+        *,
+        attention_tiles: int = 1,
+        mlp_tiles: int = 1,
+        offload: tuple[str, ...] = (),
     ) -> Float[Array, "B T D"]:
         """The layer over a whole sequence; `ACTIVATIONS` lists the names it gives for `llamem.Policy`.
 
+        `attention_tiles`, `mlp_tiles` and `offload`: see `llamem.Plan`.
+
         On a mesh, inside `shard_map`, the weights are this device's part of the heads and of F, whole along D, and
-        the sequence is this device's part of it.
+        the sequence is this device's part of it. `lora` adds to the seven projections.
         """
-        x_BTD = checkpoint_name(x_BTD, "block_in")
-        q_BTHh, k_BTKh, v_BTKh = self.qkv(x_BTD, rope, mesh.tensor_axis)
-        if mesh.context_axis:
-            attn_BTHh = context_attention(q_BTHh, k_BTKh, v_BTKh, axis=mesh.context_axis, implementation=implementation)
-        else:
-            attn_BTHh = causal_attention(q_BTHh, k_BTKh, v_BTKh, segments_BT=segments_BT, implementation=implementation)
-        return self.finish(x_BTD, attn_BTHh, mesh.tensor_axis)
+        x_BTD = name_in_pieces(x_BTD, "block_in") if "block_in" in offload else checkpoint_name(x_BTD, "block_in")
+        y_BTD = enter(rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps), mesh.tensor_axis)
+        if attention_tiles == 1:
+            attn_BTHh = self._attend(y_BTD, rope, segments_BT, implementation, mesh, lora)
+            return self.finish(x_BTD, attn_BTHh, mesh.tensor_axis, mlp_tiles, lora)
+        graphdef, mine, others = nnx.split(self, lambda path, _: path[0] in _ATTENTION, ...)
+        heads, shared = _groups_of_heads(mine, attention_tiles)
+
+        def group(shared: Any, heads: Any, dtype: Any) -> Array:
+            weights, y_BTD, rope, segments_BT = shared
+            weights = jax.tree.map(lambda a, b: b if a is None else a, weights, heads, is_leaf=lambda a: a is None)
+            block = nnx.merge(graphdef, weights, others)
+            return block._project(block._attend(y_BTD, rope, segments_BT, implementation, mesh), dtype)
+
+        attn_out_BTD = sum_parts(group, (shared, y_BTD, rope, segments_BT), heads, x_BTD.dtype)
+        return self._feed_forward(
+            self._after_attention(x_BTD, attn_out_BTD, mesh.tensor_axis), mesh.tensor_axis, mlp_tiles
+        )
 
     def qkv(
-        self, x_BTD: Float[Array, "B T D"], rope: tuple[Array, Array], tensor_axis: str | None = None
+        self, x_BTD: Float[Array, "B T D"], rope: tuple[Array, Array], lora: LayerAdapters = NO_ADAPTERS
     ) -> tuple[Float[Array, "B T H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
         """Queries `[B, T, H, h]`, keys and values `[B, T, K, h]`, rotated to their positions."""
-        y_BTD = enter(rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps), tensor_axis)
-        q_BTHh = jnp.einsum("BTD,DHh->BTHh", y_BTD, self._compute(self.wq))
-        k_BTKh = jnp.einsum("BTD,DKh->BTKh", y_BTD, self._compute(self.wk))
-        v_BTKh = jnp.einsum("BTD,DKh->BTKh", y_BTD, self._compute(self.wv))
+        return self._qkv(rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps), rope, lora)
+
+    def _attend(
+        self,
+        y_BTD: Array,
+        rope: tuple[Array, Array],
+        segments_BT: Array | None,
+        how: Implementation,
+        mesh: MeshShape,
+        lora: LayerAdapters = NO_ADAPTERS,
+    ) -> Array:
+        q_BTHh, k_BTKh, v_BTKh = self._qkv(y_BTD, rope, lora)
+        if mesh.context_axis:
+            return context_attention(q_BTHh, k_BTKh, v_BTKh, axis=mesh.context_axis, implementation=how)
+        return causal_attention(q_BTHh, k_BTKh, v_BTKh, segments_BT=segments_BT, implementation=how)
+
+    def _qkv(self, y_BTD: Array, rope: tuple[Array, Array], lora: LayerAdapters) -> tuple[Array, Array, Array]:
+        q_BTHh = lora.add("q", y_BTD, jnp.einsum("BTD,DHh->BTHh", y_BTD, self._compute(self.wq)))
+        k_BTKh = lora.add("k", y_BTD, jnp.einsum("BTD,DKh->BTKh", y_BTD, self._compute(self.wk)))
+        v_BTKh = lora.add("v", y_BTD, jnp.einsum("BTD,DKh->BTKh", y_BTD, self._compute(self.wv)))
         if self.config.qk_norm:
             q_BTHh = rms_norm(q_BTHh, self.q_norm[...], self.config.norm_eps)
             k_BTKh = rms_norm(k_BTKh, self.k_norm[...], self.config.norm_eps)
@@ -111,23 +154,78 @@ class Block(nnx.Module):
         return checkpoint_name(q_BTHh, "q"), checkpoint_name(k_BTKh, "k"), checkpoint_name(v_BTKh, "v")
 
     def finish(
-        self, x_BTD: Float[Array, "B T D"], attn_BTHh: Float[Array, "B T H h"], tensor_axis: str | None = None
+        self,
+        x_BTD: Float[Array, "B T D"],
+        attn_BTHh: Float[Array, "B T H h"],
+        tensor_axis: str | None = None,
+        mlp_tiles: int = 1,
+        lora: LayerAdapters = NO_ADAPTERS,
     ) -> Float[Array, "B T D"]:
         """What follows attention: output projection and feed-forward (SwiGLU, or experts), each added to the stream."""
-        attn_out_BTD = jnp.einsum("BTHh,HhD->BTD", attn_BTHh, self._compute(self.wo))
-        x_BTD = x_BTD + checkpoint_name(leave(attn_out_BTD, tensor_axis), "attn_out")
+        x_BTD = self._after_attention(x_BTD, lora.add("o", attn_BTHh, self._project(attn_BTHh)), tensor_axis)
+        return self._feed_forward(x_BTD, tensor_axis, mlp_tiles, lora)
+
+    def _project(self, attn_BTHh: Array, dtype: Any = None) -> Array:
+        return jnp.einsum("BTHh,HhD->BTD", attn_BTHh, self._compute(self.wo), preferred_element_type=dtype)
+
+    def _after_attention(self, x_BTD: Array, attn_out_BTD: Array, tensor_axis: str | None) -> Array:
+        return x_BTD + checkpoint_name(leave(attn_out_BTD, tensor_axis), "attn_out")
+
+    def _feed_forward(
+        self, x_BTD: Array, tensor_axis: str | None, tiles: int = 1, lora: LayerAdapters = NO_ADAPTERS
+    ) -> Array:
+        if tiles > 1 and tensor_axis is None:
+            return self._in_tiles(lambda block, x_BTD: block._feed_forward(x_BTD, None), x_BTD, tiles)
         y_BTD = enter(rms_norm(x_BTD, self.mlp_norm[...], self.config.norm_eps), tensor_axis)
+        if tiles > 1:  # devices meet once, and not once per tile
+            mlp_out_BTD = self._in_tiles(lambda block, y_BTD: block._mlp(y_BTD), y_BTD, tiles)
+        else:
+            mlp_out_BTD = self._mlp(y_BTD, lora)
+        return x_BTD + checkpoint_name(leave(mlp_out_BTD, tensor_axis), "mlp_out")
+
+    def _in_tiles(self, fn: Callable[["Block", Array], Array], x_BTD: Array, tiles: int) -> Array:
+        """`fn(self, x_BTD)` for a `fn` of the feed-forward's weights, over tiles of tokens."""
+        graphdef, mine, others = nnx.split(self, lambda path, _: path[0] in _FEED_FORWARD, ...)
+
+        def rows(params: nnx.State, x_ND: Array) -> Array:
+            return fn(nnx.merge(graphdef, params, others), x_ND[None])[0]
+
+        return map_rows(rows, mine, x_BTD.reshape(-1, x_BTD.shape[-1]), tiles).reshape(x_BTD.shape)
+
+    def _mlp(self, y_BTD: Array, lora: LayerAdapters = NO_ADAPTERS) -> Array:
         w_gate, w_up, w_down = map(self._compute, (self.w_gate, self.w_up, self.w_down))
         if k := self.config.experts_per_token:
-            mlp_out_BTD = mixture(y_BTD, self._compute(self.w_router), w_gate, w_up, w_down, k)
-        else:
-            gate_BTF = checkpoint_name(y_BTD @ w_gate, "gate")
-            up_BTF = checkpoint_name(y_BTD @ w_up, "up")
-            mlp_out_BTD = (jax.nn.silu(gate_BTF) * up_BTF) @ w_down
-        return x_BTD + checkpoint_name(leave(mlp_out_BTD, tensor_axis), "mlp_out")
+            return mixture(y_BTD, self._compute(self.w_router), w_gate, w_up, w_down, k)
+        gate_BTF = checkpoint_name(lora.add("gate", y_BTD, y_BTD @ w_gate), "gate")
+        up_BTF = checkpoint_name(lora.add("up", y_BTD, y_BTD @ w_up), "up")
+        inner_BTF = jax.nn.silu(gate_BTF) * up_BTF
+        return lora.add("down", inner_BTF, inner_BTF @ w_down)
 
     def _compute(self, param: nnx.Param) -> Array:
         return param[...].astype(self.config.compute_dtype)
+
+
+def _groups_of_heads(weights: nnx.State, groups: int) -> tuple[nnx.State, nnx.State]:
+    """Weights that have heads, cut into groups of them, `[groups, ...]`; and those that all heads share. Each with None
+    for the others.
+    """
+
+    def axis_of_heads(path: tuple[Any, ...], weight: Array) -> int | None:
+        names = PARAMETERS[str(parameter_name(path))]
+        found = [i for i, name in enumerate(names) if name in ("heads", "kv_heads")]
+        return weight.ndim - len(names) + found[0] if found else None
+
+    def cut(path: tuple[Any, ...], weight: Array) -> Array | None:
+        axis = axis_of_heads(path, weight)
+        if axis is None:
+            return None
+        shape = (*weight.shape[:axis], groups, -1, *weight.shape[axis + 1 :])
+        return jnp.moveaxis(weight.reshape(shape), axis, 0)
+
+    def shared(path: tuple[Any, ...], weight: Array) -> Array | None:
+        return weight if axis_of_heads(path, weight) is None else None
+
+    return jax.tree.map_with_path(cut, weights), jax.tree.map_with_path(shared, weights)
 
 
 # What a block names; with experts also "router".

@@ -15,6 +15,8 @@ from llamem.layers.stack import apply_stack
 from llamem.llama.block import Block, rms_norm, rope_tables
 from llamem.llama.config import LlamaConfig
 from llamem.llama.inputs import check_room, check_segments, check_tokens, count
+from llamem.llama.lora import Adapters, check_adapters
+from llamem.llama.lora_products import LayerAdapters, adapted_embedding, adapted_head, layers_of
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, gather_weights
 
@@ -48,6 +50,7 @@ class Llama(nnx.Module):
                 f"Llama({config!r}, rngs={rngs!r}, plan={plan!r}): expected a llamem.LlamaConfig, such as "
                 "LlamaConfig.from_name('tiny'), an nnx.Rngs, such as nnx.Rngs(0), and a llamem.Plan."
             )
+        _check_heads(config, plan)
         self.config, self.plan = config, plan
         self.deterministic = False  # the attribute that nnx's train() and eval() set
         V, D = config.vocab_size, config.d_model
@@ -76,6 +79,8 @@ class Llama(nnx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
         *,
         return_hidden: bool = False,
+        adapters: Adapters | None = None,
+        adapter_B: Int[Array, " B"] | None = None,
     ) -> Any:
         """The last layer's output after the final norm, `[B, T, D]`: what the loss multiplies with the head.
 
@@ -83,12 +88,21 @@ class Llama(nnx.Module):
         Positions need not start again with each, since RoPE is relative.
         With `return_hidden=True` also `[L + 1, B, T, D]`, what entered each layer and what left the last, before the
         norm.
+        `adapters` add to what they adapt; `adapter_B` says which of them each sequence uses, and may be left out where
+        there is one. Those of the head are not in here but in `llamem.llama.adapted_head`.
         With a mesh in the plan this is one device's part of it, inside `shard_map`: the parameters are its parts, the
         tokens whole sequences of its part of the batch, and the result is for its `local_positions`.
-        Raises ValueError for sequences beyond `config.max_seq_len`, and for a token id outside the vocabulary where it
-        is known. In a program that is traced it is not: there such an id gives NaN.
+        Raises ValueError for sequences beyond `config.max_seq_len`, for adapters of another model, and for a token id
+        outside the vocabulary or an adapter that is not there, where they are known. In a program that is traced they
+        are not: there such an id gives NaN.
         """
         check_tokens(tokens_BT, self.config.vocab_size)
+        adapter_B = check_adapters(adapters, adapter_B, tokens_BT.shape[0], self.config)
+        if adapters is not None and (self.plan.attention_tiles > 1 or self.plan.mlp_tiles > 1):
+            raise ValueError(
+                f"adapters with Plan(attention_tiles={self.plan.attention_tiles}, mlp_tiles={self.plan.mlp_tiles}): "
+                "what adapters add is not computed in groups of heads or tiles of tokens. Leave both at 1."
+            )
         check_segments(segments_BT, tokens_BT)
         mesh = MeshShape.of(self.plan.mesh)
         mesh.check_inside()
@@ -104,17 +118,20 @@ class Llama(nnx.Module):
         rope = rope_tables(self.config, positions_T)
         graphdef, stacked = nnx.split(self.blocks)
 
-        def layer(params: nnx.State, x_BTD: Array) -> Array:
+        def layer(params: nnx.State, x_BTD: Array, part: Any = None) -> Array:
             # Gathered in here: rematerialised with the layer, and so never whole for more than one layer.
             params = gather_weights(params, mesh, self.config.compute_dtype)
-            return nnx.merge(graphdef, params)(x_BTD, rope, segments_BT, self.plan.attention, mesh)
+            lora = LayerAdapters.of(part, adapter_B, mesh.tensor_axis)
+            tools = {name: getattr(self.plan, name) for name in ("attention_tiles", "mlp_tiles", "offload")}
+            return nnx.merge(graphdef, params)(x_BTD, rope, segments_BT, self.plan.attention, mesh, lora, **tools)
 
         result = apply_stack(
             layer,
             stacked,
-            self._embed(tokens_BT, mesh),
+            adapted_embedding(self._embed(tokens_BT, mesh), tokens_BT, adapters, adapter_B),
+            layers_of(adapters),
             mode=self.plan.mode,
-            remat=None if self.deterministic else self.plan.remat,
+            remat=None if self.deterministic else self.plan.policy,
             return_hidden=return_hidden,
         )
         x_BTD, hidden = result if return_hidden else (result, None)
@@ -122,10 +139,16 @@ class Llama(nnx.Module):
         return (x_BTD, hidden) if return_hidden else x_BTD
 
     def __call__(
-        self, tokens_BT: Int[Array, "B T"], segments_BT: Int[Array, "B T"] | None = None
+        self,
+        tokens_BT: Int[Array, "B T"],
+        segments_BT: Int[Array, "B T"] | None = None,
+        *,
+        adapters: Adapters | None = None,
+        adapter_B: Int[Array, " B"] | None = None,
     ) -> Float[Array, "B T V"]:
         """Logits, f32. For training use `hidden` and a tiled loss: this array is the one the course is about."""
-        return self._logits(self.hidden(tokens_BT, segments_BT))
+        x_BTD = self.hidden(tokens_BT, segments_BT, adapters=adapters, adapter_B=adapter_B)
+        return self._logits(x_BTD, adapters, check_adapters(adapters, adapter_B, tokens_BT.shape[0], self.config))
 
     def empty_cache(self, batch_size: int, max_len: int) -> KVCache:
         """A cache for `batch_size` sequences of up to `max_len` tokens: 2 L B S K h elements of the compute type."""
@@ -136,13 +159,22 @@ class Llama(nnx.Module):
         # Two calls, two buffers: a donated cache may not hold one buffer twice.
         return KVCache(jnp.zeros(shape, c.compute_dtype), jnp.zeros(shape, c.compute_dtype), jnp.zeros((), jnp.int32))
 
-    def decode(self, tokens_BT: Int[Array, "B T"], cache: KVCache) -> tuple[Float[Array, "B V"], KVCache]:
+    def decode(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        cache: KVCache,
+        *,
+        adapters: Adapters | None = None,
+        adapter_B: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B V"], KVCache]:
         """Reads T more tokens after those in the cache: the logits that follow the last one, and the longer cache.
 
         Raises ValueError where `cache.length + T` is known to be beyond the cache's S places. In a program that is
-        traced the length is not known: there the logits are NaN. No training option touches this path.
+        traced the length is not known: there the logits are NaN. No training option touches this path. A cache belongs
+        to the adapters with which it was filled: see `hidden`.
         """
         check_tokens(tokens_BT, self.config.vocab_size)
+        adapter_B = check_adapters(adapters, adapter_B, tokens_BT.shape[0], self.config)
         T = tokens_BT.shape[1]
         places = self._check_cache(cache, tokens_BT.shape[0])
         check_room(cache.length, T, places)
@@ -150,21 +182,26 @@ class Llama(nnx.Module):
         rope = rope_tables(self.config, positions_T)
         graphdef, stacked = nnx.split(self.blocks)
 
-        def layer(params: nnx.State, carry: tuple[Array, Array, Array], i: Array) -> tuple[Array, Array, Array]:
+        def layer(
+            params: nnx.State, carry: tuple[Array, Array, Array], per_layer: tuple[Array, Any]
+        ) -> tuple[Array, Array, Array]:
             block = nnx.merge(graphdef, params)
+            i, part = per_layer
+            lora = LayerAdapters.of(part, adapter_B)
             x_BTD, k_LBSKh, v_LBSKh = carry
-            q_BTHh, k_BTKh, v_BTKh = block.qkv(x_BTD, rope)
+            q_BTHh, k_BTKh, v_BTKh = block.qkv(x_BTD, rope, lora=lora)
             # The cache rides in the carry and is written before it is read: XLA then updates it in place.
             start = (i, 0, cache.length, 0, 0)
             k_LBSKh = jax.lax.dynamic_update_slice(k_LBSKh, k_BTKh[None], start)
             v_LBSKh = jax.lax.dynamic_update_slice(v_LBSKh, v_BTKh[None], start)
             attn_BTHh = causal_attention(q_BTHh, k_LBSKh[i], v_LBSKh[i], q_positions=positions_T)
-            return block.finish(x_BTD, attn_BTHh), k_LBSKh, v_LBSKh
+            return block.finish(x_BTD, attn_BTHh, lora=lora), k_LBSKh, v_LBSKh
 
-        start = (self._embed(tokens_BT), cache.k_LBSKh, cache.v_LBSKh)
-        x_BTD, k_LBSKh, v_LBSKh = apply_stack(layer, stacked, start, jnp.arange(self.config.n_layers))
+        x_BTD = adapted_embedding(self._embed(tokens_BT), tokens_BT, adapters, adapter_B)
+        per_layer = jnp.arange(self.config.n_layers), layers_of(adapters)
+        x_BTD, k_LBSKh, v_LBSKh = apply_stack(layer, stacked, (x_BTD, cache.k_LBSKh, cache.v_LBSKh), per_layer)
         x_BTD = rms_norm(x_BTD[:, -1:], self.norm[...], self.config.norm_eps)
-        logits_BV = jnp.where(cache.length + T <= places, self._logits(x_BTD)[:, 0], jnp.nan)
+        logits_BV = jnp.where(cache.length + T <= places, self._logits(x_BTD, adapters, adapter_B)[:, 0], jnp.nan)
         return logits_BV, KVCache(k_LBSKh, v_LBSKh, cache.length + T)
 
     def _embed(self, tokens_BT: Array, mesh: MeshShape = MeshShape()) -> Array:
@@ -172,9 +209,14 @@ class Llama(nnx.Module):
         table_VD = self.embedding[...].astype(self.config.compute_dtype)
         return look_up(table_VD, ids_BT, mesh.over("d_model"), mesh.tensor_axis)
 
-    def _logits(self, x_BTD: Array) -> Array:
+    def _logits(self, x_BTD: Array, adapters: Adapters | None, adapter_B: Array | None) -> Array:
         head_VD = self.head.astype(self.config.compute_dtype)
-        return jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, preferred_element_type=jnp.float32)
+        logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, preferred_element_type=jnp.float32)
+        x_BTW, (_, *added) = adapted_head(x_BTD, head_VD, adapters, adapter_B)
+        for b_VR in added:
+            z_BTR = x_BTW[..., x_BTD.shape[-1] :]
+            logits_BTV += jnp.einsum("BTR,VR->BTV", z_BTR, b_VR, preferred_element_type=jnp.float32)
+        return logits_BTV
 
     def _check_cache(self, cache: KVCache, batch_size: int) -> int:
         """The cache's places; ValueError where it belongs to another model or batch."""
@@ -198,3 +240,17 @@ class Llama(nnx.Module):
                 "was not set up for such positions. Shorten the sequence, or "
                 "config.replace(max_seq_len=..., rope_scaling=...)."
             )
+
+
+def _check_heads(config: LlamaConfig, plan: Plan) -> None:
+    tensor = MeshShape.of(plan.mesh).tensor
+    heads = config.n_kv_heads // tensor
+    if heads % plan.attention_tiles:
+        each = f"{config.n_kv_heads} key/value heads" + (
+            f", {heads} on each of tensor={tensor} devices" if tensor > 1 else ""
+        )
+        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ValueError(
+            f"Plan(attention_tiles={plan.attention_tiles}) of a model with {each}: groups of heads are equal, and keep "
+            f"the queries of a key/value head together. Choose {divisors}."
+        )

@@ -5,11 +5,15 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from llamem.layers.attention import Implementation
-from llamem.layers.remat import Policy, check_policy
+from llamem.layers.remat import Policy, check_policy, offloading_too
 from llamem.layers.stack import Mode
 from llamem.llama.sharding import MeshShape
 
 LossAxis = Literal["auto", "tokens", "vocab"]
+Moments = Literal["device", "host"]
+# Names that are given inside a tile, whose forward pass is always computed again: no policy could keep them.
+_IN_ATTENTION_TILES = frozenset(("q", "k", "v", "attn"))
+_IN_MLP_TILES = frozenset(("gate", "up", "router", "mlp_out"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +27,21 @@ class Plan:
     `{"data": 2, "fsdp": 2, "tensor": 2, "context": 1}`, kept as a `llamem.llama.MeshShape`, which says what each means;
     with "tensor" the vocabulary is split, and tiles cut what is left of it.
 
-    Raises, when it is made: ValueError for an unknown word or a count below 1, TypeError for a policy that is neither
-    a name nor a `llamem.Policy`.
+    Tools for long contexts and little memory, each off by default:
+
+    `attention_tiles`: into how many groups of heads attention is cut, a divisor of the key/value heads. Projections,
+    attention and its backward pass are computed for one group after the other, so that the queries, keys, values and
+    logsumexps of one group are alive at a time. Costs one more forward pass of attention, unless "attn_out" is kept.
+    `mlp_tiles`: into how many tiles of tokens the feed-forward is cut; gate and up of one tile are alive at a time.
+    Sums over tiles are f32. Neither costs bits, and what is named inside a tile no policy can keep.
+    `offload`: activations by name (`llamem.llama.ACTIVATIONS`), such as `("block_in",)`, that wait in the host's memory
+    between forward and backward pass, beside what `remat` keeps on the device and recomputes. `remat` must then be a
+    policy over names that does not save the same.
+    `moments`: where the optimizer's moments are between steps. On the "host" each layer's are fetched when it is
+    updated, and go back; the norms', which are small, stay on the device.
+
+    Raises, when it is made: ValueError for an unknown word, a count below 1 or tools that exclude each other, TypeError
+    for a policy that is neither a name nor a `llamem.Policy`.
     """
 
     mode: Mode = "scan"
@@ -33,6 +50,10 @@ class Plan:
     loss_tiles: int | Literal["auto"] | None = "auto"
     loss_axis: LossAxis = "auto"
     mesh: MeshShape | Mapping[str, int] = MeshShape()
+    attention_tiles: int = 1
+    mlp_tiles: int = 1
+    offload: tuple[str, ...] = ()
+    moments: Moments = "device"
 
     def __post_init__(self):
         names_ok = isinstance(self.mesh, Mapping) and all(isinstance(name, str) for name in self.mesh)
@@ -68,9 +89,46 @@ class Plan:
                 "them. Choose 'auto', 'tiled' or 'xla'."
             )
 
+        _check_word("moments", self.moments, get_args(Moments))
+        object.__setattr__(self, "offload", _names(self.offload))
+        self._check_tiles("attention_tiles", _IN_ATTENTION_TILES)
+        self._check_tiles("mlp_tiles", _IN_MLP_TILES)
+        if self.moments == "host" and mesh.devices > 1:
+            raise ValueError(
+                f"Plan(moments='host', mesh={mesh.axes}): moments on the host are computed on one device. Give the "
+                "mesh an 'fsdp' axis instead: it shares the moments out among its devices."
+            )
+
+    def _check_tiles(self, field: str, inside: frozenset[str]) -> None:
+        tiles = getattr(self, field)
+        if not isinstance(tiles, int) or isinstance(tiles, bool) or tiles < 1:
+            raise ValueError(f"Plan({field}={tiles!r}): expected a whole number of at least 1.")
+        policy = check_policy(self.policy)
+        if tiles > 1 and isinstance(policy, Policy) and (lost := sorted(inside.intersection(policy.names))):
+            raise ValueError(
+                f"Plan({field}={tiles}): the policy mentions {lost}, which are computed tile by tile and again in the "
+                f"backward pass, so that they cannot be kept. Leave them out, or {field}=1."
+            )
+
+    @property
+    def policy(self) -> str | Policy | None:
+        """What is kept for the backward pass, and where: `remat`, with what `offload` adds to it."""
+        return offloading_too(self.remat, self.offload)
+
+    @property
+    def saves_memory(self) -> bool:
+        """Whether any tool for long contexts is on, so that memory is worth more than the compiler's freedom."""
+        return self.attention_tiles > 1 or self.mlp_tiles > 1 or bool(self.offload) or self.moments == "host"
+
     def replace(self, **changes: Any) -> "Plan":
         """A copy with some fields changed, checked again. Raises TypeError for a field that does not exist."""
         return dataclasses.replace(self, **changes)
+
+
+def _names(offload: Any) -> tuple[str, ...]:
+    if not isinstance(offload, (tuple, list)) or not all(isinstance(name, str) for name in offload):
+        raise TypeError(f"Plan(offload={offload!r}): expected a tuple of names, such as offload=('block_in',).")
+    return tuple(offload)
 
 
 def _check_word(name: str, value: Any, known: tuple[str, ...]) -> None:

@@ -42,13 +42,13 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """
     if (folder / INDEX).is_file():
         weight_map = _weight_map(folder / INDEX)
-        files = {name: _header(folder / name) for name in sorted(set(weight_map.values()))}
+        files = {name: tensors_in(folder / name) for name in sorted(set(weight_map.values()))}
         lost = [tensor for tensor, name in weight_map.items() if tensor not in files[name]]
         if lost:
             raise ValueError(f"{folder / INDEX} promises {few(lost)}, which are not in the files that it names.")
         return {tensor: files[name][tensor] for tensor, name in weight_map.items()}
     if (folder / WEIGHTS).is_file():
-        return _header(folder / WEIGHTS)
+        return tensors_in(folder / WEIGHTS)
     raise FileNotFoundError(
         f"{folder} has neither {WEIGHTS} nor {INDEX}. Pickled weights (.bin, .pt) can run any code and are not read: "
         "let transformers write the model again, with save_pretrained."
@@ -74,9 +74,10 @@ def _text(name: Any) -> str:
     return name if isinstance(name, str) else repr(name)
 
 
-def _header(file: Path) -> dict[str, Stored]:
+def tensors_in(file: Path) -> dict[str, Stored]:
+    """Every tensor of one file by name, with the errors of `stored_tensors`."""
     if not file.is_file():
-        raise FileNotFoundError(f"{file} is missing: the index names it. Download it again.")
+        raise FileNotFoundError(f"{file} is missing. Download it again.")
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

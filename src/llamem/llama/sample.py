@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from llamem.llama.inputs import check_key, check_tokens, count, finite
+from llamem.llama.lora import Adapters, check_adapters
 from llamem.llama.model import Llama
 
 
@@ -19,11 +20,14 @@ def generate(
     temperature: float = 1.0,
     top_p: float = 1.0,
     key: Array | None = None,
+    adapters: Adapters | None = None,
+    adapter_B: Int[Array, " B"] | None = None,
 ) -> Int[Array, "B M"]:
     """The prompt's continuation, `[B, max_new_tokens]`.
 
     `temperature=0` takes the likeliest token; above 0 tokens are drawn with `key` from `softmax(logits / temperature)`,
-    of which `top_p` keeps the likeliest that together reach that probability (Holtzman et al. 2020). Raises ValueError
+    of which `top_p` keeps the likeliest that together reach that probability (Holtzman et al. 2020). Each sequence uses
+    its own of the `adapters`, which `adapter_B` names; one adapter alone serves all. Raises ValueError
     for a prompt without tokens or with ids outside the vocabulary, a temperature below 0, a top_p outside (0, 1],
     drawing without a key, and for more tokens than `config.max_seq_len` in all; TypeError for what is no key.
     """
@@ -38,21 +42,23 @@ def generate(
         raise ValueError("drawing at a temperature above 0 needs a key: pass key=jax.random.key(0), or temperature=0.")
     if key is not None:
         check_key(key)
+    adapter_B = check_adapters(adapters, adapter_B, prompt_BT.shape[0], model.config)
     cache = model.empty_cache(prompt_BT.shape[0], prompt_BT.shape[1] + max_new_tokens)
     graphdef, state = nnx.split(model)
     key = jax.random.key(0) if key is None else key  # unused at temperature 0, where nothing is drawn
-    return _generate(graphdef, state, prompt_BT, cache, key, max_new_tokens, temperature, top_p)
+    lora = {"adapters": adapters, "adapter_B": adapter_B}
+    return _generate(graphdef, state, prompt_BT, cache, key, max_new_tokens, temperature, top_p, lora)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 5, 6, 7))
-def _generate(graphdef, state, prompt_BT, cache, key, max_new_tokens, temperature, top_p):
+def _generate(graphdef, state, prompt_BT, cache, key, max_new_tokens, temperature, top_p, lora):
     model = nnx.merge(graphdef, state)
-    logits_BV, cache = model.decode(prompt_BT, cache)
+    logits_BV, cache = model.decode(prompt_BT, cache, **lora)
 
     def one(carry, key):
         logits_BV, cache = carry
         token_B = pick_token(logits_BV, key, temperature, top_p)
-        return model.decode(token_B[:, None], cache), token_B
+        return model.decode(token_B[:, None], cache, **lora), token_B
 
     keys = jax.random.split(key, max_new_tokens)
     # The last token needs no further reading: its logits would be thrown away.

@@ -148,7 +148,9 @@ def batch(hidden: Any, targets: Any, weights: Any) -> Batch:
 def head(value: Any, bias: Any, hidden: Array, axis: str) -> Head:
     """A matrix with its bias, or a callable, that makes logits of these hidden states."""
     if hasattr(value, "shape"):  # before anything else: a flax Variable is callable too
-        return _matrix(value, bias, hidden)
+        return _matrices([value], bias, hidden)
+    if isinstance(value, (tuple, list)) and value:
+        return _matrices(list(value), bias, hidden)
     if bias is not None:
         raise ValueError("A callable head adds its own bias: leave bias=None.")
     if axis == "vocab":
@@ -156,19 +158,27 @@ def head(value: Any, bias: Any, hidden: Array, axis: str) -> Head:
     return _callable(value, hidden)
 
 
-def _matrix(value: Any, bias: Any, hidden: Array) -> Head:
+def _matrices(values: list, bias: Any, hidden: Array) -> Head:
     d_model = hidden.shape[-1]
-    matrix = floats("head", value, "[V, D]")
-    if matrix.ndim != 2 or matrix.shape[1] != d_model:
+    leaves = [floats("head", value, "[V, D]") for value in values]
+    matrix = leaves[0]
+    if len(leaves) > 1:
+        shapes = [leaf.shape for leaf in leaves]
+        two_axes = all(len(shape) == 2 for shape in shapes)
+        if not two_axes or len({shape[0] for shape in shapes}) > 1 or sum(shape[1] for shape in shapes) != d_model:
+            raise ValueError(
+                f"a head of several matrices must be [V, D_1], [V, D_2] .. with D_1 + D_2 + .. = {d_model}, hidden's "
+                f"last axis; got {shapes}."
+            )
+    elif matrix.ndim != 2 or matrix.shape[1] != d_model:
         hint = " Pass its transpose." if matrix.ndim == 2 and matrix.shape[0] == d_model else ""
         raise ValueError(f"head must be [V, D] with D = {d_model}, got {matrix.shape}.{hint}")
     if matrix.shape[0] == 0:
         raise ValueError(f"head must be [V, D] with V of at least 1, got {matrix.shape}: a vocabulary without ids.")
-    leaves = [matrix]
     if bias is not None:
         leaves.append(floats("bias", bias, "[V]"))
-        if leaves[1].shape != matrix.shape[:1]:
-            raise ValueError(f"bias must be [V] = [{len(matrix)}], got {leaves[1].shape}.")
+        if leaves[-1].shape != matrix.shape[:1]:
+            raise ValueError(f"bias must be [V] = [{len(matrix)}], got {leaves[-1].shape}.")
     try:
         jnp.result_type(hidden, *leaves)
     except TypeError:

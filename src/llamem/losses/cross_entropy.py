@@ -19,7 +19,7 @@ from llamem.losses.one_tile import STATISTICS, Softmax, Tiles, quiet, wide
 
 __all__ = ["tiled_cross_entropy", "tiled_logprobs"]
 
-Head = Float[Array, "V D"] | Callable[[Array], Array]
+Head = Float[Array, "V D"] | tuple[Float[Array, "V _"], ...] | Callable[[Array], Array]
 Scalar = Float[Array, ""] | float
 
 
@@ -108,7 +108,8 @@ def tiled_cross_entropy(
 
     Args:
         hidden: `[..., D]`, of the last layer.
-        head: `[V, D]`, tied to the embedding or not; or a callable pytree from `[tokens, D]` to `[tokens, V]` that
+        head: `[V, D]`, tied to the embedding or not; or a tuple of matrices `[V, D_i]` that side by side are one, of
+            which the frozen ones cost no gradient; or a callable pytree from `[tokens, D]` to `[tokens, V]` that
             carries its own parameters, such as `jax.tree_util.Partial(fn, *params)` (tiles of tokens only).
         targets: `[...]`, ids below V, or `ignore_index`, in any integer type. Any other id makes the loss NaN,
             which `jax.debug_nans` and checkify's `nan_checks` turn into an error.

@@ -4,11 +4,14 @@ The passes that go over all tiles are in `token_tiles.py` and `vocab_tiles.py`.
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -33,7 +36,7 @@ class Softmax:
     softcap: float | None = None
     scale: float = 1.0
     with_stats: bool = False
-    callable_head: CallableHead | None = None  # None: the head's leaves are a matrix [V, D] and, maybe, a bias [V]
+    callable_head: CallableHead | None = None  # None: the head's leaves are matrices [V, D_i] and, maybe, a bias [V]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,14 +120,34 @@ def wide(*arrays: Any) -> Any:
     return jnp.result_type(jnp.float32, *(a.dtype for a in arrays if jnp.issubdtype(a.dtype, jnp.floating)))
 
 
+def matrices_of(head: list) -> list:
+    """The head's matrices `[V, D_i]`, which side by side are one `[V, D]`; what follows them is the bias."""
+    return [leaf for leaf in head if leaf.ndim == 2]
+
+
+def columns_met(x_TD: Array, matrices: list) -> list:
+    """Hidden cut into the columns `[T, D_i]` that meet each of the head's matrices."""
+    if len(matrices) == 1:
+        return [x_TD]
+    ends = np.cumsum([matrix.shape[1] for matrix in matrices])
+    return jnp.split(x_TD, ends[:-1].tolist(), axis=1)
+
+
+def side_by_side(parts: list) -> Array:
+    """Arrays `[T, D_i]` as one `[T, D]`."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
 def project(softmax: Softmax, x_TD: Array, head: list) -> Array:
     """The raw product `[T, V]`, float32."""
     if softmax.callable_head is not None:
         raw_TV = softmax.callable_head(head, x_TD)
         return raw_TV.astype(wide(raw_TV))
-    head_VD, *bias = head
+    matrices = matrices_of(head)
+    bias = head[len(matrices) :]
     with jax.named_scope("logits"):  # by this name a timeline knows them
-        raw_TV = matmul(x_TD, head_VD, (1, 1))
+        products = map(functools.partial(matmul, contract=(1, 1)), columns_met(x_TD, matrices), matrices)
+        raw_TV = functools.reduce(operator.add, products)
     return raw_TV + bias[0] if bias else raw_TV
 
 
@@ -133,7 +156,7 @@ def project_with_pullback(
 ) -> tuple[Array, Callable[[Array, Array], Gradients]]:
     """The raw product `[T, V]`, and the function from its gradient and the rows' weights to the `wanted` gradients."""
     if softmax.callable_head is None:
-        return project(softmax, x_TD, head), lambda d_TV, w_T: matrix_gradients(x_TD, head[0], d_TV, w_T, wanted)
+        return project(softmax, x_TD, head), lambda d_TV, w_T: matrix_gradients(x_TD, head, d_TV, w_T, wanted)
     places = [i for i, is_wanted in enumerate(wanted.head) if is_wanted]
 
     def call(x_TD: Array, chosen: list) -> Array:
@@ -155,15 +178,20 @@ def project_with_pullback(
     return raw_TV.astype(wide(raw_TV)), pull_back
 
 
-def matrix_gradients(x_TD: Array, head_VD: Array, d_TV: Array, w_T: Array, wanted: Wanted) -> Gradients:
-    """The `wanted` gradients of hidden, matrix and bias, from that of the raw product: float32, one product each."""
-    narrow = jnp.result_type(x_TD, head_VD)
+def matrix_gradients(x_TD: Array, head: list, d_TV: Array, w_T: Array, wanted: Wanted) -> Gradients:
+    """The `wanted` gradients of hidden, matrices and bias, from that of the raw product: float32, one product each."""
+    matrices = matrices_of(head)
+    narrow = jnp.result_type(x_TD, *matrices)
     scale = _power_of_two(w_T, narrow)
     narrow_TV = (d_TV * scale).astype(narrow)
-    dx_TD = matmul(narrow_TV, head_VD, (1, 0)) / scale if wanted.x else None
-    matrix_wanted, *bias_wanted = wanted.head
-    d_head: list = [matmul(narrow_TV, quiet(x_TD, w_T), (0, 0)) / scale if matrix_wanted else None]
-    d_head += [jnp.sum(d_TV, 0) if is_wanted else None for is_wanted in bias_wanted]
+    dx_TD = None
+    if wanted.x:
+        dx_TD = side_by_side([matmul(narrow_TV, matrix, (1, 0)) for matrix in matrices]) / scale
+    d_head: list = [
+        matmul(narrow_TV, quiet(part_TD, w_T), (0, 0)) / scale if is_wanted else None
+        for part_TD, is_wanted in zip(columns_met(x_TD, matrices), wanted.head, strict=False)
+    ]
+    d_head += [jnp.sum(d_TV, 0) if is_wanted else None for is_wanted in wanted.head[len(matrices) :]]
     return Gradients(dx_TD, d_head)
 
 

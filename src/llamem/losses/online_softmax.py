@@ -12,7 +12,19 @@ from jax import lax
 from jaxtyping import Array
 
 from llamem.layers.tiling import fold_tiles
-from llamem.losses.one_tile import Operands, Softmax, Tiles, logits, matmul, project, row_losses, slope, wide
+from llamem.losses.one_tile import (
+    Operands,
+    Softmax,
+    Tiles,
+    logits,
+    matmul,
+    matrices_of,
+    project,
+    row_losses,
+    side_by_side,
+    slope,
+    wide,
+)
 
 
 class Partition(NamedTuple):
@@ -86,7 +98,7 @@ def softmax_over_tiles(
         max_N = jnp.maximum(old.max_N, top_N)
         finite_N = jnp.where(jnp.isneginf(max_N), 0, max_N)  # -inf before the first id that a bias leaves in
         exp_NU, shrink_N = jnp.exp(z_NU - finite_N[:, None]), jnp.exp(old.max_N - finite_N)
-        seen = Seen(ids_U, leaves[0], z_NU, exp_NU, shrink_N, top_N > old.max_N)
+        seen = Seen(ids_U, side_by_side(matrices_of(leaves)), z_NU, exp_NU, shrink_N, top_N > old.max_N)
         states = {name: add_on.step(states[name], seen) for name, add_on in add_ons.items()}
         return (Partition(max_N, old.sum_N * shrink_N + jnp.sum(exp_NU, -1)), states), ()
 

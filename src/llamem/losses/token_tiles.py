@@ -123,7 +123,7 @@ def _in_columns(
         leaves, ids_U = tile
         z_TU = kept_tile(found["kept"], ids_U)
         d_TU = tile_gradient(softmax, tiles, operands, partition, w_T, z_TU, ids_U)
-        part = matrix_gradients(x_TD, leaves[0], d_TU, w_T, wanted)
+        part = matrix_gradients(x_TD, leaves, d_TU, w_T, wanted)
         grown = [None if s is None else _add_rows(s, d, ids_U[0]) for s, d in zip(head_sums, part.head, strict=True)]
         return (dx_TD + part.x if wanted.x else None, grown), ()
 

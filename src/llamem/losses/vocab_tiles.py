@@ -12,9 +12,11 @@ from llamem.losses.one_tile import (
     Tiles,
     Wanted,
     logits,
+    matrices_of,
     matrix_gradients,
     project,
     raw_gradient,
+    side_by_side,
     slope,
     wide,
 )
@@ -48,7 +50,8 @@ def vocab_frozen(softmax: Softmax, tiles: Tiles, operands: Operands) -> tuple[di
     rows_N = targets_N - tiles.first_id(head)
     here_N = (rows_N >= 0) & (rows_N < head[0].shape[0])
     label_N = jnp.where(here_N, label_N, 0)
-    label_ND = label_N[:, None] * head[0][jnp.where(here_N, rows_N, 0)]
+    own_N = jnp.where(here_N, rows_N, 0)
+    label_ND = label_N[:, None] * side_by_side([matrix[own_N] for matrix in matrices_of(head)])
     dx_ND = found["attended"] * (1 + 2 * softmax.z_loss * lse_N)[:, None] - label_ND
     if eps:
         dx_ND -= (eps / vocab) * found["head_sum"]
@@ -78,7 +81,7 @@ def vocab_gradients(
         leaves, ids_U = tile
         z_NU = logits(softmax, project(softmax, x_ND, leaves))
         d_NU = tile_gradient(softmax, tiles, operands, partition, w_N, z_NU, ids_U)
-        part = matrix_gradients(x_ND, leaves[0], d_NU, w_N, wanted)
+        part = matrix_gradients(x_ND, leaves, d_NU, w_N, wanted)
         rows = [d if d is None else d.astype(leaf.dtype) for d, leaf in zip(part.head, head, strict=True)]
         return dx_ND + part.x if wanted.x else None, rows
 

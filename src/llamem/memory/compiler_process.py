@@ -31,8 +31,14 @@ def main(folder: Path) -> None:
         everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         shardings["in_shardings"] = tuple(s or everywhere for s in exported.in_shardings_jax(mesh))
     else:
-        one = jax.sharding.SingleDeviceSharding(topology.devices[0])
-        shardings |= {"in_shardings": one, "out_shardings": one}
+        one, host = (
+            jax.sharding.SingleDeviceSharding(topology.devices[0], memory_kind=m) for m in (None, "pinned_host")
+        )
+        hosted = request["hosted"]
+        shardings["in_shardings"] = tuple(
+            host if i in hosted["arguments"] else one for i in range(len(exported.in_avals))
+        )
+        shardings["out_shardings"] = [host if i in hosted["results"] else one for i in range(len(exported.out_avals))]
     jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]), keep_unused=True, **shardings)
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
     dump = folder / "dump"

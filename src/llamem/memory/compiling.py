@@ -28,7 +28,7 @@ from llamem.memory.hlo_counts import describe
 from llamem.memory.jaxprs import callbacks_in, matmul_flops, moved_to_host
 from llamem.memory.report import Buffer, Collective, Depth, Report
 from llamem.memory.report_cache import cached
-from llamem.memory.shapes import is_key, key_implementation, shape_of
+from llamem.memory.shapes import is_key, key_implementation, on_host, shape_of
 from llamem.memory.targets import Target, target
 from llamem.memory.timeline import Timeline
 from llamem.memory.timeline_schedule import schedule_or_reason
@@ -47,8 +47,10 @@ def compile_report(
     """Compiles `fn(*args)` for a chip, here or absent, and reports its memory. Nothing is computed.
 
     `args`: pytrees of arrays or `jax.ShapeDtypeStruct`; only shapes and types matter, and for several chips shardings
-    over `llamem.target(name).mesh(...)`; what has none lies on every chip whole. `donate`: which of them the
-    program may overwrite, as in `jax.jit(donate_argnums=)`. `target`: see `llamem.target`. Reports for absent chips are
+    over `llamem.target(name).mesh(...)`; what has none lies on every chip whole. For one chip, arguments
+    whose sharding has the `memory_kind="pinned_host"` lie in the host's memory, and so do results that `fn` puts there;
+    of shapes `fn` has to say it again, `jax.device_put(x, jax.memory.Space.Host)`. `donate`: which of them the program
+    may overwrite, as in `jax.jit(donate_argnums=)`. `target`: see `llamem.target`. Reports for absent chips are
     cached on disk by program, compiler and chip, under `$LLAMEM_CACHE` or `~/.cache/llamem`.
 
     `depth`: how far an absent chip's compiler goes. With "memory" it is ended when it has assigned every buffer, in
@@ -68,6 +70,7 @@ def compile_report(
     keys = [key_implementation(leaf) if is_key(leaf.dtype) else None for leaf in given]
     leaves = [_placed(shape, leaf, place, chip) for shape, place, (_, leaf) in zip(given, places, paths, strict=True)]
     mesh = _mesh(leaves, chip)
+    hosted = tuple(i for i, (_, leaf) in enumerate(paths) if _waits_on_host(leaf))
 
     def flat(*leaves: Any) -> list[Any]:
         # Compilers know no keys, only the numbers they are made of.
@@ -82,8 +85,9 @@ def compile_report(
     if chip.absent:
         _refuse_callbacks(jaxpr.jaxpr, chip)
         program, axes = export_for(chip, jitted, leaves, mesh), dict(mesh.shape) if mesh else None
-        compiling = partial(compile_absent, chip, bytes(program.serialize()), donated, axes, depth)
-        options = (_versions(chip), chip, donated, axes, depth)
+        hosts = {"arguments": hosted, "results": [i for i, out in enumerate(jaxpr.out_avals) if on_host(out)]}
+        compiling = partial(compile_absent, chip, bytes(program.serialize()), donated, axes, depth, hosts)
+        options = (_versions(chip), chip, donated, axes, depth, hosts)
         answer = cached(f"{options} {_without_lines(program)}", compiling) if cache else compiling()
     else:
         start, depth = time.perf_counter(), "code"
@@ -93,7 +97,7 @@ def compile_report(
                 compiled = jitted.lower(*leaves).compile(compiler_options=options)
             answer = _described(compiled, time.perf_counter() - start)
             answer |= schedule_or_reason(Path(dump), chip.platform)
-    report = _report(chip, depth, answer, jaxpr, leaves, donated)
+    report = _report(chip, depth, answer, jaxpr, leaves, donated, hosted)
     if "schedule" not in answer:
         return dataclasses.replace(report, no_timeline=answer["no_schedule"])
     names = argument_names(fn, args)
@@ -106,7 +110,7 @@ _target = target  # the function, where a parameter has its name
 
 def report_compiled(compiled: jax.stages.Compiled, traced: jex_core.ClosedJaxpr) -> Report:
     """The report of a program that was compiled for the devices at hand, `traced` being what was traced of it."""
-    return _report(_target("local"), "code", _described(compiled, 0.0), traced, [], ())
+    return _report(_target("local"), "code", _described(compiled, 0.0), traced, [], (), ())
 
 
 @contextlib.contextmanager
@@ -148,20 +152,29 @@ def _placed(shape: jax.ShapeDtypeStruct, leaf: Any, where: str, chip: Target) ->
     """The shape with the sharding that its leaf names, if any, on the chips of the target; a key as its numbers."""
     sharding = getattr(leaf, "sharding", None)
     kind = getattr(sharding, "memory_kind", None)
-    counted = isinstance(sharding, jax.sharding.NamedSharding) and not chip.absent
+    hosted = _waits_on_host(leaf)
     # What arrays have here without being asked may be called the host's memory: a CPU has no other.
-    if kind not in (None, "device", jax.devices()[0].default_memory().kind) and not counted:
+    known = hosted and chip.devices == 1
+    if kind not in (None, "device", jax.devices()[0].default_memory().kind) and not known:
         raise ValueError(
-            f"{where} is in the memory {kind!r}: arguments there are counted for target='local' alone, with a "
-            f"jax.sharding.NamedSharding. Leave the memory_kind out: its bytes then count as those of {chip.name}."
+            f"{where} is in the memory {kind!r}: arguments there are counted for one chip, in 'pinned_host'. Leave the "
+            f"memory_kind out: its bytes then count as those of {chip.name}."
         )
-    if not isinstance(sharding, jax.sharding.NamedSharding):
+    if hosted:
+        sharding = None if chip.absent else sharding  # an absent chip's compiler knows it by the argument's number
+    elif not isinstance(sharding, jax.sharding.NamedSharding):
         sharding = None
     elif chip.absent:  # the same axes, of the absent chips
         sharding = jax.sharding.NamedSharding(chip.mesh(**sharding.mesh.shape), sharding.spec)
     if is_key(shape.dtype):
         shape = jax.eval_shape(jax.random.key_data, shape)
     return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding, weak_type=shape.weak_type)
+
+
+def _waits_on_host(leaf: Any) -> bool:
+    """Whether an argument is in the host's memory and no device's own: a CPU's default memory may be called so."""
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    return kind == "pinned_host" and kind != jax.devices()[0].default_memory().kind
 
 
 def argument_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
@@ -211,6 +224,7 @@ def _report(
     jaxpr: Any,
     leaves: list[jax.ShapeDtypeStruct],
     donated: tuple[int, ...],
+    hosted: tuple[int, ...],
 ) -> Report:
     def size(shapes: Iterable[Any]) -> int:
         return sum(math.prod(_shard(s)) * s.dtype.itemsize for s in shapes)
@@ -220,8 +234,9 @@ def _report(
         peak = needed_bytes(answer["error"])
         if peak is None:
             raise RuntimeError(f"the compiler for {chip.name} refused the program: {answer['error'][:1500]}")
-        arguments, outputs = size(leaves), size(jaxpr.out_avals)
-        alias = size(leaves[i] for i in donated)
+        arguments = size(leaf for i, leaf in enumerate(leaves) if i not in hosted)
+        outputs = size(out for out in jaxpr.out_avals if not on_host(out))
+        alias = size(leaves[i] for i in donated if i not in hosted)
         temp = max(peak - arguments - outputs + alias, 0)
         return Report(
             chip, arguments, outputs, alias, temp, peak, 0, flops, answer["compile_seconds"], depth=depth, refused=True
@@ -256,6 +271,7 @@ def _report(
         depth=depth,
         matmul_flops=flops,
         compiled_matmul_flops=answer["compiled_matmul_flops"],
+        xla_peak_bytes=answer.get("xla_peak_bytes"),
         collectives=tuple(Collective(**row) for row in answer["collectives"] or ()),
         buffers=tuple(Buffer(**row) for row in answer["buffers"]),
         warnings=tuple(warnings),

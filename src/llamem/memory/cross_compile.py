@@ -48,25 +48,33 @@ def export_for(
 ) -> jax.export.Exported:
     """`jitted(*leaves)`, traced and lowered for the target's platform."""
     with traced_for(target, mesh):
-        exported = jax.export.export(jitted, platforms=(target.platform,))(*leaves)
+        # Not for keeping, but for a child process with the same JAX: what may change in a year may be exported.
+        allowed = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+        exported = jax.export.export(jitted, platforms=(target.platform,), disabled_checks=allowed)(*leaves)
     # A `checkify.debug_check` that is switched off leaves an effect behind, without a serialised form or a meaning.
     return dataclasses.replace(exported, ordered_effects=(), unordered_effects=())
 
 
 def compile_absent(
-    target: Target, program: bytes, donated: Sequence[int], axes: Mapping[str, int] | None, depth: Depth
+    target: Target,
+    program: bytes,
+    donated: Sequence[int],
+    axes: Mapping[str, int] | None,
+    depth: Depth,
+    hosted: Mapping[str, Sequence[int]],
 ) -> dict[str, Any]:
     """What the target's compiler says: the bytes of `read_dump` and `describe`, or `{"error": the compiler's message}`;
     and what `schedule_or_reason` gives.
 
-    `axes` are those of the mesh of several chips. With `depth="memory"` the compiler is ended once it has assigned
+    `axes` are those of the mesh of several chips; `hosted` are the numbers of the "arguments" and "results" that lie in
+    the host's memory. With `depth="memory"` the compiler is ended once it has assigned
     memory. Raises RuntimeError where the compiler died without an answer.
     """
     with tempfile.TemporaryDirectory(prefix="llamem-") as name:
         folder, start = Path(name), time.perf_counter()
         dump, file = folder / "dump", folder / "answer.json"
         (folder / "program").write_bytes(program)
-        request = {"topology": _topology(target), "donated": list(donated), "axes": axes}
+        request = {"topology": _topology(target), "donated": list(donated), "axes": axes, "hosted": dict(hosted)}
         (folder / "request.json").write_text(json.dumps(request))
         wide = jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
         environment = {**os.environ, **_ENVIRONMENT, "JAX_ENABLE_X64": str(int(wide))}
@@ -85,11 +93,12 @@ def compile_absent(
             finally:
                 child.kill()
         if depth == "memory" and memory_is_assigned(dump):
-            answer = describe("") | read_dump(dump)
+            answer = describe("") | read_dump(dump, target.platform)
         elif file.exists():
             answer = json.loads(file.read_text())
             if "error" not in answer:
-                answer = describe(answer.get("text", "")) | read_dump(dump) | analysed_bytes(SimpleNamespace(**answer))
+                dumped, analysed = read_dump(dump, target.platform), analysed_bytes(SimpleNamespace(**answer))
+                answer = describe(answer.get("text", "")) | dumped | analysed
         else:
             died = f"signal {-child.returncode}" if child.returncode < 0 else f"exit status {child.returncode}"
             raise RuntimeError(

@@ -4,34 +4,35 @@ Memory is assigned long before any code is made, so that this can be read while 
 """
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from llamem.memory.buffer_assignment import ASSIGNMENT, Allocation, Platform, program_stem, read_assignment
 from llamem.memory.hlo_counts import describe
 
-_ASSIGNMENT = "*jit_call*after_optimizations-buffer-assignment.txt"
-_PROGRAM = "*jit_call*after_optimizations.txt"
-# What the compilers for TPUs and for GPUs write next, once the files above are closed. A program that a TPU's compiler
-# refuses as too big never comes so far.
+# What the compilers for TPUs and for GPUs write next, once memory is assigned and the files that say how are closed. A
+# program that a TPU's compiler refuses as too big never comes so far.
 _NEXT = ("*jit_call*after_optimizations_after_buffer_assignment.txt", "*jit_call*.ir-no-opt.ll")
-_HOST = 5  # of the memory spaces: 0 is the device's memory, 1 on-chip memory, 5 the host's
 
 
 def memory_is_assigned(folder: Path) -> bool:
     """Whether the compiler has assigned the program's memory, found that it fits, and written down how, to the end."""
-    return any(any(folder.glob(pattern)) for pattern in _NEXT) and any(folder.glob(_ASSIGNMENT))
+    return any(any(folder.glob(pattern)) for pattern in _NEXT) and any(folder.glob(f"*{ASSIGNMENT}"))
 
 
-def read_dump(folder: Path) -> dict[str, Any]:
+def read_dump(folder: Path, platform: Platform) -> dict[str, Any]:
     """The answer that a dump folder holds, for JSON: bytes of memory, and what `describe` reads in the program's text.
 
     What the compiler did not write down is left out.
     """
     answer: dict[str, Any] = {}
-    if (file := next(folder.glob(_ASSIGNMENT), None)) is not None:
-        answer |= assigned_bytes(file.read_text())
-    if (file := next(folder.glob(_PROGRAM), None)) is not None:
-        answer |= describe(file.read_text())
+    stem = program_stem(folder)
+    if (assignment := Path(stem + ASSIGNMENT)).is_file():
+        allocations, _ = read_assignment(assignment.read_text(), platform)
+        answer |= assigned_bytes(allocations.values())
+    if (program := Path(f"{stem}.txt")).is_file():
+        answer |= describe(program.read_text())
     return answer
 
 
@@ -42,29 +43,25 @@ def needed_bytes(error: str) -> int | None:
     return int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]]) if found else None
 
 
-def assigned_bytes(text: str) -> dict[str, int]:
+def assigned_bytes(allocations: Iterable[Allocation]) -> dict[str, int]:
     """Bytes of arguments, outputs, what both share, temporaries, and all on the host, in a buffer assignment."""
     table = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "host_bytes"), 0)
-    for size, kind in re.findall(r"^allocation \d+: size (\d+), (.*)$", text, re.MULTILINE):
-        n_bytes = int(size)
-        space = re.search(r"\bcolor (\d+)", kind)
-        if space is not None:
-            table["host_bytes"] += n_bytes if int(space[1]) == _HOST else 0
-        elif "parameter " in kind:
-            table["argument_bytes"] += n_bytes
-            if "maybe-live-out" in kind:  # a donated argument, which an output overwrites
-                table["alias_bytes"] += n_bytes
-                table["output_bytes"] += n_bytes
-        elif "maybe-live-out" in kind:
-            table["output_bytes"] += n_bytes
-        elif "preallocated-temp" in kind:
-            table["temp_bytes"] += n_bytes
+    for one in allocations:
+        if one.space == "host":
+            table["host_bytes"] += one.size
+        elif one.space == "device":
+            donated = one.kind == "argument" and one.is_output  # an output overwrites it
+            table["argument_bytes"] += one.size if one.kind == "argument" else 0
+            table["alias_bytes"] += one.size if donated else 0
+            table["output_bytes"] += one.size if donated or one.kind == "output" else 0
+            table["temp_bytes"] += one.size if one.kind == "temporaries" else 0
     return table
 
 
-def analysed_bytes(analysis: Any) -> dict[str, int]:
-    """The same from JAX's `compiled.memory_analysis()`."""
+def analysed_bytes(analysis: Any) -> dict[str, int | None]:
+    """The same from JAX's `compiled.memory_analysis()`, and XLA's own peak, None where it does not say."""
     names = ("argument", "output", "alias", "temp")
     table = {f"{name}_bytes": int(getattr(analysis, f"{name}_size_in_bytes")) for name in names}
     host = {name: int(getattr(analysis, f"host_{name}_size_in_bytes")) for name in names}
-    return table | {"host_bytes": host["argument"] + host["output"] - host["alias"] + host["temp"]}
+    host_bytes = host["argument"] + host["output"] - host["alias"] + host["temp"]
+    return table | {"host_bytes": host_bytes, "xla_peak_bytes": getattr(analysis, "peak_memory_in_bytes", None)}

@@ -13,7 +13,7 @@ from jax.extend import core as jex_core
 
 from llamem.memory.jaxprs import given_name, inner_program, lines_of, same_value_before
 from llamem.memory.shapes import shape_of
-from llamem.memory.show import html_table, line_of_source
+from llamem.memory.show import html_table, line_of_source, size_text
 
 _LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 
@@ -35,7 +35,7 @@ class Residual:
 
     def __str__(self) -> str:
         origin = f"argument {self.argument}" if self.argument else f"{self.operation}  {self.source}"
-        return f"{_size(self.bytes):>10}  {self.dtype}[{','.join(map(str, self.shape))}]  {origin}"
+        return f"{size_text(self.bytes):>10}  {self.dtype}[{','.join(map(str, self.shape))}]  {origin}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Residuals:
         return sum(row.bytes for row in self.rows if row.argument)
 
     def __str__(self) -> str:
-        total = f"{_size(self.bytes):>10}  kept, and {_size(self.argument_bytes)} that are arguments"
+        total = f"{size_text(self.bytes):>10}  kept, and {size_text(self.argument_bytes)} that are arguments"
         return "\n".join([total, *map(str, self.rows)])
 
     def _repr_html_(self) -> str:
-        head = f"<p><b>{_size(self.bytes)}</b> kept, and {_size(self.argument_bytes)} that are arguments</p>"
+        head = f"<p><b>{size_text(self.bytes)}</b> kept, and {size_text(self.argument_bytes)} that are arguments</p>"
         rows = [
-            (_size(row.bytes), f"{row.dtype}{list(row.shape)}", row.argument or row.operation, row.source)
+            (size_text(row.bytes), f"{row.dtype}{list(row.shape)}", row.argument or row.operation, row.source)
             for row in self.rows
         ]
         return head + html_table(("size", "array", "made by", "line"), rows)
@@ -90,11 +90,6 @@ def saved_residuals(fn: Callable[..., Any], *args: Any) -> Residuals:
         else:
             rows[var] = Residual(*array, *_producer(jaxpr, var))
     return Residuals(tuple(sorted(rows.values(), key=lambda row: -row.bytes)))
-
-
-def _size(n_bytes: int) -> str:
-    exponent = min(max(n_bytes, 1).bit_length() - 1, 39) // 10
-    return f"{n_bytes} B" if exponent == 0 else f"{n_bytes / 2 ** (10 * exponent):.2f} {'KMG'[exponent - 1]}iB"
 
 
 def _producer(jaxpr: jex_core.Jaxpr, var: Any) -> tuple[str, str]:

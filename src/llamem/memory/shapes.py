@@ -37,3 +37,8 @@ def key_implementation(key: jax.ShapeDtypeStruct) -> Any:
     found = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)  # it answers for arrays, not for shapes
     return found[0]
+
+
+def on_host(aval: Any) -> bool:
+    """Whether a traced value is said to be in the host's memory."""
+    return "host" in str(getattr(aval, "memory_space", "")).lower()

@@ -19,3 +19,9 @@ def line_of_source(file: str, line: int) -> str:
     """`file.py:12`; `cell:12` for the files under whose numbers Jupyter keeps its cells."""
     name = os.path.basename(file)
     return f"{'cell' if name.removesuffix('.py').isdigit() else name}:{line}"
+
+
+def size_text(n_bytes: int) -> str:
+    """`10.55 GiB`, in the largest unit of which there is one."""
+    exponent = min(max(n_bytes, 1).bit_length() - 1, 39) // 10
+    return f"{n_bytes} B" if exponent == 0 else f"{n_bytes / 2 ** (10 * exponent):.2f} {'KMG'[exponent - 1]}iB"

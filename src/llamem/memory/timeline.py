@@ -3,42 +3,18 @@
 import dataclasses
 import functools
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from llamem._files import write_whole
-from llamem.memory.timeline_schedule import Pass
-
-Category = Literal[
-    "weights",
-    "optimizer",
-    "batch",
-    "gradients",
-    "residuals",
-    "logits",
-    "rematerialised",
-    "workspace",
-    "output",
-    "other",
-]
-Space = Literal["device", "on-chip", "host"]
-CATEGORIES: tuple[Category, ...] = get_args(Category)
-
-# Names of arguments that say what these are: the first of them in an argument's path decides.
-_ARGUMENTS: dict[str, Category] = {
-    "params": "weights",
-    "weights": "weights",
-    "opt_state": "optimizer",
-    "optimizer": "optimizer",
-    "batch": "batch",
-    "tokens": "batch",
-    "inputs": "batch",
-    "targets": "batch",
-}
+from llamem.memory.buffer_assignment import Allocation, Space
+from llamem.memory.show import size_text
+from llamem.memory.timeline_addresses import Addresses
+from llamem.memory.timeline_categories import CATEGORIES, Category, argument_category
+from llamem.memory.timeline_schedule import Pass, Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +55,9 @@ class Loop:
 class Timeline:
     """What lies in memory at each step of a program's schedule, on one chip.
 
-    `buffers` are all arrays of the program. `passes` are (name, first step, the step after its last). `operations` are
-    those of the steps. `capacity_bytes` is what the chip offers, None where unknown. `assigned_bytes` is the device
-    memory that the compiler set aside: the highest point, and the gaps that stay between buffers there.
+    `buffers` are all arrays of the program, `allocations` the pieces of memory that the compiler set aside for them, by
+    number. `passes` are (name, first step, the step after its last). `operations` are those of the steps.
+    `capacity_bytes` is what the chip offers, None where unknown.
 
     Not in it: what libraries take at run time on a CPU, beside the compiler's plan. On a TPU small programs live in
     on-chip memory for much of their time: `curve("on-chip")`.
@@ -89,7 +65,7 @@ class Timeline:
 
     target: str
     capacity_bytes: int | None
-    assigned_bytes: int
+    allocations: Mapping[int, Allocation]
     steps: int
     buffers: tuple[Span, ...]
     loops: tuple[Loop, ...]
@@ -102,38 +78,36 @@ class Timeline:
     ) -> "Timeline":
         """From the table of `read_schedule` and the names of the program's arguments, in their flat order."""
         texts = schedule["texts"]
+        allocations = {number: Allocation(*parts) for number, *parts in schedule["allocations"]}
 
-        def buffer(row: Sequence[Any]) -> Span:
-            allocation, offset, size, space, first, last, name, shape, category, made_in, operation, source, number = (
-                row
-            )
-            category, operation = texts[category], texts[operation]
-            if number is not None:  # an argument, or the compiler's own copy of one
-                of_argument = argument_category(arguments[number])
-                category = of_argument if texts[name] == "argument" or of_argument != "other" else category
-                operation = operation or arguments[number]
+        def buffer(row: Row) -> Span:
+            name, category, operation = texts[row.name], texts[row.category], texts[row.operation]
+            if row.argument is not None:  # an argument, or the compiler's own copy of one
+                of_argument = argument_category(arguments[row.argument])
+                category = of_argument if name == "argument" or of_argument != "other" else category
+                operation = operation or arguments[row.argument]
             return Span(
-                texts[name],
-                size,
-                first,
-                last,
-                texts[space],
-                (allocation, offset),
-                texts[shape],
-                category,
-                texts[made_in],
-                operation,
-                texts[source],
+                name=name,
+                bytes=row.bytes,
+                first=row.first,
+                last=row.last,
+                space=allocations[row.allocation].space,
+                address=(row.allocation, row.offset),
+                shape=texts[row.shape],
+                category=category,
+                made_in=texts[row.made_in],
+                operation=operation,
+                source=texts[row.source],
             )
 
         return cls(
             target=target,
             capacity_bytes=capacity_bytes,
-            assigned_bytes=schedule["assigned_bytes"],
+            allocations=allocations,
             steps=schedule["steps"],
-            buffers=tuple(map(buffer, schedule["buffers"])),
+            buffers=tuple(buffer(Row(*row)) for row in schedule["buffers"]),
             loops=tuple(Loop(*row) for row in schedule["loops"]),
-            passes=tuple((name, first, end) for name, first, end in schedule["phases"]),
+            passes=tuple((name, first, end) for name, first, end in schedule["passes"]),
             operations=tuple(texts[number] for number in schedule["operations"]),
         )
 
@@ -156,9 +130,36 @@ class Timeline:
         return int(self.curve()[self.peak_step])
 
     @property
+    def assigned_bytes(self) -> int:
+        """The device memory that the compiler set aside: what is in use at the highest point, and gaps."""
+        return sum(one.size for one in self.allocations.values() if one.space == "device")
+
+    @property
     def gap_bytes(self) -> int:
-        """What the compiler set aside and nothing fills at the peak: holes between buffers, where none fits."""
+        """What the compiler set aside and nothing fills at the peak: see `gaps`."""
         return self.assigned_bytes - self.peak_bytes
+
+    @functools.cached_property
+    def gaps(self) -> dict[str, int]:
+        """`gap_bytes` by where they lie, counted from addresses.
+
+        "outputs": in results, which have their memory from the start, and are not written yet. "between": between the
+        buffers alive at the peak, at addresses that others use at other steps. "unnamed": at addresses that no array of
+        the program ever has: what is lost where buffers begin at round addresses, and operations' own scratch.
+        """
+        return self._places["device"].gaps(self.peak_step)
+
+    @property
+    def difference(self) -> str:
+        """By how much the highest point is below what the compiler set aside, and why, in a sentence."""
+        whole = f"{size_text(self.assigned_bytes)} set aside, {size_text(self.peak_bytes)} in use at the fullest step"
+        words = {
+            "outputs": "for results not written yet",
+            "between": "between buffers, where others lie at other steps",
+            "unnamed": "where no array ever lies",
+        }
+        parts = [f"{size_text(size)} {words[where]}" for where, size in self.gaps.items() if size]
+        return f"{whole}: {'; '.join(parts) or 'no gap'}."
 
     @property
     def over_capacity(self) -> tuple[int, int] | None:
@@ -175,7 +176,7 @@ class Timeline:
         """
         if not 0 <= step < self.steps:
             raise IndexError(f"step {step}: the schedule has steps 0 to {self.steps - 1}.")
-        indices, held = self._alive(self._places[space], step)
+        indices, held = self._places[space].alive(step)
         buffers = [
             dataclasses.replace(self.buffers[i], bytes=int(n_bytes))
             for i, n_bytes in zip(indices, held, strict=True)
@@ -191,7 +192,7 @@ class Timeline:
         """For each buffer that adds to the curve, by its number: (first step, last step, bytes it adds there)."""
         rows: dict[int, list[tuple[int, int, int]]] = {}
         for step in range(self.steps):
-            numbers, held = self._alive(self._places[space], step)
+            numbers, held = self._places[space].alive(step)
             for number, n_bytes in zip(numbers.tolist(), held.tolist(), strict=True):
                 stretches = rows.setdefault(number, [])
                 if stretches and stretches[-1][1:] == (step - 1, n_bytes):
@@ -200,7 +201,7 @@ class Timeline:
                     stretches.append((step, step, n_bytes))
         return {number: stretches for number, stretches in rows.items() if stretches}
 
-    def phase(self, step: int) -> Pass:
+    def pass_at(self, step: int) -> Pass:
         """The pass that a step lies in; "" in a program that differentiates nothing."""
         return next((name for name, first, end in self.passes if first <= step < end), "")
 
@@ -233,44 +234,35 @@ class Timeline:
         write_whole(Path(path), json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
     def __str__(self) -> str:
-        where = f" ({self.phase(self.peak_step)})" if self.passes else ""
+        where = f" ({self.pass_at(self.peak_step)})" if self.passes else ""
         gaps = self.gap_bytes / (self.assigned_bytes or 1)
         lines = [
-            f"{self.target}: {self.steps} steps, highest at step {self.peak_step}{where}: {_size(self.peak_bytes)} "
-            f"in use, {_size(self.assigned_bytes)} set aside, of it gaps {gaps:.1%}"
+            f"{self.target}: {self.steps} steps, highest at step {self.peak_step}{where}: {size_text(self.peak_bytes)} "
+            f"in use, {size_text(self.assigned_bytes)} set aside, of it gaps {gaps:.1%}"
         ]
+        if self.gap_bytes > self.assigned_bytes / 1000:
+            lines.append(f"  {self.difference}")
         if (over := self.over_capacity) is not None:
-            lines.append(f"  over the chip's {_size(self.capacity_bytes or 0)} from step {over[0]} to {over[1]}")
+            lines.append(f"  over the chip's {size_text(self.capacity_bytes or 0)} from step {over[0]} to {over[1]}")
         lines += [
-            f"  {_size(buffer.bytes):>10}  {buffer.category:<15}{buffer.shape}  {buffer.operation}  {buffer.source}"
+            f"  {size_text(buffer.bytes):>10}  {buffer.category:<15}{buffer.shape}  {buffer.operation}  {buffer.source}"
             for buffer in self.at_peak()[:8]
         ]
         return "\n".join(line.rstrip() for line in lines)
 
     @functools.cached_property
-    def _places(self) -> dict[Space, np.ndarray]:
-        """Of each memory the buffers by address: rows of number, first step, last step, start, end."""
-        starts, total = {}, 0
-        for number in sorted({buffer.address[0] for buffer in self.buffers}):
-            # As if the allocations lay in a row.
-            starts[number] = total
-            total += max(buffer.address[1] + buffer.bytes for buffer in self.buffers if buffer.address[0] == number)
-        rows: dict[Space, list[tuple[int, ...]]] = {space: [] for space in get_args(Space)}
-        for i, buffer in enumerate(self.buffers):
-            start = starts[buffer.address[0]] + buffer.address[1]
-            rows[buffer.space].append((i, buffer.first, buffer.last, start, start + buffer.bytes))
-        # At one address the larger buffer comes first: a smaller one there adds nothing.
-        return {
-            space: np.array(sorted(table, key=lambda row: (row[3], -row[4])), np.int64).reshape(-1, 5)
-            for space, table in rows.items()
-        }
-
-    @staticmethod
-    def _alive(places: np.ndarray, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of the buffers alive at a step and the bytes that each adds to those before it."""
-        number, _, _, start, end = places[(places[:, 1] <= step) & (places[:, 2] >= step)].T
-        reached = np.maximum.accumulate(np.concatenate([[0], end]))[:-1]
-        return number, np.maximum(end - np.maximum(start, reached), 0)
+    def _places(self) -> dict[Space, Addresses]:
+        """Of each memory the buffers by address."""
+        tables: dict[Space, Addresses] = {}
+        for space in get_args(Space):
+            places = [
+                (i, one.first, one.last, *one.address, one.bytes)
+                for i, one in enumerate(self.buffers)
+                if one.space == space
+            ]
+            allocations = {number: one for number, one in self.allocations.items() if one.space == space}
+            tables[space] = Addresses(places, allocations)
+        return tables
 
     @functools.cached_property
     def _by_category(self) -> dict[Space, dict[Category, np.ndarray]]:
@@ -279,17 +271,7 @@ class Timeline:
         for space, places in self._places.items():
             table = np.zeros((len(CATEGORIES), self.steps), np.int64)
             for step in range(self.steps if len(places) else 0):
-                numbers, held = self._alive(places, step)
+                numbers, held = places.alive(step)
                 np.add.at(table[:, step], kinds[numbers], held)
             tables[space] = dict(zip(CATEGORIES, table, strict=True))
         return tables
-
-
-def _size(n_bytes: int) -> str:
-    unit, scale = next((unit for unit in (("GiB", 2**30), ("MiB", 2**20)) if n_bytes >= unit[1]), ("KiB", 2**10))
-    return f"{n_bytes / scale:.2f} {unit}"
-
-
-def argument_category(name: str) -> Category:
-    """What an argument is, by the first telling name in its path, such as `state.params['norm']`; "other" if none."""
-    return next((_ARGUMENTS[part] for part in re.findall(r"\w+", name) if part in _ARGUMENTS), "other")

@@ -11,35 +11,20 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-_LIVE, _PLACES, _VALUES = "-live-range.txt", "-buffer-assignment.txt", "-buffer-assignment-values.txt"
-_PROGRAM = "after_optimizations"
+from llamem.memory.buffer_assignment import ASSIGNMENT, Allocation, Place, Platform, program_stem, read_assignment
 
-
-@dataclasses.dataclass(frozen=True)
-class Allocation:
-    """Memory in one piece: an argument's, an output's, or the arena that all temporaries share."""
-
-    size: int
-    color: int
-    parameter: int | None
-    kind: str
+_LIVE, _VALUES = "-live-range.txt", "-buffer-assignment-values.txt"
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array that the program makes: where it lies, the step of its making, and that of its last use.
+    """An array that the program makes: its place in memory, the step of its making, and that of its last use.
 
-    `name` is that of the instruction that makes it, with the index of the result in braces if there are several;
-    `users` are the names of those that read it. `phi`: it is where ways meet, a loop's argument or result, and lies
-    where what goes into it lies.
+    The name in its place is that of the instruction that makes it, with the index of the result in braces if there are
+    several; `users` are the names of those that read it.
     """
 
-    name: str
-    allocation: int
-    offset: int
-    size: int
-    shape: str
-    phi: bool
+    place: Place
     first: int
     last: int
     users: tuple[str, ...]
@@ -55,11 +40,16 @@ class Dump:
     program: str
 
 
-def read_files(folder: Path) -> Dump:
+def read_files(folder: Path, platform: Platform) -> Dump:
     """The dump of the largest program in `folder`. Raises ValueError where one is missing, cut short, or strange."""
-    stem = _stem(folder)
+    stem = program_stem(folder)
+    if not Path(stem + _LIVE).is_file():
+        raise ValueError(
+            "the compiler wrote down no live ranges. What JAX finds in its own cache on disk is not compiled anew: "
+            'for a timeline, jax.config.update("jax_enable_compilation_cache", False) before the first program.'
+        )
     schedule, spans = _live_ranges(_text(stem + _LIVE))
-    allocations, places = _assignment(_text(stem + _PLACES))
+    allocations, places = read_assignment(_text(stem + ASSIGNMENT), platform)
     known = _values(_text(stem + _VALUES))
     of_position = {position: number for number, (positions, _) in known.items() for position in positions}
     lives: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -71,20 +61,9 @@ def read_files(folder: Path) -> Dump:
     values = []
     for number, parts in lives.items():
         _, users = known[number]
-        name, allocation, offset, size, shape, phi = places[number]
         first, last = min(start for start, _ in parts), max(end for _, end in parts)
-        values.append(Value(name, allocation, offset, size, shape, phi, first, last, users))
+        values.append(Value(places[number], first, last, users))
     return Dump(schedule, allocations, tuple(values), _text(stem + ".txt"))
-
-
-def _stem(folder: Path) -> str:
-    files = sorted(folder.glob(f"*{_PROGRAM}{_LIVE}"), key=lambda file: file.stat().st_size)
-    if not files:
-        raise ValueError(
-            "the compiler wrote down no live ranges. What JAX finds in its own cache on disk is not compiled anew: "
-            'for a timeline, jax.config.update("jax_enable_compilation_cache", False) before the first program.'
-        )
-    return str(files[-1]).removesuffix(_LIVE)
 
 
 def _text(path: str) -> str:
@@ -102,26 +81,6 @@ def _live_ranges(text: str) -> tuple[tuple[str, ...], dict[str, tuple[int, int]]
         raise ValueError("the compiler's live ranges are cut short, or of a form that is not known.")
     spans = {name: (int(a), int(b)) for name, a, b in re.findall(r"^    (\S.*):(\d+)-(\d+)$", ranges, re.MULTILINE)}
     return tuple(schedule), spans
-
-
-_Place = tuple[str, int, int, int, str, bool]
-
-
-def _assignment(text: str) -> tuple[dict[int, Allocation], dict[int, _Place]]:
-    allocations: dict[int, Allocation] = {}
-    places: dict[int, _Place] = {}
-    number = -1
-    for line in text.splitlines():
-        if found := re.match(r"allocation (\d+): size (\d+), (.*)", line):
-            number, size, kind = int(found[1]), int(found[2]), found[3]
-            color, parameter = re.search(r"\bcolor (\d+)", kind), re.search(r"\bparameter (\d+)", kind)
-            allocations[number] = Allocation(
-                size, int(color[1]) if color else 0, int(parameter[1]) if parameter else None, kind
-            )
-        elif found := re.match(r" value: <(\d+) (\S+)( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)", line):
-            shape = re.sub(r"\{[^}]*\}", "", found[6])
-            places[int(found[1])] = (found[2], number, int(found[5]), int(found[4]), shape, bool(found[3]))
-    return allocations, places
 
 
 def _values(text: str) -> dict[int, tuple[list[str], tuple[str, ...]]]:

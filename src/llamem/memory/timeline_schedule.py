@@ -1,24 +1,45 @@
 """From a compiler's dump to a table of buffers and what each is: told from who makes it, who uses it and when."""
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from llamem.memory.buffer_assignment import Platform
 from llamem.memory.hlo import ENTRY, Instruction, parse
 from llamem.memory.name_stacks import differentiation_pass
-from llamem.memory.timeline_dump import Allocation, Value, read_files
+from llamem.memory.timeline_dump import Value, read_files
 from llamem.memory.timeline_origin import Origins
 
 Pass = Literal["forward", "backward", "run again", "optimizer", ""]
 
-_HOST = 5  # of XLA's memory spaces: 0 is the device's memory, others lie on the chip itself
 _COPIES = ("copy", "copy-start", "copy-done")
 _UPDATES = ("dynamic-update-slice", "dynamic_update_slice")
 
 
-def schedule_or_reason(folder: Path, platform: Literal["cpu", "tpu", "cuda"]) -> dict[str, Any]:
+class Row(NamedTuple):
+    """A buffer's stay in memory, as JSON keeps it: each text is its number in the schedule's table of texts.
+
+    Fields as in `llamem.memory.timeline.Span`; `argument` is the number of the argument that it is, or a plain copy of.
+    """
+
+    allocation: int
+    offset: int
+    bytes: int
+    first: int
+    last: int
+    name: str | int
+    shape: str | int
+    category: str | int
+    made_in: str | int
+    operation: str | int
+    source: str | int
+    argument: int | None
+
+
+def schedule_or_reason(folder: Path, platform: Platform) -> dict[str, Any]:
     """For a report's answer: "schedule", as `read_schedule` gives it, or "no_schedule", with what is wrong."""
     try:
         return {"schedule": read_schedule(folder, platform)}
@@ -26,7 +47,7 @@ def schedule_or_reason(folder: Path, platform: Literal["cpu", "tpu", "cuda"]) ->
         return {"no_schedule": str(error)}
 
 
-def read_schedule(folder: Path, platform: Literal["cpu", "tpu", "cuda"]) -> dict[str, Any]:
+def read_schedule(folder: Path, platform: Platform) -> dict[str, Any]:
     """What `Timeline.from_schedule` reads, for JSON, from the files that the compiler left in `folder`.
 
     Raises ValueError where a file is missing, cut short, or of a form that is not known.
@@ -46,8 +67,8 @@ def _table(reader: "_Reader") -> dict[str, Any]:
 
     return {
         "steps": reader.steps,
-        "assigned_bytes": reader.assigned_bytes(),
-        "phases": reader.phases,
+        "allocations": reader.allocations(),
+        "passes": reader.passes,
         "loops": reader.loops(),
         "operations": [number(reader.line(name).operation or name) for name in reader.schedule],
         "buffers": [[number(cell) if isinstance(cell, str) else cell for cell in row] for row in rows],
@@ -56,49 +77,46 @@ def _table(reader: "_Reader") -> dict[str, Any]:
 
 
 class _Reader:
-    def __init__(self, folder: Path, platform: str):
-        dump = read_files(folder)
+    def __init__(self, folder: Path, platform: Platform):
+        dump = read_files(folder, platform)
         self.schedule, self._allocations, self._values = dump.schedule, dump.allocations, dump.values
-        self._platform = platform
         self._program = parse(dump.program)
         self._origins = Origins(self._program)
         self._position = {name: step for step, name in enumerate(self.schedule)}
         self.steps = max([len(self.schedule), *(value.last + 1 for value in self._values)])
-        self.phases = phases([_own_pass(self.line(name)) for name in self.schedule])
-        self._phase_of_step: list[Pass] = [""] * self.steps
-        for name, first, end in self.phases:
+        self.passes = find_passes([_own_pass(self.line(name)) for name in self.schedule])
+        self._pass_of_step: list[Pass] = [""] * self.steps
+        for name, first, end in self.passes:
             # After the last step what the program puts out is still alive.
             end = self.steps if end == len(self.schedule) else end
-            self._phase_of_step[first:end] = [name] * (end - first)
+            self._pass_of_step[first:end] = [name] * (end - first)
 
     def line(self, name: str) -> Instruction:
         return self._origins.named(name)
 
-    def assigned_bytes(self) -> int:
-        """The device memory that the compiler set aside."""
-        shared = (allocation for allocation in self._allocations.values() if "thread-local" not in allocation.kind)
-        return sum(allocation.size for allocation in shared if self._space(allocation.color) == "device")
+    def allocations(self) -> list[tuple[Any, ...]]:
+        """The pieces of memory that the compiler set aside, each after its number."""
+        own = {number: one for number, one in self._allocations.items() if one.kind != "thread"}
+        return [(number, *dataclasses.astuple(one)) for number, one in own.items()]
 
-    def held_throughout(self) -> Iterator[list[Any]]:
+    def held_throughout(self) -> Iterator[Row]:
         """Rows of arguments, which the caller holds (those donated become outputs), and of constants."""
-        for number, allocation in self._allocations.items():
-            if _is_held(allocation):
-                shape = re.search(r"shape \|([^|]*)\|", allocation.kind)
-                place = [number, 0, allocation.size, self._space(allocation.color), 0, self.steps - 1]
-                name = "constant" if allocation.parameter is None else "argument"
-                yield [*place, name, shape[1] if shape else "", "other", "", "", "", allocation.parameter]
+        for number, one in self._allocations.items():
+            if one.kind in ("argument", "constant"):
+                yield Row(
+                    number, 0, one.size, 0, self.steps - 1, one.kind, one.shape, "other", "", "", "", one.parameter
+                )
 
-    def made(self) -> Iterator[list[Any]]:
+    def made(self) -> Iterator[Row]:
         """Rows of what the program makes: one for each stay of a buffer in memory."""
         for group in self._buffers():
-            allocation = self._allocations[group[0].allocation]
             chosen = next((value for value in _computed_first(group) if _own_pass(self._maker(value))), group[0])
-            line = self._origins.of(chosen.name)
-            what = [chosen.name, chosen.shape, *self._kind(group, allocation.kind)]
-            place = [chosen.allocation, chosen.offset, chosen.size, self._space(allocation.color)]
-            told = [line.operation, self._program.source(line), self._copied_argument(group)]
+            place, line = chosen.place, self._origins.of(chosen.place.name)
+            category, made_in = self._kind(group, self._allocations[place.allocation].is_output)
+            source, argument = self._program.source(line), self._copied_argument(group)
+            told = (place.name, place.shape, category, made_in, line.operation, source, argument)
             for first, last in _stays(group):
-                yield [*place, first, last, *what, *told]
+                yield Row(place.allocation, place.offset, place.size, first, last, *told)
 
     def loops(self) -> list[tuple[int, int, int | None]]:
         """Of each loop in the schedule its first step, the one after its last, and how often it runs, if it says."""
@@ -111,22 +129,16 @@ class _Reader:
                 rows.append((min(inside), self._position[loop.name], self._program.trip_count(loop)))
         return sorted(rows, key=lambda row: (row[0], -row[1]))
 
-    def _space(self, color: int) -> str:
-        if color == _HOST:
-            return "host"
-        # A GPU's compiler has colors of its own for memory that is the device's all the same.
-        return "device" if color == 0 or self._platform == "cuda" else "on-chip"
-
     def _maker(self, value: Value) -> Instruction:
-        return self.line(value.name.partition("{")[0])
+        return self.line(value.place.name.partition("{")[0])
 
     def _buffers(self) -> Iterator[list[Value]]:
         """Values that are one buffer by definition: what a loop takes, updates in place and gives back."""
         at_address: dict[tuple[int, int, int], list[Value]] = defaultdict(list)
         for value in sorted(self._values, key=lambda value: (value.first, value.last)):
-            allocation = self._allocations[value.allocation]
-            if value.size and not _is_held(allocation) and "thread-local" not in allocation.kind:
-                at_address[value.allocation, value.offset, value.size].append(value)
+            kind = self._allocations[value.place.allocation].kind
+            if value.place.size and kind in ("output", "temporaries"):
+                at_address[value.place.allocation, value.place.offset, value.place.size].append(value)
         for values in at_address.values():
             group = values[:1]
             for value in values[1:]:
@@ -141,15 +153,15 @@ class _Reader:
         """Whether `later` is the same buffer as `earlier` at its address, and not another that reuses the place."""
         maker = self._maker(later)
         in_place = any(word in f"{maker.name} {maker.opcode} {maker.rest}" for word in _UPDATES)
-        return later.phi or in_place or (earlier.phi and self._maker(earlier).opcode == "parameter")
+        return later.place.phi or in_place or (earlier.place.phi and self._maker(earlier).opcode == "parameter")
 
-    def _kind(self, group: list[Value], allocation: str) -> tuple[str, Pass]:
+    def _kind(self, group: list[Value], in_output: bool) -> tuple[str, Pass]:
         """The category of a buffer, and the pass in which it is made."""
-        makers = [(value.first, self._origins.of(value.name)) for value in _computed_first(group)]
+        makers = [(value.first, self._origins.of(value.place.name)) for value in _computed_first(group)]
         told = [own for step, maker in makers if (own := self._made_in(step, maker))]
-        made_in: Pass = told[0] if told else self._phase_of_step[group[0].first]
+        made_in: Pass = told[0] if told else self._pass_of_step[group[0].first]
         last = max(value.last for value in group)
-        output = "maybe-live-out" in allocation and last >= len(self.schedule) - 1
+        output = in_output and last >= len(self.schedule) - 1
         if not output and any(_is_logits(_op_name(maker)) for _, maker in makers):
             return "logits", made_in
         if made_in in ("backward", "run again") and (output or self._used_by_optimizer(group, last)):
@@ -158,19 +170,19 @@ class _Reader:
             return "output", made_in
         if made_in == "run again":
             return "rematerialised", made_in
-        kept = made_in == "forward" and self._phase_of_step[last] in ("backward", "optimizer")
+        kept = made_in == "forward" and self._pass_of_step[last] in ("backward", "optimizer")
         return "residuals" if kept else "workspace", made_in
 
     def _made_in(self, step: int, maker: Instruction) -> Pass:
         own = _own_pass(maker)
         # What belongs to nothing differentiated is the optimizer's work only once gradients are being made.
-        early = self._phase_of_step[step] in ("forward", "")
+        early = self._pass_of_step[step] in ("forward", "")
         return "" if own == "optimizer" and early else own
 
     def _used_by_optimizer(self, group: list[Value], last: int) -> bool:
         users = {(self._position.get(user, 0), user) for value in group for user in value.users}
         passes = [self._made_in(step, self.line(user)) for step, user in users]
-        return self._phase_of_step[last] == "optimizer" or "optimizer" in passes
+        return self._pass_of_step[last] == "optimizer" or "optimizer" in passes
 
     def _copied_argument(self, group: list[Value]) -> int | None:
         """The number of the argument that this is a plain copy of, in another layout or memory; else None."""
@@ -182,7 +194,7 @@ class _Reader:
         return int(source.operands[0]) if argument else None
 
 
-def phases(passes: list[Pass]) -> list[tuple[Pass, int, int]]:
+def find_passes(passes: list[Pass]) -> list[tuple[Pass, int, int]]:
     """Where the forward pass ends and the backward one, by the passes of a schedule's steps: (pass, first, end).
 
     Compilers interleave them a little: each border lies where the fewest steps are on its wrong side. Empty for a
@@ -196,7 +208,7 @@ def phases(passes: list[Pass]) -> list[tuple[Pass, int, int]]:
     end = start + _border(backward[start:], optimizer[start:]) if any(optimizer[start:]) else len(passes)
     found: list[tuple[Pass, int, int]] = [("forward", 0, start), ("backward", start, end)]
     found.append(("optimizer", end, len(passes)))
-    return [phase for phase in found if phase[1] < phase[2]]
+    return [row for row in found if row[1] < row[2]]
 
 
 def _border(before: list[bool], after: list[bool]) -> int:
@@ -227,13 +239,9 @@ def _is_logits(path: str) -> bool:
     return inside and not (path.endswith("dot_general") and "transpose(" in path)
 
 
-def _is_held(allocation: Allocation) -> bool:
-    return allocation.parameter is not None or "constant" in allocation.kind
-
-
 def _computed_first(group: list[Value]) -> list[Value]:
     """First the values that are computed, then those that only pass through a loop."""
-    return sorted(group, key=lambda value: value.phi)
+    return sorted(group, key=lambda value: value.place.phi)
 
 
 def _stays(group: list[Value]) -> Iterator[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """One run: text, steps, snapshots."""
 
+from llamem.train.adapter_step import abstract_lora_step, init_lora_state, lora_loss, make_lora_step
 from llamem.train.data import Batches, Corpus, load_corpus, unigram_entropy
 from llamem.train.loop import Run, train
 from llamem.train.step import (
@@ -21,11 +22,15 @@ __all__ = [
     "Tokenizer",
     "TrainSettings",
     "TrainState",
+    "abstract_lora_step",
     "abstract_state",
     "abstract_step",
+    "init_lora_state",
     "init_state",
     "load_corpus",
+    "lora_loss",
     "loss_fn",
+    "make_lora_step",
     "make_model",
     "make_train_step",
     "train",

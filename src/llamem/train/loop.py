@@ -97,7 +97,9 @@ def _train(
         count = min(settings.eval_batches, max(1, heldout.num_sequences // settings.batch_size))
         return float(np.mean([evaluate(params, tuple(heldout.batch_at(i))) for i in range(count)]))
 
-    jitted_step = jax.jit(make_train_step(graphdef, settings), donate_argnums=0)
+    # JAX 0.7 brings home what a program leaves on the host, unless it is told not to.
+    stays = {"out_shardings": (jax.tree.map(lambda a: a.sharding, state), None)} if plan.moments == "host" else {}
+    jitted_step = jax.jit(make_train_step(graphdef, settings), donate_argnums=0, **stays)
     # Compiled before the clock starts, so that the first step's speed is a step's speed.
     step = jitted_step.lower(state, tuple(batches.batch_at(0))).compile()
     with _interruptible() as interrupted, _progress_bar(first, settings.steps, progress) as bar:

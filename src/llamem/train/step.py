@@ -14,11 +14,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from llamem.layers.context import local_positions
+from llamem.layers.parts import gradients_together
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, gather_weight, parameter_specs, shardings
 from llamem.losses.cross_entropy import tiled_cross_entropy
+from llamem.train.host_moments import host_sharding, update_in_turn, waits_on_host
 from llamem.train.sharded_step import batch_spec, check_sizes, global_norm, on_mesh, sum_gradients, sum_over_batch
 
 
@@ -125,7 +127,8 @@ def first_state(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan(
     """The state before the first step of a fresh model; on a mesh every device makes its own part."""
     mesh = MeshShape.of(plan.mesh)
     if mesh.devices == 1:
-        return init_state(make_model(config, settings, plan), settings)
+        state = init_state(make_model(config, settings, plan), settings)
+        return _moments_on_host(state, jax.device_put) if plan.moments == "host" else state
     where = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, settings, plan))
     return jax.jit(lambda: init_state(make_model(config, settings), settings), out_shardings=where)()
 
@@ -159,11 +162,22 @@ def abstract_state(config: LlamaConfig, settings: TrainSettings, plan: Plan = Pl
     """
     state = jax.eval_shape(lambda: init_state(make_model(config, settings), settings))
     mesh = MeshShape.of(plan.mesh)
+    if plan.moments == "host":
+        return _moments_on_host(state, lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where))
     if mesh.devices == 1:
         return state
     check_sizes(mesh, settings.batch_size, settings.seq_len, settings.accumulate)
     where = shardings(parameter_specs(state, mesh), mesh)
     return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), state, where)
+
+
+def _moments_on_host(state: TrainState, put: Callable[[Any, Any], Any]) -> TrainState:
+    where = host_sharding()
+
+    def one(path: tuple, leaf: Any) -> Any:
+        return put(leaf, where) if waits_on_host(path) else leaf
+
+    return dataclasses.replace(state, opt_state=jax.tree.map_with_path(one, state.opt_state))
 
 
 def loss_fn(
@@ -193,6 +207,8 @@ def local_loss(
         targets_BT = targets_BT[:, local_positions(targets_BT.shape[1], mesh.context_axis)]
     # Gathered once, before the loop over tiles; where the vocabulary is split, each device has its rows.
     head_VD = gather_weight("untied_head", model.head, mesh, hidden_BTD.dtype)
+    if plan.saves_memory:  # the head's f32 gradient would stay for the whole backward pass
+        hidden_BTD, head_VD = gradients_together(hidden_BTD, head_VD)
     shares = mesh.devices // mesh.tensor  # parts into which the tokens are cut
     if plan.loss_tiles is not None or mesh.tensor_axis:
         return tiled_cross_entropy(
@@ -227,12 +243,18 @@ def make_train_step(
         raise TypeError(f"make_train_step({type(graphdef).__name__}, ...): expected nnx.graphdef(model).")
 
     def step(state: TrainState, batch: tuple[Array, Array]) -> tuple[TrainState, dict[str, Array]]:
-        mesh = _mesh(graphdef, state.params)
+        plan = nnx.merge(graphdef, state.params).plan
+        mesh = MeshShape.of(plan.mesh)
         norm = partial(global_norm, mesh=mesh)
         optimizer = make_optimizer(settings, norm)
 
         def update(state: TrainState, batch: tuple[Array, Array]) -> tuple[TrainState, dict[str, Array]]:
             loss, grads = loss_and_grads(graphdef, settings, state.params, batch)
+            if plan.moments == "host":
+                total = norm(grads)
+                in_turn = make_optimizer(settings, lambda _: total)
+                params, opt_state = update_in_turn(in_turn, grads, state.opt_state, state.params)
+                return TrainState(state.step + 1, params, opt_state), {"loss": loss, "grad_norm": total}
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
             metrics = {"loss": loss, "grad_norm": norm(grads)}

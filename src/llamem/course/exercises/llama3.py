@@ -1,6 +1,11 @@
-"""Checks of notebook 06's exercises: parameters, caches and top-p."""
+"""Checks of notebook 06's exercises: parameters, caches, top-p and attention in tiles."""
 
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
 
 from llamem.course.exercises import grade
 from llamem.llama.config import LlamaConfig
@@ -59,3 +64,33 @@ def check_nucleus(fn: Callable[[Sequence[float], float], Sequence[int]]) -> None
         return "Holtzman et al. called it nucleus sampling."
 
     grade(3, body)
+
+
+def check_attend_in_tiles(fn: Callable[..., Any]) -> None:
+    """Exercise 4: one query's attention over tiles of keys and values that come one at a time."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    q_h = jax.random.normal(keys[0], (8,))
+    k_Sh, v_Sh = (jax.random.normal(key, (23, 8)) for key in keys[1:])
+    k_Sh = k_Sh * np.sign(k_Sh @ q_h)[:, None] + q_h  # so that all scores have one sign, which `scale` chooses
+
+    def plain(q_h: Any, k_Sh: Any, v_Sh: Any) -> Any:
+        return jax.nn.softmax(k_Sh @ q_h / 8**0.5) @ v_Sh
+
+    def body() -> str:
+        for scale, sizes, hint in (
+            (1.0, (23,), "with all keys in one tile it must be plain attention: scores over the root of h, softmax"),
+            (1.0, (10, 10, 3), "three tiles do not give what one gives. What must happen to the old sums, and to the "
+             "old mix, when a new maximum comes? And is the last tile as long as the others?"),
+            (300.0, (10, 10, 3), "scores may be as large as a thousand: nothing may be raised to the power of such a "
+             "number before a maximum is taken off"),
+            (-300.0, (4, 19), "the maximum so far begins below every score, however negative"),
+        ):  # fmt: skip
+            scaled_h, edges = scale * q_h, [0, *np.cumsum(sizes)]
+            given = [(k_Sh[a:b], v_Sh[a:b]) for a, b in itertools.pairwise(edges)]
+            found = fn(scaled_h, iter(given))
+            assert getattr(found, "shape", None) == (8,), "Return one row, as long as a value."
+            right = plain(scaled_h, k_Sh, v_Sh)
+            assert np.allclose(found, right, rtol=1e-4, atol=1e-5), f"Tiles of {sizes} keys: {hint}."
+        return "This is FlashAttention's forward pass, for one query."
+
+    grade(4, body)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -77,3 +78,61 @@ def check_settings(fn: Callable[..., Any]) -> None:
         )
 
     grade(3, body)
+
+
+def check_accumulated(fn: Callable[..., Any]) -> None:
+    """Exercise 4: the gradients of a large batch from parts of it, added up in f32 inside one loop."""
+
+    def loss(params: Any, x_BD: Any) -> Any:
+        return jnp.mean(jnp.tanh(x_BD @ params["in"]) @ params["out"]).astype(jnp.float32)
+
+    def answer(dtype: Any, rows: int, parts: int) -> tuple[Any, Any, set[int], int]:
+        """What comes out, what should, the rows it took at a time, and the length of the program."""
+        keys = jax.random.split(jax.random.key(0), 3)
+        params = {"in": jax.random.normal(keys[0], (4, 8), dtype), "out": jax.random.normal(keys[1], (8, 2), dtype)}
+        x_BD, seen = 1 + jax.random.normal(keys[2], (rows, 4), dtype) / 4, set()
+
+        def spied(params: Any, x_BD: Any) -> Any:
+            seen.add(len(x_BD))
+            return jax.value_and_grad(loss)(params, x_BD)
+
+        found = fn(spied, params, x_BD, parts)
+        length = str(jax.make_jaxpr(lambda params, x_BD: fn(spied, params, x_BD, parts))(params, x_BD)).count("\n")
+        wide = jax.tree.map(lambda a: a.astype(jnp.float32), params)
+        return found, jax.value_and_grad(loss)(wide, x_BD.astype(jnp.float32)), seen, length
+
+    def body() -> str:
+        lengths = []
+        for parts in (2, 6):
+            found, right, seen, length = answer(jnp.float32, 12, parts)
+            lengths.append(length)
+            assert isinstance(found, tuple) and len(found) == 2, "Return the loss and its gradients, as a pair."
+            assert jax.tree.structure(found) == jax.tree.structure(right), "Gradients have the structure of params."
+            assert seen == {12 // parts}, (
+                f"12 sequences in {parts} parts: `value_and_grad` was given {sorted(seen)} of them at a time. Then the "
+                "activations of so many are alive at once."
+            )
+            assert np.allclose(found[0], right[0], rtol=1e-4), (
+                f"The loss of {parts} parts is not that of the whole batch. It is a mean: of what, after the loop?"
+            )
+            assert all(np.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in _pairs(found[1], right[1])), (
+                f"The loss is right and the gradients of {parts} parts are not those of the whole batch. The loss is a "
+                "mean over sequences: what is its gradient, made of the parts' gradients?"
+            )
+        assert lengths[0] == lengths[1], "The program grows with the number of parts: which loop is not written out?"
+        found, right, _, _ = answer(jnp.bfloat16, 1024, 1024)
+        assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found[1])), (
+            "For parameters in bfloat16 the gradients come back in another type."
+        )
+        errors = [np.linalg.norm(np.float32(a) - b) / np.linalg.norm(b) for a, b in _pairs(found[1], right[1])]
+        assert max(errors) < 0.02, (
+            "With 1,024 parts in bfloat16 the gradients are far off: in which type do you add them up? What is 256 + 1 "
+            "with 8 significant bits?"
+        )
+        return "As many sequences as you like, for the memory of one part and one sum."
+
+    grade(4, body)
+
+
+def _pairs(a: Any, b: Any) -> Any:
+    return zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)

@@ -32,6 +32,10 @@ def _dropped(w: Any, x: Any, key: Any) -> Any:
     return _layer(w, x) * jax.random.bernoulli(key, 0.8, x.shape) / 0.8
 
 
+def _gated_dropped(w: Any, x: Any, key: Any) -> Any:
+    return _gated_layer(w, x) * jax.random.bernoulli(key, 0.8, x.shape) / 0.8
+
+
 def _mean_square(layers: range) -> float:
     """What the loss should be, layer by layer in NumPy."""
     x = np.asarray(_START, np.float64)
@@ -98,13 +102,13 @@ def check_cured_dropout(fn: Callable[..., Any]) -> None:
 
 
 def check_cured_policy(fn: Callable[..., Any]) -> None:
-    """Exercise 3: `h` is kept, and what else is kept is one x per layer."""
+    """Exercise 3: dropout as before; `h` is kept, and what else is kept is one x and one key per layer."""
 
     def body() -> str:
-        _check_value(lambda remat: fn(_layer, _W, _START, remat))
-        _battery(lambda w, x, remat: fn(_layer, w, x, remat), _START)
-        for layer, w in ((_layer, _W), (_gated_layer, _GATED)):
-            kept = saved_residuals(lambda w, layer=layer: fn(layer, w, _START, True), w)
+        _check_value(lambda remat: fn(lambda w, x, key: _layer(w, x), _W, _START, _KEY, remat))
+        _battery(lambda w, b, remat: fn(_dropped, w, b["x"], b["key"], remat), {"x": _START, "key": _KEY})
+        for layer, w in ((_dropped, _W), (_gated_dropped, _GATED)):
+            kept = saved_residuals(lambda w, layer=layer: fn(layer, w, _START, _KEY, True), w)
             wide = [row.shape for row in kept.rows if not row.argument].count((6, 1024, 64))
             if not wide:
                 raise AssertionError("h, 64 wide, is not among the residuals. Which policy keeps a name?")
@@ -113,6 +117,6 @@ def check_cured_policy(fn: Callable[..., Any]) -> None:
                     "In a layer with a second product as wide as h, that one is kept too. dots_saveable and its like "
                     "keep every product: save the name 'h' alone."
                 )
-        return "One product less in every backward layer."
+        return "One product less in every backward layer, and every mask drawn again."
 
     grade(3, body)

@@ -1,0 +1,166 @@
+"""Holds timelines against the compilers' own figures: 20 programs on five chips, and what one of Llama 3.2 1B costs.
+
+`python benchmarks/timeline_peaks.py` writes timeline_peaks.md beside itself, in half an hour on two cores;
+`--targets v5e-1 --programs "loss, plain" ...` a part, and the other lines stay as they were. With `--depth code` the
+compilers go to the end and tell their own peak, which takes hours for TPUs. Exits with 1 where a timeline's books do
+not close.
+"""
+
+import argparse
+import datetime
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax.numpy as jnp
+
+import llamem
+from llamem.course import plots
+from llamem.course.timeline_html import Page
+from llamem.memory import compiling, cross_compile
+from llamem.memory.report import Depth, Report
+from llamem.memory.show import size_text
+from llamem.memory.timeline import Timeline
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "memory"))
+from timeline_programs import PROGRAMS
+
+TABLE = Path(__file__).with_suffix(".md")
+TARGETS = ("local", "v5e-1", "v6e-1", "a100-40", "h100")
+MiB = 2**20
+HEAD = """\
+# Timelines against the compilers' own figures
+
+{date}, {versions}, by `benchmarks/timeline_peaks.py`. In MiB: what the compiler set aside (arguments + outputs -
+aliases + temporaries); the timeline's highest point, what is in use at once; the difference, by where it lies: in
+results not written yet, between buffers at addresses that others use at other steps, at addresses that no array ever
+has. XLA's peak is its `peak_memory_in_bytes`, where the compiler went to the end.
+
+| program | chip | set aside | in use | difference in % | results | between | unnamed | XLA's peak |
+|---|---|---|---|---|---|---|---|---|
+"""
+STEP = """\
+One AdamW step of Llama 3.2 1B on 8,192 tokens, both features. Share of the bytes at the peak whose category is known;
+seconds for the compiler's answer, and of them for reading the schedule; then, from the cache too, for the timeline and
+its peak, and for the page; the page's size, and when Chromium first shows it.
+
+| chip | steps | buffers | MiB in use | known, % | answer s | reading s | timeline s | page s | page | paint s |
+|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def compared(name: str, target: str, depth: Depth) -> tuple[str, bool]:
+    """A line of the table, and whether the books close: in use + explained = set aside = what the report says."""
+    program = PROGRAMS[name]()
+    report = llamem.compile_report(program.fn, *program.args, donate=program.donate, target=target, depth=depth)
+    one = timeline_of(report)
+    closes = one.peak_bytes + sum(one.gaps.values()) == one.assigned_bytes
+    closes &= abs(one.assigned_bytes / report.peak_bytes - 1) < 0.005
+    cells = [f"{size / MiB:.1f}" for size in (one.assigned_bytes, one.peak_bytes)]
+    cells += [f"{100 * one.gap_bytes / one.assigned_bytes:.2f}", *(f"{size / MiB:.1f}" for size in one.gaps.values())]
+    cells.append("" if report.xla_peak_bytes is None else f"{report.xla_peak_bytes / MiB:.1f}")
+    return f"| {name} | {target} | {' | '.join(cells)} |", closes
+
+
+def timeline_of(report: Report) -> Timeline:
+    assert report.timeline is not None, report.no_timeline
+    return report.timeline
+
+
+def one_step(target: str) -> str:
+    """What a timeline of Llama 3.2 1B's AdamW step costs and tells, as a line of the second table."""
+    config = llamem.LlamaConfig.from_name("llama3.2-1b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    step, state, batch = llamem.abstract_step(config, llamem.TrainSettings(batch_size=1, seq_len=8192), llamem.Plan())
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, fn: Any) -> Any:
+        def run(*args: Any) -> Any:
+            start = time.perf_counter()
+            answer = fn(*args)
+            seconds[name] = time.perf_counter() - start
+            return answer
+
+        return run
+
+    reading = mock.patch.object(cross_compile, "schedule_or_reason", timed("read", cross_compile.schedule_or_reason))
+    making = mock.patch.object(compiling.Timeline, "from_schedule", timed("make", Timeline.from_schedule))
+    with reading, making:
+        report = llamem.compile_report(step, state, batch, donate=(0,), target=target, cache=False)
+    one = timeline_of(report)
+    start = time.perf_counter()
+    at_peak = one.at_peak()
+    seconds["make"] += time.perf_counter() - start
+    named = sum(buffer.bytes for buffer in at_peak if buffer.category != "other") / one.peak_bytes
+    start = time.perf_counter()
+    page = plots.timeline_page({"1B": report})
+    seconds["page"] = time.perf_counter() - start
+    return (
+        f"| {target} | {one.steps:,} | {len(one.buffers):,} | {one.peak_bytes / MiB:,.1f} | {100 * named:.2f} | "
+        f"{report.compile_seconds:.1f} | {seconds['read']:.2f} | {seconds['make']:.2f} | {seconds['page']:.2f} | "
+        f"{size_text(len(page.html))} | {first_paint(page)} |"
+    )
+
+
+def first_paint(page: Page) -> str:
+    """Seconds until Chromium first shows the page, by its own clock; "" where there is no Chromium."""
+    if (chromium := shutil.which("chromium") or shutil.which("google-chrome")) is None:
+        return ""
+    entry = "performance.getEntriesByName('first-contentful-paint')[0]"
+    tell = f"<script>setTimeout(() => document.title = 'painted ' + {entry}.startTime, 1500)</script></body>"
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", "--timeout=3000", "--dump-dom")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "page.html"
+        file.write_text(page.html.replace("</body>", tell))
+        shown = subprocess.run(
+            [chromium, *flags, file.as_uri()], capture_output=True, text=True, timeout=60, check=True
+        )
+    painted = re.search(r"<title>painted ([\d.]+)", shown.stdout)
+    return f"{float(painted[1]) / 1000:.2f}" if painted else ""
+
+
+def write(line: str) -> None:
+    """Puts a line into its table, in place of the one of the same program and chip, and keeps the others."""
+    peaks: dict[tuple[str, str], str] = {}
+    steps: dict[str, str] = {}
+    for one in (*(TABLE.read_text().splitlines() if TABLE.exists() else ()), line):
+        cells = [cell.strip() for cell in one.strip("|").split("|")]
+        if cells[0] in PROGRAMS:
+            peaks[cells[0], cells[1]] = one
+        elif cells[0] in TARGETS:
+            steps[cells[0]] = one
+    packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "libtpu", "jax-cuda12-plugin"))
+    lines = [peaks[name, target] for target in TARGETS for name in PROGRAMS if (name, target) in peaks]
+    text = HEAD.format(date=datetime.date.today(), versions=packages) + "\n".join(lines) + "\n\n" + STEP
+    TABLE.write_text(text + "\n".join(steps[target] for target in TARGETS if target in steps) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--targets", nargs="*", default=TARGETS, choices=TARGETS)
+    parser.add_argument("--programs", nargs="+", default=tuple(PROGRAMS), choices=tuple(PROGRAMS))
+    parser.add_argument("--steps", nargs="*", default=("v5e-1", "a100-40"), choices=TARGETS)
+    parser.add_argument("--depth", default="memory", choices=("memory", "code"))
+    chosen = parser.parse_args()
+    open_books = []
+    for target in chosen.targets:
+        for name in chosen.programs:
+            line, closes = compared(name, target, chosen.depth)
+            print(line, flush=True)
+            open_books += [] if closes else [f"{name} on {target}"]
+            write(line)
+    for target in chosen.steps:
+        line = one_step(target)
+        print(line, flush=True)
+        write(line)
+    raise SystemExit(f"books that do not close: {open_books}" if open_books else 0)
+
+
+if __name__ == "__main__":
+    main()

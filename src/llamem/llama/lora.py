@@ -1,0 +1,239 @@
+"""Low-rank adapters over one frozen model: any number of them, each sequence of a batch with its own.
+
+Where a matrix `W` is adapted, `x W` becomes `x W + scale (x A') B`, with `A` `[r, in]` and `B` `[r, out]`.
+Source: LoRA (Hu et al. 2021, arXiv 2106.09685); initial values are those of Hugging Face's PEFT.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from llamem.llama.config import LlamaConfig
+
+IN_LAYERS = ("q", "k", "v", "o", "gate", "up", "down")
+TARGETS = (*IN_LAYERS, "embedding", "head")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoraConfig:
+    """Which adapters there are: one rank and one alpha for each, and what all of them adapt.
+
+    An adapter's scale is `alpha / rank`; without alphas every scale is 1. `targets`: any of `llamem.llama.TARGETS`:
+    the seven projections of a layer, "embedding" and "head".
+
+    Raises ValueError, when it is made, for a rank that is no whole number of at least 1, for an alpha that is not above
+    0, for another number of alphas than of ranks, and for targets that are unknown, twice there, or none.
+    """
+
+    ranks: tuple[int, ...]
+    alphas: tuple[float, ...] | None = None
+    targets: tuple[str, ...] = IN_LAYERS
+
+    def __post_init__(self):
+        ranks, targets = _tuple("ranks", self.ranks), _tuple("targets", self.targets)
+        alphas = ranks if self.alphas is None else _tuple("alphas", self.alphas)
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "alphas", alphas)
+        object.__setattr__(self, "targets", targets)
+        for rank in ranks:
+            if not isinstance(rank, (int, np.integer)) or isinstance(rank, bool) or rank < 1:
+                raise ValueError(
+                    f"LoraConfig(ranks={ranks}): expected whole numbers of at least 1, one for each adapter, and got "
+                    f"{rank!r}. An adapter of rank 0 has no parameters: leave it out."
+                )
+        if len(alphas) != len(ranks):
+            raise ValueError(
+                f"LoraConfig(ranks={ranks}, alphas={alphas}): expected one alpha for each of {len(ranks)} adapters."
+            )
+        for alpha in alphas:
+            is_number = isinstance(alpha, (int, float, np.number)) and not isinstance(alpha, bool)
+            if not is_number or not 0 < alpha < math.inf:
+                raise ValueError(f"LoraConfig(alphas={alphas}): expected finite numbers above 0, and got {alpha!r}.")
+        unknown = [target for target in targets if target not in TARGETS]
+        if unknown or len(set(targets)) != len(targets):
+            raise ValueError(
+                f"LoraConfig(targets={targets}): expected some of {', '.join(map(repr, TARGETS))}, each once"
+                + (f"; {unknown[0]!r} is none of them." if unknown else ".")
+            )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """A adapters, stacked: arrays by target, so that one program serves any number, and other ones later.
+
+    `a` `[L, A, r, in]` and `b` `[L, A, r, out]`, f32, are trained; `scale` `[L, A]`, f32, and `rank` `[L, A]`, int32,
+    are not. "embedding" (in: V, out: D) and "head" (in: D, out: V) are outside the layers, and without the axis L.
+    Heads and their channels are one axis. r is the largest rank: beyond its own an adapter is zero, and its gradients
+    there are zero as well, so padding stays what it is. Rank 0: this target is not adapted in this layer.
+    """
+
+    a: dict[str, Any]
+    b: dict[str, Any]
+    scale: dict[str, Any]
+    rank: dict[str, Any]
+
+    @classmethod
+    def create(cls, config: LlamaConfig, lora: LoraConfig, *, rngs: nnx.Rngs) -> "Adapters":
+        """New adapters for models of this shape, which change nothing yet: of `A` and `B` one is random, one zero.
+
+        Under `jax.eval_shape` shapes only. Raises ValueError for adapters on experts, which are not computed.
+        """
+        if not isinstance(config, LlamaConfig) or not isinstance(lora, LoraConfig) or not isinstance(rngs, nnx.Rngs):
+            raise TypeError(
+                f"Adapters.create({config!r}, {lora!r}, rngs={rngs!r}): expected a llamem.LlamaConfig, a "
+                "llamem.LoraConfig, such as LoraConfig(ranks=(8, 16)), and an nnx.Rngs, such as nnx.Rngs(0)."
+            )
+        assert lora.alphas is not None  # filled in when it was made
+        rank_A = np.asarray(lora.ranks, np.int32)
+        scale_A = np.asarray(lora.alphas, np.float32) / rank_A
+        mine_Ar1 = (np.arange(rank_A.max()) < rank_A[:, None])[..., None]
+        a, b, scale, rank = {}, {}, {}, {}
+        for target in lora.targets:
+            layers, n_in, n_out = shape_of(config, target)
+            a_shape, b_shape = ((*layers, *mine_Ar1.shape[:2], size) for size in (n_in, n_out))
+            if target == "embedding":
+                a[target] = jnp.zeros(a_shape)
+                b[target] = mine_Ar1 * jax.random.normal(rngs.params(), b_shape)
+            else:
+                bound = n_in**-0.5
+                a[target] = mine_Ar1 * jax.random.uniform(rngs.params(), a_shape, minval=-bound, maxval=bound)
+                b[target] = jnp.zeros(b_shape)
+            scale[target] = jnp.broadcast_to(scale_A, (*layers, len(scale_A)))
+            rank[target] = jnp.broadcast_to(rank_A, (*layers, len(rank_A)))
+        return cls(a, b, scale, rank)
+
+    @property
+    def count(self) -> int:
+        """How many adapters there are."""
+        target = next(iter(self.scale))
+        return self.scale[target].shape[-1]
+
+    @property
+    def weights(self) -> dict[str, dict[str, Any]]:
+        """What is trained: `{"a": ..., "b": ...}`."""
+        return {"a": self.a, "b": self.b}
+
+    def with_weights(self, weights: dict[str, dict[str, Any]]) -> "Adapters":
+        """These adapters with other numbers, in the structure of `weights`."""
+        return dataclasses.replace(self, a=weights["a"], b=weights["b"])
+
+    def select(self, indices: Sequence[int]) -> "Adapters":
+        """Some of them, in this order, padded no further than they need: all but one is that one unloaded.
+
+        Raises ValueError for no index, and for one that is not there.
+        """
+        indices = list(indices)
+        if not indices or not all(isinstance(i, (int, np.integer)) and 0 <= i < self.count for i in indices):
+            raise ValueError(f"select({indices}): expected indices of adapters, 0 to {self.count - 1}, at least one.")
+
+        picked = np.asarray(indices)
+
+        def pick(target: str, array: Any) -> Any:
+            return array[:, picked] if target in IN_LAYERS else array[picked]
+
+        parts = {name: {t: pick(t, x) for t, x in part.items()} for name, part in vars(self).items()}
+        width = {target: max(1, int(np.max(rank, initial=0))) for target, rank in parts["rank"].items()}
+        for name in ("a", "b"):
+            parts[name] = {target: array[..., : width[target], :] for target, array in parts[name].items()}
+        return Adapters(**parts)
+
+    @classmethod
+    def join(cls, parts: "Sequence[Adapters]") -> "Adapters":
+        """The adapters of several as one, in order. A target that one of them lacks has rank 0 there.
+
+        Raises ValueError for none, and for adapters of differently shaped models.
+        """
+        parts = list(parts)
+        if not parts or not all(isinstance(part, Adapters) for part in parts):
+            raise ValueError(f"Adapters.join({parts!r}): expected at least one llamem.Adapters.")
+        joined = cls({}, {}, {}, {})
+        for target in [t for t in TARGETS if any(t in part.a for part in parts)]:
+            axis = 1 if target in IN_LAYERS else 0
+            example = next(part for part in parts if target in part.a)
+            width = max(part.a[target].shape[-2] for part in parts if target in part.a)
+            for name in ("a", "b", "scale", "rank"):
+                like = getattr(example, name)[target]
+                arrays = [_widened(getattr(part, name).get(target), like, axis, part.count, width) for part in parts]
+                if len({(*x.shape[:axis], *x.shape[axis + 1 :]) for x in arrays}) > 1:
+                    shapes = ", ".join(str(x.shape) for x in arrays)
+                    raise ValueError(f"Adapters.join: {target!r} has {name} of shapes {shapes}: of other models.")
+                getattr(joined, name)[target] = jnp.concatenate(arrays, axis)
+        return joined
+
+
+def shape_of(config: LlamaConfig, target: str) -> tuple[tuple[int, ...], int, int]:
+    """What stands before the adapters' axis, `(L,)` or nothing, and the sizes in and out of the adapted matrix.
+
+    Raises ValueError for experts, whose adapters are not computed.
+    """
+    c = config
+    D, H, K = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
+    if c.n_experts and target in ("gate", "up", "down"):
+        raise ValueError(
+            f"targets={target!r}: in this model gate, up and down belong to {c.n_experts} experts, and adapters on "
+            "experts are not computed. Adapt q, k, v, o, embedding or head."
+        )
+    sizes = {"q": (D, H), "k": (D, K), "v": (D, K), "o": (H, D), "gate": (D, c.d_ff), "up": (D, c.d_ff)}
+    sizes |= {"down": (c.d_ff, D), "embedding": (c.vocab_size, D), "head": (D, c.vocab_size)}
+    return ((c.n_layers,) if target in IN_LAYERS else (), *sizes[target])
+
+
+def check_adapters(adapters: Any, adapter_B: Any, batch_size: int, config: LlamaConfig) -> Any:
+    """The adapter of each sequence, an array `[B]`: 0 for all where there is one adapter, and none was named.
+
+    Raises TypeError for what are no adapters, ValueError for those of another model and for ids that are none. Ids are
+    not known while a program is traced: see `Llama.hidden`.
+    """
+    if adapters is None:
+        if adapter_B is not None:
+            raise ValueError("adapter_B without adapters: pass adapters=..., too.")
+        return None
+    if not isinstance(adapters, Adapters):
+        raise TypeError(f"adapters of type {type(adapters).__name__}: expected llamem.Adapters.")
+    A = adapters.count
+    for target in adapters.a:
+        layers, n_in, n_out = shape_of(config, target)
+        found, r = (adapters.a[target].shape, adapters.b[target].shape), adapters.a[target].shape[-2]
+        expected = ((*layers, A, r, n_in), (*layers, A, r, n_out))
+        if found != expected:
+            raise ValueError(
+                f"adapters of another model: A and B of {target!r} have the shapes {found}, and this model needs "
+                f"{expected}. Take the model that they were made for."
+            )
+    if adapter_B is None and A == 1:
+        return jnp.zeros(batch_size, jnp.int32)
+    shape, dtype = getattr(adapter_B, "shape", None), getattr(adapter_B, "dtype", None)
+    if shape != (batch_size,) or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(
+            f"adapter_B of shape {shape} and type {dtype}: expected an array of {batch_size} whole numbers, which of "
+            f"the {A} adapters each sequence uses."
+        )
+    known = not isinstance(adapter_B, jax.core.Tracer) and getattr(adapter_B, "is_fully_addressable", True)
+    if known and batch_size:
+        ids = np.asarray(adapter_B)
+        least, most = int(ids.min()), int(ids.max())
+        if least < 0 or most >= A:
+            raise ValueError(f"adapter_B reaches from {least} to {most}, but there are {A} adapters (0 to {A - 1}).")
+    return jnp.asarray(adapter_B)
+
+
+def _tuple(name: str, values: Any) -> tuple:
+    if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
+        raise ValueError(f"LoraConfig({name}={values!r}): expected a tuple with at least one entry.")
+    return tuple(values)
+
+
+def _widened(array: Any, like: Any, axis: int, count: int, width: int) -> Any:
+    """One part's array of some target, its ranks padded to `width`; zeros for `count` adapters where it has none."""
+    if array is None:
+        array = jnp.zeros((*like.shape[:axis], count, *like.shape[axis + 1 :]), like.dtype)
+    if array.ndim < 3 + axis:  # scales and ranks
+        return array
+    return jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, width - array.shape[-2]), (0, 0)])

@@ -1,0 +1,35 @@
+"""What an array in memory is for, and what the names of a program's arguments say of that."""
+
+import re
+from typing import Literal, get_args
+
+Category = Literal[
+    "weights",
+    "optimizer",
+    "batch",
+    "gradients",
+    "residuals",
+    "logits",
+    "rematerialised",
+    "workspace",
+    "output",
+    "other",
+]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+# Names of arguments that say what these are: the first of them in an argument's path decides.
+_ARGUMENTS: dict[str, Category] = {
+    "params": "weights",
+    "weights": "weights",
+    "opt_state": "optimizer",
+    "optimizer": "optimizer",
+    "batch": "batch",
+    "tokens": "batch",
+    "inputs": "batch",
+    "targets": "batch",
+}
+
+
+def argument_category(name: str) -> Category:
+    """What an argument is, by the first telling name in its path, such as `state.params['norm']`; "other" if none."""
+    return next((_ARGUMENTS[part] for part in re.findall(r"\w+", name) if part in _ARGUMENTS), "other")

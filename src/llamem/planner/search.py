@@ -1,0 +1,295 @@
+"""The plan for a model, a chip and a length: the estimate proposes, the chip's compiler disposes."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from llamem.llama import LlamaConfig, MeshShape, Plan
+from llamem.memory import TARGETS, GiB, Report, Target, compile_report
+from llamem.memory import target as checked_target
+from llamem.memory.show import html_table
+from llamem.planner.candidates import estimates, frontier, words
+from llamem.planner.estimates import Estimate
+from llamem.train import TrainSettings, abstract_step
+
+__all__ = ["Found", "NothingFits", "ask", "find_plan", "largest_batch", "longest_context", "smallest_chip"]
+
+ASKS = 5  # at most, of one search: an answer takes about ten seconds on an idle machine
+_ALIKE = 1.02  # times within 2 %: of plans as fast as that the plainest is taken
+_STEP = 1024  # tokens: the longest context is a multiple
+Progress = Callable[[str], None] | None
+
+
+class NothingFits(ValueError):
+    """No plan that was tried fits; `closest` is the estimate of the one that needs least."""
+
+    def __init__(self, message: str, closest: Estimate | None):
+        super().__init__(message)
+        self.closest = closest
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A plan that the chip's compiler accepts, what it costs, and why it was taken.
+
+    `report` is the compiler's answer, None where it was not asked; `estimate` what had been expected of it.
+    `alternatives` are other plans, none of which is beaten in both memory and time, fastest first: by estimate, not
+    compiled. `asked` is how many plans the compiler was asked about.
+    """
+
+    plan: Plan
+    estimate: Estimate
+    report: Report | None
+    why: str
+    alternatives: tuple[Estimate, ...]
+    asked: int
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of one sequence."""
+        return self.estimate.seq_len
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences of one step, over all chips."""
+        return self.estimate.batch_size
+
+    def _rows(self) -> list[tuple[str, str, str, str]]:
+        shown = [self.estimate, *(e for e in self.alternatives if e.plan != self.plan)]
+        return [
+            (
+                words(e.plan),
+                f"{e.peak_bytes / GiB:.2f}",
+                f"{e.host_bytes / GiB:.2f}",
+                f"{e.seconds.total:.2f}",
+            )
+            for e in shown
+        ]
+
+    _HEAD = ("plan", "GiB, estimated", "host GiB", "s a step, estimated")
+
+    def __str__(self) -> str:
+        rows = [self._HEAD, *self._rows()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        table = [
+            f"  {row[0]:<{widths[0]}}  " + "  ".join(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))
+            for row in rows
+        ]
+        return "\n".join([self.why, "Found first, then what else there is:", *table])
+
+    def _repr_html_(self) -> str:
+        return f"<p>{'<br>'.join(self.why.splitlines())}</p>{html_table(self._HEAD, self._rows())}"
+
+
+def find_plan(
+    config: LlamaConfig,
+    target: str = "v5e-1",
+    *,
+    seq_len: int,
+    batch_size: int = 1,
+    mesh: Mapping[str, int] | None = None,
+    compiler: bool = True,
+    progress: Progress = print,
+) -> Found:
+    """The fastest plan, by estimate, that the chip's compiler accepts for an AdamW step of this model and batch.
+
+    Every combination of a few settings of each tool is estimated; of those that should fit the fastest is compiled as
+    far as its memory (`llamem.compile_report`). What the compiler says of a plan that does not fit corrects the
+    estimate of the others, and the next one is asked about. `mesh` fixes how several chips share the work; None tries
+    ways. `compiler=False` trusts the estimate alone, where that chip's compiler is not installed. `progress` is told
+    of each question; None for silence.
+
+    Raises NothingFits, a ValueError that names what comes closest; ValueError for bad sizes or an unknown chip;
+    ImportError as `llamem.target` does.
+    """
+    chip = _chip(target, compiler)
+    _check(config, seq_len, batch_size)
+    tried = estimates(config, chip, seq_len, batch_size, mesh)
+    return _search(config, chip, tried, seq_len, batch_size, compiler, progress)
+
+
+def ask(config: LlamaConfig, plan: Plan, target: str, *, seq_len: int, batch_size: int = 1) -> Report:
+    """What the chip's compiler says of one AdamW step under a plan, its state donated. See `llamem.compile_report`."""
+    settings = TrainSettings(batch_size=batch_size, seq_len=seq_len)
+    step, state, batch = abstract_step(config, settings, plan)
+    return compile_report(step, state, batch, donate=(0,), target=target)
+
+
+def _search(
+    config: LlamaConfig,
+    chip: Target,
+    tried: Sequence[Estimate],
+    seq_len: int,
+    batch_size: int,
+    compiler: bool,
+    progress: Progress,
+) -> Found:
+    capacity = chip.capacity_bytes or 0
+    correction, refused, asked = 1.0, [], 0
+    while asked < ASKS:
+        fitting = [e for e in tried if e.peak_bytes * correction <= capacity and e.plan not in refused]
+        if not fitting:
+            break
+        one = _fastest(fitting)
+        if not compiler:
+            return _found(one, None, tried, asked)
+        asked += 1
+        if progress is not None:
+            progress(f"asking {chip.name}'s compiler, {asked} of at most {ASKS}: {words(one.plan)}")
+        try:
+            report = ask(config, one.plan, chip.name, seq_len=seq_len, batch_size=batch_size)
+        except RuntimeError as error:  # the compiler died: nothing is known of its memory
+            report, said = None, str(error).splitlines()[0]
+        else:
+            said = f"{report.peak_bytes / GiB:.2f} GiB, {one.peak_bytes / GiB:.2f} estimated"
+        if progress is not None:
+            progress(f"  {said}: {'fits' if report and report.fits else 'does not fit'}")
+        if report is not None and report.fits:
+            return _found(one, report, tried, asked)
+        refused.append(one.plan)
+        if report is not None:
+            correction = max(correction, report.peak_bytes / one.peak_bytes)
+    closest = min(tried, key=lambda e: e.peak_bytes, default=None)
+    least = f" The least, by estimate: {closest.peak_bytes / GiB:.2f} GiB, {words(closest.plan)}." if closest else ""
+    raise NothingFits(
+        f"nothing fits: {batch_size} x {seq_len:,} tokens on {chip.name} ({capacity / GiB:.2f} GiB), {len(tried)} "
+        f"plans estimated, {asked} of them compiled.{least} Choose fewer tokens, a larger chip or more of them.",
+        closest,
+    )
+
+
+def _fastest(fitting: Sequence[Estimate]) -> Estimate:
+    """The plainest of those that are as fast as the fastest: fewest tools, then the least memory."""
+    limit = _ALIKE * min(e.seconds.total for e in fitting)
+    alike = [e for e in fitting if e.seconds.total <= limit]
+    return min(alike, key=lambda e: (words(e.plan).count("="), e.peak_bytes))
+
+
+def _found(one: Estimate, report: Report | None, tried: Sequence[Estimate], asked: int) -> Found:
+    capacity = one.capacity_bytes or 0
+    peak, who = (report.peak_bytes, "compiled") if report else (one.peak_bytes, "estimated, not compiled")
+    lines = [
+        f"{words(one.plan)}: {peak / GiB:.2f} of {capacity / GiB:.2f} GiB on {one.target.name} ({who}), "
+        f"{one.host_bytes / GiB:.2f} GiB on the host, {one.seconds.total:.2f} s a step (estimated) for "
+        f"{one.batch_size} x {one.seq_len:,} tokens."
+    ]
+    faster = [e for e in tried if e.seconds.total < one.seconds.total / _ALIKE]
+    if faster:
+        least = min(faster, key=lambda e: e.peak_bytes)
+        lines.append(
+            f"Of {len(tried)} plans {len(faster)} would be faster; the smallest of them, {words(least.plan)}, needs "
+            f"{least.peak_bytes / GiB:.2f} GiB by estimate."
+        )
+    else:
+        lines.append(f"No plan of {len(tried)} is faster by more than 2 %: memory is no constraint here.")
+    best = [e for e in frontier(tried) if e.peak_bytes <= capacity * 1.5]
+    return Found(one.plan, one, report, "\n".join(lines), tuple(best), asked)
+
+
+def longest_context(
+    config: LlamaConfig,
+    target: str = "v5e-1",
+    *,
+    batch_size: int = 1,
+    mesh: Mapping[str, int] | None = None,
+    compiler: bool = True,
+    progress: Progress = print,
+) -> Found:
+    """The longest sequences, in multiples of 1,024 up to `config.max_seq_len`, for which a plan is found on a chip.
+
+    Bisection by estimate, then the compiler; what it refuses shortens the sequence. Arguments and errors as
+    `find_plan`.
+    """
+    chip = _chip(target, compiler)
+    unit = _STEP * (MeshShape.of(mesh).context if mesh is not None else 1)
+    most = max(1, config.max_seq_len // unit)
+
+    def tried(count: int) -> list[Estimate]:
+        return estimates(config, chip, count * unit, batch_size, mesh)
+
+    def search(count: int) -> Found:
+        return _search(config, chip, tried(count), count * unit, batch_size, compiler, progress)
+
+    return _largest(tried, search, most, f"{unit:,} tokens", chip)
+
+
+def largest_batch(
+    config: LlamaConfig,
+    target: str = "v5e-1",
+    *,
+    seq_len: int,
+    mesh: Mapping[str, int] | None = None,
+    compiler: bool = True,
+    progress: Progress = print,
+) -> Found:
+    """The most sequences of `seq_len` tokens, at most 4,096, for which a plan is found. Otherwise `longest_context`."""
+    chip = _chip(target, compiler)
+    _check(config, seq_len, 1)
+    shape = MeshShape.of(mesh) if mesh is not None else MeshShape(fsdp=chip.devices)
+    unit = shape.data * shape.fsdp
+
+    def tried(count: int) -> list[Estimate]:
+        return estimates(config, chip, seq_len, count * unit, mesh)
+
+    def search(count: int) -> Found:
+        return _search(config, chip, tried(count), seq_len, count * unit, compiler, progress)
+
+    return _largest(tried, search, max(1, 4096 // unit), f"{unit} sequences", chip)
+
+
+def _largest(
+    tried: Callable[[int], list[Estimate]], search: Callable[[int], Found], most: int, unit: str, chip: Target
+) -> Found:
+    """The largest count for which `search` finds a plan, from those for which an estimate fits."""
+    capacity = chip.capacity_bytes or 0
+
+    def fits(count: int) -> bool:
+        return any(e.peak_bytes <= capacity for e in tried(count))
+
+    low, high = 0, most + 1  # fits at low, not at high
+    while high - low > max(1, low // 64):  # to about 1.5 %: finer than the estimate knows
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    for _ in range(3):
+        if low < 1:
+            break
+        try:
+            return search(low)
+        except NothingFits:
+            low -= max(1, low // 32)
+    raise NothingFits(f"nothing fits on {chip.name}: not even {unit}.", None)
+
+
+def smallest_chip(
+    config: LlamaConfig, *, seq_len: int, batch_size: int = 1, compiler: bool = True, progress: Progress = print
+) -> Found:
+    """A plan on the smallest of `llamem.TARGETS`, by the memory of all its chips together, on which one is found.
+
+    Chips whose compiler is not installed are left out. Raises NothingFits where none is enough.
+    """
+    _check(config, seq_len, batch_size)
+    for chip in sorted(TARGETS.values(), key=lambda t: ((t.capacity_bytes or 0) * t.devices, t.devices)):
+        try:
+            return find_plan(
+                config, chip.name, seq_len=seq_len, batch_size=batch_size, compiler=compiler, progress=progress
+            )
+        except (NothingFits, ImportError) as error:
+            if progress is not None:
+                progress(f"{chip.name}: {str(error).splitlines()[0]}")
+    raise NothingFits(f"{batch_size} x {seq_len:,} tokens fit none of the {len(TARGETS)} targets.", None)
+
+
+def _chip(name: str, compiler: bool) -> Target:
+    if name not in TARGETS:
+        raise ValueError(f"no chip is called {name!r}: a plan is found for {', '.join(TARGETS)}.")
+    return checked_target(name) if compiler else TARGETS[name]
+
+
+def _check(config: LlamaConfig, seq_len: int, batch_size: int) -> None:
+    for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r}: expected a whole number of at least 1.")
+    if seq_len > config.max_seq_len:
+        raise ValueError(
+            f"seq_len={seq_len:,} is beyond this model's max_seq_len={config.max_seq_len:,}: shorten the sequence, or "
+            "config.replace(max_seq_len=..., rope_scaling=...)."
+        )

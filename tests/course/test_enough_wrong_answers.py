@@ -1,0 +1,30 @@
+"""Each exercise of each notebook has at least six wrong answers among the tests that see them rejected."""
+
+from collections import Counter
+
+import test_exercises
+import test_wrong_answers_00_02 as first
+import test_wrong_answers_03_04 as second
+import test_wrong_answers_06_07 as third
+import test_wrong_answers_10 as fourth
+
+ENOUGH = 6
+
+
+def wrong_answers() -> Counter[str]:
+    """How many wrong answers are tried on each check, by its name."""
+    found = Counter({check: len(answers) for (_, check), (_, answers) in first.WRONG.items()})
+    for table in (second.STACKS, second.TILES, third.WRONG, fourth.WRONG):
+        found.update(check.__name__ for check, _, _ in table.values())
+    found.update(f"check_{name}" for name, _, _ in test_exercises.WRONG.values())
+    return found
+
+
+def test_every_exercise_has_its_wrong_answers():
+    found = wrong_answers()
+    checks = {
+        f"{one.id}": one.values[0].check.partition("(")[0].removeprefix("exercises.") for one in test_exercises.ALL
+    }
+    assert len(checks) > 20
+    few = {name: found[check] for name, check in checks.items() if found[check] < ENOUGH}
+    assert not few, f"too few wrong answers: {few}"

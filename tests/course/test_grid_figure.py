@@ -1,0 +1,83 @@
+"""The grid of layers: hand-counted peaks and runs, an order that a backward pass could have, sliders that redraw."""
+
+import numpy as np
+import pytest
+from matplotlib.collections import FillBetweenPolyCollection
+
+from llamem.course import grid_figure as grids
+from llamem.course.widgets import explore
+
+
+@pytest.mark.parametrize(
+    ("way", "peak", "again"),
+    [
+        ("no checkpoint", 16 * 11, 0),
+        ("each layer", 15 + 11, 16),  # fifteen inputs wait while the last layer has everything
+        ("whole loss", 16 * 11, 16),
+        ("nested", 3 + 3 + 11, 16 + 16),  # three groups' inputs, three layers' of the last group, one layer at work
+    ],
+)
+def test_peaks_and_runs_are_those_counted_by_hand(way, peak, again):
+    one = grids.play(way, 16, 4)
+    assert one.live(1, 11).max() == peak
+    assert sum(how == "again" for _, how in one.runs) == again
+    assert f"{way}: peak {peak}, {again} runs again" in grids.layer_grid_alt(16, 4)
+
+
+@pytest.mark.parametrize("way", grids.WAYS)
+@pytest.mark.parametrize(("n_layers", "group"), [(1, 1), (7, 3), (12, 12), (5, 8)])
+def test_every_layer_runs_forward_in_order_and_backward_in_reverse_with_everything_there(way, n_layers, group):
+    one = grids.play(way, n_layers, group)
+    layers = {how: [i for i, kind in one.runs if kind == how] for how in ("forward", "backward")}
+    assert layers["forward"] == list(range(n_layers)) and layers["backward"] == list(range(n_layers))[::-1]
+    for stored, (layer, how) in zip(one.stored, one.runs, strict=True):
+        assert how != "backward" or stored[layer] == 2
+    last = {layer: step for step, (layer, how) in enumerate(one.runs) if how == "backward"}
+    assert all(not one.stored[step + 1 :, layer].any() for layer, step in last.items())  # freed for good
+
+
+def test_a_policy_that_keeps_more_has_a_higher_peak_with_checkpoints_and_the_same_without():
+    for way in grids.WAYS:
+        more, less = (grids.play(way).live(kept, 11).max() for kept in (2, 1))
+        assert more > less if way in ("each layer", "nested") else more == less
+
+
+def test_the_figure_shows_the_peaks_of_its_arguments():
+    fig = grids.layer_grid(8, 2, kept=3, everything=20)
+    titles = [ax.get_title() for ax in fig.axes]
+    for way in grids.WAYS:
+        one = grids.play(way, 8, 2)
+        assert f"{way}: {len(one.runs)} steps" in titles and f"peak {one.live(3, 20).max():.0f}" in titles
+    drawn = fig.axes[4].collections[0]
+    assert isinstance(drawn, FillBetweenPolyCollection)
+    assert np.asarray(drawn.get_paths()[0].vertices)[:, 1].max() == 8 * 20
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: grids.play("every layer"), "the ways are"),
+        (lambda: grids.play("nested", 0), "at least one layer"),
+        (lambda: grids.layer_grid(kept=12, everything=11), "no more than everything"),
+        (lambda: explore(grids.layer_grid), "name the arguments"),
+        (lambda: explore(grids.layer_grid, n_layers=()), "name the arguments"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+def test_a_moved_slider_draws_again_with_its_value():
+    drawn = []
+
+    def draw(n_layers, group):
+        drawn.append((n_layers, group))
+        return grids.layer_grid(n_layers, group)
+
+    box = explore(draw, n_layers=(4, 8), group=(2, 4))
+    depth, group, _ = box.children
+    depth.value = 8
+    group.value = 4
+    assert drawn == [(4, 2), (8, 2), (8, 4)]
+    assert depth.description == "n layers"

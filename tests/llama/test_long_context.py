@@ -1,0 +1,144 @@
+"""Each tool of a plan for long contexts, alone and together: the loss and every gradient of the plain model."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import pytest
+import reference
+from flax import nnx
+
+import llamem
+from llamem import Plan, TrainSettings
+from llamem.train.step import abstract_step, loss_fn
+
+OFFLOAD = {"offload": ("block_in",)}
+ALONE = {"attention": {"attention_tiles": 2}, "rows": {"mlp_tiles": 5}, "offload": OFFLOAD}
+PLANS = {
+    " and ".join(names): {key: value for name in names for key, value in ALONE[name].items()}
+    for count in (1, 2, 3)
+    for names in itertools.combinations(ALONE, count)
+}
+PLANS["unrolled"] = {**PLANS["attention and rows and offload"], "mode": "unroll", "attention": "tiled"}
+PLANS["nothing rematerialised"] = {"attention_tiles": 2, "mlp_tiles": 5, "remat": None}
+PLANS["attn_out kept"] = {"attention_tiles": 2, "mlp_tiles": 5, "offload": ("attn_out", "block_in")}
+
+# Large enough for sums over many tiles: 768 tokens in 128 of them, six at a time.
+WIDE = llamem.LlamaConfig(
+    vocab_size=200, d_model=64, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=8, d_ff=128, max_seq_len=512
+)
+
+
+def gradients(config, dtype, **plan):
+    """Of `models.model_of(config)`, its parameters and all that is computed in `dtype`."""
+    model = models.model_of(
+        config.replace(compute_dtype=dtype), scale=1.0 if config == WIDE else 2.0, loss_tiles=3, **plan
+    )
+    tokens = models.tokens_of(config, T=385 if config == WIDE else 38)
+    params = jax.tree.map(lambda a: a.astype(dtype), nnx.state(model, nnx.Param))
+    grad = jax.jit(jax.value_and_grad(lambda p: loss_fn(nnx.graphdef(model), p, tokens[:, :-1], tokens[:, 1:])))
+    return jax.tree.map(lambda a: np.asarray(a, np.float64), grad(params))
+
+
+@functools.cache
+def gradients_of_rounded(config):
+    """In float64, at the parameters as bf16 holds them."""
+    model, tokens = models.model_of(config, scale=1.0), np.asarray(models.tokens_of(config, T=385))
+    nnx.update(model, jax.tree.map(lambda a: a.astype(jnp.bfloat16).astype(a.dtype), nnx.state(model)))
+
+    def loss(params):
+        return reference.loss(config, params, tokens[:, :-1], tokens[:, 1:])
+
+    exact = models.in_float64(lambda _, params: jax.jit(jax.value_and_grad(loss))(params), config, model)
+    return jax.tree.map(np.asarray, exact)
+
+
+def errors(got, expected):
+    (loss, grads), (wanted_loss, wanted) = got, expected
+    found = {"loss": abs(float(loss) - float(wanted_loss)) / float(wanted_loss)}
+    for (path, a), b in zip(jax.tree.leaves_with_path(nnx.to_pure_dict(grads)), jax.tree.leaves(wanted), strict=True):
+        found[jax.tree_util.keystr(path)] = float(np.linalg.norm(a - b) / np.linalg.norm(b))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"), [*(("untied", plan) for plan in PLANS), ("qwen3", "attention and rows and offload")]
+)
+def test_gradients_equal_float64(name, plan):
+    config = models.VARIANTS[name]
+    got = gradients(config, jnp.float32, **PLANS[plan])
+    assert max(errors(got, models.expected_gradients(config)).values()) < 1e-5
+
+
+def test_gradients_of_experts_equal_float64():
+    got = gradients(models.MOE, jnp.float32, attention_tiles=2, mlp_tiles=5, **OFFLOAD)
+    assert max(errors(got, models.expected_gradients(models.MOE)).values()) < 1e-5
+
+
+def test_bf16_is_as_close_to_float64_as_without_the_tools():
+    exact = gradients_of_rounded(WIDE)
+    plans = {"plain": {}, "rows": {"mlp_tiles": 128}, "all": {"mlp_tiles": 128, "attention_tiles": 4, **OFFLOAD}}
+    worst = {name: max(errors(gradients(WIDE, jnp.bfloat16, **plan), exact).values()) for name, plan in plans.items()}
+    assert max(worst.values()) <= 1.1 * worst["plain"] and worst["plain"] > 1e-3, worst
+
+
+def test_packed_documents_stay_apart_in_groups_of_heads():
+    tokens, segments = models.tokens_of(models.SMALL), jnp.asarray(np.repeat([[1, 2, 3]], 2, 0).repeat([9, 20, 8], 1))
+    plain, tiled = (models.model_of(models.SMALL, attention_tiles=n).hidden(tokens, segments) for n in (1, 2))
+    np.testing.assert_allclose(tiled, plain, rtol=1e-4, atol=1e-4)
+    assert float(jnp.abs(plain - models.model_of(models.SMALL).hidden(tokens)).max()) > 0.1
+
+
+@pytest.mark.parametrize(("tiles", "mesh"), [(3, {}), (2, {"tensor": 2})])
+def test_groups_that_split_a_key_value_head_are_refused(tiles, mesh):
+    with pytest.raises(ValueError, match=rf"attention_tiles={tiles}\) of a model with 2 key/value heads.*Choose 1"):
+        llamem.Llama(models.SMALL, rngs=nnx.Rngs(0), plan=Plan(attention_tiles=tiles, mesh=mesh))
+
+
+def test_without_the_tools_the_program_is_what_it_was():
+    """The default plan's program knows nothing of them: no loop but over layers and tiles of the loss."""
+    config = models.SMALL
+    step, state, batch = abstract_step(config, TrainSettings(batch_size=2, seq_len=16), Plan(loss_tiles=1))
+    text = str(jax.make_jaxpr(step)(state, batch))
+    assert "device_put" not in text and text.count("scan[") == 2  # the layers, forward and backward
+
+
+def compiled(chip, config, tokens=4096, depth="memory", **plan):
+    settings = TrainSettings(batch_size=1, seq_len=tokens)
+    step, state, batch = abstract_step(config, settings, Plan(**plan))
+    return llamem.compile_report(step, state, batch, donate=(0,), target=chip, depth=depth)
+
+
+ALL = {"attention_tiles": 8, "mlp_tiles": 32, **OFFLOAD}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chip",
+    [
+        pytest.param("v5e-1", marks=pytest.mark.tpu_compile),
+        pytest.param("v6e-1", marks=[pytest.mark.tpu_compile, pytest.mark.weekly]),
+        pytest.param("a100-40", marks=pytest.mark.gpu_compile),
+    ],
+)
+def test_every_tool_takes_something_off_the_chip(chip):
+    if not llamem.available(chip):
+        pytest.skip(f"no compiler for {chip} here")
+    config = llamem.LlamaConfig.from_name(
+        "llama3.2-1b", n_layers=4, param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16
+    )
+    plain, tiled = (compiled(chip, config, 16_384, **plan) for plan in ({}, ALL | {"moments": "host"}))
+    assert tiled.peak_bytes < plain.peak_bytes - 2**30
+    assert tiled.host_bytes > 4 * 16_384 * 2048 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
+def test_llama_1b_trains_on_131072_tokens_on_one_v5e():
+    config = llamem.LlamaConfig.from_name("llama3.2-1b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    report = compiled("v5e-1", config, 131_072, **ALL)
+    assert report.fits and report.peak_bytes <= 13.5 * 2**30

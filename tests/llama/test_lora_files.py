@@ -1,0 +1,168 @@
+"""PEFT's folders, written and read here: what is refused, and by which name. Against PEFT itself: `make parity`."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from adapters import adapters_of
+from models import MOE, SMALL, model_of, tokens_of
+
+from llamem import LoraConfig, load_adapters, save_adapter
+from llamem.llama import TARGETS
+
+safetensors = pytest.importorskip("safetensors.numpy")
+
+pytestmark = pytest.mark.usefixtures("as_a_user")
+CONFIG = SMALL.replace(n_layers=2)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of(CONFIG)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return save_adapter(adapters_of(CONFIG), 1, tmp_path / "adapter", base="some/base")
+
+
+def edit(folder, tensors=None, **fields):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | fields))
+    if tensors is not None:
+        held = safetensors.load_file(folder / "adapter_model.safetensors")
+        safetensors.save_file(tensors(held), folder / "adapter_model.safetensors")
+
+
+def test_what_is_written_is_read_again(model, tmp_path):
+    adapters = adapters_of(CONFIG)
+    folders = [save_adapter(adapters, i, tmp_path / str(i)) for i in (2, 0, 1)]
+    again = load_adapters(model, folders)
+    jax.tree.map(np.testing.assert_array_equal, again, adapters.select([2, 0, 1]))
+
+
+def test_names_shapes_and_fields_are_peft_s(folder):
+    held = safetensors.load_file(folder / "adapter_model.safetensors")
+    assert len(held) == 2 * (2 * 7 + 2)
+    assert held["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"].shape == (5, 24)
+    assert held["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"].shape == (24, 5)
+    assert held["base_model.model.model.embed_tokens.lora_embedding_A"].shape == (5, 101)
+    assert held["base_model.model.lm_head.lora_B.weight"].shape == (101, 5)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["rank_pattern"]) == (5, 2.5, {})
+    assert set(config["target_modules"]) >= {"q_proj", "down_proj", "embed_tokens", "lm_head"}
+    assert config["base_model_name_or_path"] == "some/base"
+
+
+def test_layers_of_other_ranks_scales_or_none(model, folder, tmp_path):
+    """What PEFT calls patterns: one module with its own rank and alpha, and one layer without an adapter."""
+
+    def thinner(held):
+        name = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
+        held[name.format("A")], held[name.format("B")] = (
+            held[name.format("A")][:2],
+            held[name.format("B")][:, :2].copy(),
+        )
+        return {key: x for key, x in held.items() if "layers.0.mlp.up_proj" not in key}
+
+    edit(
+        folder,
+        thinner,
+        rank_pattern={"layers.1.self_attn.q_proj": 2},
+        alpha_pattern={r"^model\.layers\.1\.self_attn\.q_proj$": 7},
+    )
+    adapters = load_adapters(model, folder)
+    np.testing.assert_allclose(adapters.scale["q"][:, 0], [0.5, 3.5])
+    np.testing.assert_array_equal(adapters.rank["q"][:, 0], [5, 2])
+    np.testing.assert_array_equal(adapters.rank["up"][:, 0], [0, 5])
+    again = load_adapters(model, save_adapter(adapters, 0, tmp_path / "again"))
+    jax.tree.map(np.testing.assert_array_equal, again, adapters)
+    edit(folder, use_rslora=True)
+    np.testing.assert_allclose(load_adapters(model, folder).scale["q"][:, 0], [2.5 / 5**0.5, 7 / 2**0.5], rtol=1e-6)
+
+
+REFUSED = [
+    ({"use_dora": True}, "use_dora=True in"),
+    ({"bias": "lora_only"}, "bias=lora_only"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
+    ({"fan_in_fan_out": True}, "fan_in_fan_out=True"),
+    ({"layer_replication": [[0, 4]]}, "layer_replication="),
+    ({"something_new": {"on": 1}}, "something_new="),
+    ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'.*other weights"),
+    ({"peft_type": "IA3"}, "peft_type='IA3'"),
+    ({"r": 4}, "says rank 4 and alpha 2.5 for model.layers.0.self_attn.q_proj, whose A has 5 rows"),
+    ({"lora_alpha": None}, "alpha None"),
+    ({"rank_pattern": {"(a*)*b": 1}}, "rank_pattern names"),
+    ({"rank_pattern": [1]}, "expected an object"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSED)
+def test_other_kinds_of_adapters_are_refused_by_name(model, folder, fields, words):
+    edit(folder, **fields)
+    with pytest.raises(ValueError, match=words):
+        load_adapters(model, folder)
+
+
+def renamed(old, new):
+    return lambda held: {key.replace(old, new): x for key, x in held.items()}
+
+
+TENSORS = [
+    (renamed("q_proj.lora_A", "q_proj.lora_magnitude_vector"), "lora_magnitude_vector"),
+    (renamed("layers.1.", "layers.7."), "adapts layer 7, and the model has 2"),
+    (
+        renamed("layers.1.mlp.up_proj.lora_A", "layers.1.mlp.experts.0.up_proj.lora_A"),
+        "experts.0.up_proj.lora_A.*alone",
+    ),
+    (lambda held: {}, "holds no tensor"),
+    (
+        lambda held: held | {"base_model.model.model.embed_tokens.base_layer.weight": np.zeros((101, 24), np.float32)},
+        "trained over another base",
+    ),
+    (lambda held: {k: x for k, x in held.items() if "lm_head.lora_B" not in k}, "head of layer 0 .* shapes"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), TENSORS)
+def test_files_that_hold_something_else_are_refused(model, folder, change, words):
+    edit(folder, change)
+    with pytest.raises(ValueError, match=words):
+        load_adapters(model, folder)
+
+
+def test_an_adapter_of_another_base_is_refused(model, folder):
+    with pytest.raises(ValueError, match=r"A is \[r, 24\], and B \[16, r\].*another base"):
+        load_adapters(model_of(CONFIG.replace(n_kv_heads=1)), folder)
+    for other in (CONFIG.replace(d_model=32), CONFIG.replace(vocab_size=102)):
+        with pytest.raises(ValueError, match="another base"):
+            load_adapters(model_of(other), folder)
+    with pytest.raises(ValueError, match="experts"):
+        load_adapters(model_of(MOE.replace(n_layers=2)), folder)
+
+
+def test_folders_that_are_none_or_full(model, folder, tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"There is no .*adapter_config.json: expected a folder written by PEFT"
+    ):
+        load_adapters(model, tmp_path)
+    with pytest.raises(FileExistsError, match="is not empty: nothing was written"):
+        save_adapter(adapters_of(CONFIG), 0, folder)
+    with pytest.raises(ValueError, match=r"select\(\[9\]\)"):
+        save_adapter(adapters_of(CONFIG), 9, tmp_path / "nine")
+    assert not (tmp_path / "nine").exists()
+
+
+def test_a_repeated_matrix_that_is_the_model_s_is_passed_over(model, folder):
+    """PEFT writes the embedding beside its adapter."""
+    table = np.asarray(model.embedding[...])
+    edit(folder, lambda held: held | {"base_model.model.model.embed_tokens.base_layer.weight": table})
+    assert set(load_adapters(model, folder).a) == set(TARGETS)
+
+
+def test_a_loaded_adapter_computes_what_it_did(model, folder):
+    adapters, tokens = adapters_of(CONFIG), tokens_of(CONFIG, T=7, B=2)
+    expected = model(tokens, adapters=adapters, adapter_B=np.array([1, 1]))
+    np.testing.assert_allclose(model(tokens, adapters=load_adapters(model, folder)), expected, rtol=1e-5, atol=1e-5)
+    assert LoraConfig(ranks=(5,)).alphas == (5,)

@@ -1,0 +1,75 @@
+"""A head of several matrices side by side: the one matrix that they are, but only what is trained costs a product."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loss_reference import BIAS, COTANGENT, HEAD, HIDDEN, OPTIONS, TARGETS, D, N, V, reference
+
+from llamem import tiled_cross_entropy
+from llamem.memory.compiling import matmul_flops
+
+CUTS = [11, 13]  # columns of the head: parts of 11, 2 and 3
+BOTH_AXES = pytest.mark.parametrize("axis", ["tokens", "vocab"])
+
+
+def loss(hidden, parts, bias=None, *, axis, reduction="none", num_tiles=3, **options):
+    got = tiled_cross_entropy(
+        hidden,
+        tuple(parts),
+        jnp.asarray(TARGETS),
+        bias=bias,
+        axis=axis,
+        reduction=reduction,
+        num_tiles=num_tiles,
+        **options,
+    )
+    return jnp.sum(got * jnp.asarray(COTANGENT, jnp.float32)) if reduction == "none" else got
+
+
+@BOTH_AXES
+@pytest.mark.usefixtures("columns")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_gradient_equals_the_reference(axis, dtype):
+    hidden, head, bias = (jnp.asarray(x, dtype) for x in (HIDDEN, HEAD, BIAS))
+    parts = jnp.split(head, CUTS, axis=1)
+    exact = [np.asarray(x, np.float64) for x in (hidden, head, bias)]
+    _, (dx, dw, db) = reference(*exact, TARGETS, COTANGENT, **OPTIONS["all"])
+    got = jax.grad(loss, argnums=(0, 1, 2))(hidden, parts, bias, axis=axis, **OPTIONS["all"])
+    for mine, want in zip((got[0], *got[1], got[2]), (dx, *np.split(dw, CUTS, axis=1), db), strict=True):
+        assert mine.dtype == dtype and mine.shape == want.shape
+        error = np.linalg.norm(np.asarray(mine, np.float64) - want) / np.linalg.norm(want)
+        assert error < (1e-5 if dtype == jnp.float32 else 2e-2)
+
+
+@BOTH_AXES
+@pytest.mark.usefixtures("columns")
+@pytest.mark.parametrize("trained", ["hidden", "hidden and the last part"])
+def test_frozen_parts_get_the_same_gradients_and_cost_no_product(axis, trained):
+    hidden, head = jnp.asarray(HIDDEN, jnp.float32), jnp.asarray(HEAD, jnp.float32)
+    *frozen, last = jnp.split(head, CUTS, axis=1)
+
+    def of(hidden, last, reduction):
+        return loss(hidden, [*frozen, last], axis=axis, reduction=reduction, num_tiles=2, label_smoothing=0.1)
+
+    argnums = 0 if trained == "hidden" else (0, 1)
+    for reduction in ("sum", "none"):
+        got = jax.grad(of, argnums)(hidden, last, reduction)
+        cotangent = COTANGENT if reduction == "none" else np.ones(N)
+        _, (dx, dw, _) = reference(HIDDEN, HEAD, 0, TARGETS, cotangent, label_smoothing=0.1)
+        want = dx if trained == "hidden" else (dx, dw[:, CUTS[-1] :])
+        for mine, expected in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert np.linalg.norm(mine - expected) < 1e-5 * np.linalg.norm(expected)
+    products = matmul_flops(jax.make_jaxpr(jax.grad(of, argnums), static_argnums=2)(hidden, last, "sum").jaxpr)
+    again = D if axis == "vocab" and trained != "hidden" else 0  # tiles of the vocabulary make their logits twice
+    assert products == 2 * N * V * (2 * D + again + (3 if trained != "hidden" else 0))
+
+
+@pytest.mark.usefixtures("as_a_user")
+def test_parts_that_do_not_fit_are_refused():
+    hidden, head = jnp.asarray(HIDDEN, jnp.float32), jnp.asarray(HEAD, jnp.float32)
+    for parts in ((head, head), (head[:, :9], head[1:, 9:]), (head[:, :9], head[0]), (head[:, :15], head[:, :2])):
+        with pytest.raises(ValueError, match=r"a head of several matrices must be .* = 16"):
+            tiled_cross_entropy(hidden, parts, jnp.asarray(TARGETS))
+    with pytest.raises(TypeError, match="head must be an array"):
+        tiled_cross_entropy(hidden, (), jnp.asarray(TARGETS))  # pyrefly: ignore[no-matching-overload]

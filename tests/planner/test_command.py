@@ -1,0 +1,59 @@
+"""`python -m llamem plan`: its table, its JSON, and the exit statuses that scripts rely on."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from llamem import TARGETS
+from llamem.planner.command import BAD_INPUT, FITS, NOTHING_FITS, main
+
+
+def test_json_says_what_a_script_needs(capsys):
+    status = main(["plan", "llama3.2-1b", "--chip", "v6e-1", "--tokens", "32768", "--estimate", "--json"])
+    (row,) = json.loads(capsys.readouterr().out)
+    assert status == FITS and row["fits"] and row["compiled"] is False
+    assert row["chip"] == "v6e-1" and row["seq_len"] == 32_768
+    assert 0 < row["peak_bytes"] <= row["capacity_bytes"] == TARGETS["v6e-1"].capacity_bytes
+    assert row["plan"]["mode"] in ("scan", "nested") and row["alternatives"]
+
+
+def test_a_table_has_a_line_for_each_model_and_chip(capsys):
+    status = main(["plan", "qwen3-0.6b", "llama3.1-8b", "--chip", "v5e-1", "h100", "--tokens", "4096", "--estimate"])
+    out = capsys.readouterr().out
+    assert status == NOTHING_FITS  # 8B on one v5e
+    assert len(out.splitlines()) == 5 and out.count("nothing fits") == 1
+    assert "estimated" in out.splitlines()[0]
+
+
+def test_without_tokens_it_is_the_longest_context(capsys):
+    assert main(["plan", "llama3.2-3b", "--chip", "a100-40", "--estimate", "--json"]) == FITS
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["seq_len"] % 1024 == 0 and row["seq_len"] > 4096
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["llama9"], "no preset is called 'llama9'"),
+        (["llama3.2-1b", "--chip", "v9"], "no chip is called 'v9'"),
+        (["llama3.2-1b", "--tokens", "0"], "seq_len=0"),
+        (["nowhere/config.json"], "nowhere"),
+        (["llama3.2-1b", "--param-dtype", "float3"], "float3"),
+    ],
+)
+def test_bad_input_has_a_status_of_its_own(arguments, complaint, capsys):
+    assert main(["plan", *arguments, "--estimate"]) == BAD_INPUT
+    assert complaint in capsys.readouterr().err
+
+
+def test_it_is_a_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "llamem", "plan", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "Exit status: 0 it fits, 1 nothing fits, 2 bad input." in done.stdout
+    assert (
+        subprocess.run([sys.executable, "-m", "llamem", "fly"], capture_output=True, check=False).returncode
+        == BAD_INPUT
+    )

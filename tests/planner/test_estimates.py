@@ -1,0 +1,145 @@
+"""The closed form of a step's bytes and seconds: what it must equal, how each tool moves it, what it refuses."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from llamem import LlamaConfig, Plan, Policy, TrainSettings, estimate
+from llamem.memory import TARGETS
+from llamem.planner.alive import LINES
+from llamem.planner.share import share_of
+from llamem.train import abstract_state
+
+BF16 = {"param_dtype": jnp.bfloat16, "compute_dtype": jnp.bfloat16}
+LONG = {"seq_len": 131_072}
+
+
+def line(found, name):
+    return sum(part.bytes for part in found.lines if part.name == name)
+
+
+def bytes_of(tree):
+    def one(leaf):
+        sharding = getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return sum(map(one, jax.tree.leaves(tree)))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "chip", "mesh"),
+    [
+        ("llama3.2-1b", jnp.bfloat16, "v5e-1", {}),
+        ("llama3.1-8b", jnp.float32, "h100", {}),
+        ("qwen3-0.6b", jnp.bfloat16, "v6e-1", {}),
+        ("llama3.1-8b", jnp.bfloat16, "v5e-8", {"fsdp": 4, "tensor": 2}),
+        ("llama3.2-3b", jnp.float32, "v5e-8", {"data": 2, "context": 4}),
+    ],
+)
+def test_weights_and_moments_are_those_of_the_state_to_the_byte(name, dtype, chip, mesh):
+    config = LlamaConfig.from_name(name, param_dtype=dtype, compute_dtype=jnp.bfloat16)
+    plan = Plan(mesh=mesh)
+    state = abstract_state(config, TrainSettings(batch_size=8, seq_len=4096), plan)
+    found = estimate(config, plan, chip, seq_len=4096, batch_size=8)
+    assert line(found, "weights") == bytes_of(state.params)
+    counters = 64  # the step, and the optimizer's own
+    assert abs(line(found, "moments") - bytes_of(state.opt_state)) <= counters
+
+
+@pytest.mark.parametrize("chip", [name for name, target in TARGETS.items() if target.devices == 1])
+def test_the_peak_is_a_moment_and_not_a_sum_of_everything(chip):
+    found = estimate(LlamaConfig.from_name("llama3.2-1b", **BF16), Plan(), chip, seq_len=8192)
+    sums = {name: sum(part.bytes for part in lines) for name, lines in found.moments.items()}
+    assert found.peak_bytes == max(sums.values()) == sums[found.peak_at]
+    assert {part.name for lines in found.moments.values() for part in lines} <= set(LINES)
+    assert all(part.bytes >= 0 and part.why for lines in found.moments.values() for part in lines)
+
+
+TOOLS = {
+    "attention_tiles": (Plan(attention_tiles=8), "attention"),
+    "mlp_tiles": (Plan(mlp_tiles=64), "feed-forward"),
+    "offload": (Plan(offload=("block_in",)), "residuals"),
+    "moments": (Plan(moments="host"), "moments"),
+    "nested": (Plan(mode="nested"), "residuals"),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("chip", ["v5e-1", "a100-80"])
+def test_each_tool_lowers_its_line_and_the_time_grows(tool, chip):
+    config = LlamaConfig.from_name("llama3.2-1b", **BF16)
+    plan, name = TOOLS[tool]
+    before, after = (estimate(config, p, chip, **LONG) for p in (Plan(), plan))
+
+    def largest(found):
+        return max(sum(part.bytes for part in lines if part.name == name) for lines in found.moments.values())
+
+    assert largest(after) < 0.7 * largest(before)
+    assert after.peak_bytes <= before.peak_bytes
+    assert after.seconds.total > before.seconds.total or tool == "mlp_tiles"
+
+
+def test_what_leaves_the_device_arrives_on_the_host():
+    config = LlamaConfig.from_name("llama3.2-1b", **BF16)
+    away = estimate(config, Plan(offload=("block_in",), moments="host"), "v5e-1", **LONG)
+    home = estimate(config, Plan(), "v5e-1", **LONG)
+    stream = 16 * 131_072 * 2048 * 2
+    assert line(home, "residuals") - line(away, "residuals") == stream
+    assert home.host_bytes == 0
+    assert away.host_bytes == stream + line(home, "moments") - line(away, "moments")
+    assert away.seconds.host_link == pytest.approx(2 * away.host_bytes / 16e9)
+
+
+@pytest.mark.parametrize("policy", ["attn", "qkv_attn", "minimal", None, Policy(save=("gate", "up"))])
+def test_what_is_kept_is_paid_for_in_bytes_and_saves_products(policy):
+    config = LlamaConfig.from_name("llama3.1-8b", **BF16)
+    nothing, kept = (estimate(config, Plan(remat=r), "v5p-1", seq_len=8192) for r in ("nothing", policy))
+    assert line(kept, "residuals") > line(nothing, "residuals")
+    assert kept.seconds.products + kept.seconds.attention < nothing.seconds.products + nothing.seconds.attention
+
+
+def test_devices_share_the_work_of_a_mesh():
+    config = LlamaConfig.from_name("llama3.1-8b", **BF16)
+    one = share_of(config, Plan(), TARGETS["v5e-1"], 8192, 8)
+    eight = share_of(config, Plan(mesh={"fsdp": 2, "tensor": 2, "context": 2}), TARGETS["v5e-8"], 8192, 8)
+    assert one.N == 4 * eight.N and one.H == 2 * eight.H and one.V == 2 * eight.V
+    assert one.layer_weights == 2 * eight.layer_weights
+    # Norms are whole on every device.
+    assert one.params / eight.params == pytest.approx(8, rel=1e-3)
+
+
+BAD = {
+    "no chip is called 'v9'": {"target": "v9"},
+    "seq_len=0": {"seq_len": 0},
+    "batch_size=2.0": {"batch_size": 2.0},
+    "n_experts=128": {"config": LlamaConfig.from_name("qwen3-30b-a3b")},
+    "mesh {'fsdp': 8} has 8 devices": {"plan": Plan(mesh={"fsdp": 8})},
+    "has 1 devices, and v5e-8 has 8": {"target": "v5e-8"},
+    "batch_size=3 does not divide among 8": {"plan": Plan(mesh={"fsdp": 8}), "target": "v5e-8", "batch_size": 3},
+}
+
+
+@pytest.mark.parametrize("complaint", BAD)
+def test_bad_input_is_named(complaint, as_a_user):
+    given = {"config": LlamaConfig.from_name("llama3.2-1b"), "plan": Plan(), "target": "v5e-1", "seq_len": 512}
+    given |= BAD[complaint]
+    with pytest.raises((ValueError, TypeError), match=complaint.replace("{", r"\{").replace("}", r"\}")):
+        estimate(given.pop("config"), given.pop("plan"), given.pop("target"), **given)
+
+
+def test_no_config_and_no_plan_are_refused(as_a_user):
+    with pytest.raises(TypeError, match="expected a llamem"):
+        estimate("llama3.2-1b", Plan(), "v5e-1", seq_len=512)  # pyrefly: ignore[bad-argument-type]
+
+
+def test_the_tables_say_what_is_estimated():
+    found = estimate(LlamaConfig.from_name("llama3.2-1b", **BF16), Plan(), "v5e-1", **LONG)
+    text, page = str(found), found._repr_html_()
+    for words in ("estimated", "not measured", "weights", "DOES NOT FIT"):
+        assert words in text
+    assert "<table>" in page and "does not fit" in page
+    assert dataclasses.is_dataclass(found)

@@ -1,0 +1,54 @@
+"""Adapters' losses and gradients on eight simulated devices against one device's; what was seen, as JSON."""
+
+import json
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_platforms", "cpu")
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from adapters import MIXED, adapters_of, relative_error  # noqa: E402
+from flax import nnx  # noqa: E402
+from models import SMALL, model_of, tokens_of  # noqa: E402
+
+from llamem import Plan, TrainSettings, abstract_lora_step  # noqa: E402
+from llamem.train import init_lora_state, make_lora_step  # noqa: E402
+
+CONFIG = SMALL.replace(vocab_size=324, d_model=48, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=80)
+MESHES = {"all but data": {"fsdp": 2, "tensor": 2, "context": 2}, "data": {"data": 4}}
+IDS = np.array([2, 0, 2, 1, 0, 0, 2, 2])
+SETTINGS = TrainSettings(batch_size=8, seq_len=16, clip_norm=0.1, learning_rate=1e-2)
+
+
+def stepped(config, mesh, accumulate=1):
+    """The state after a step, and its metrics, with every array where the abstract step says."""
+    settings = TrainSettings(**{**vars(SETTINGS), "accumulate": accumulate})
+    plan = Plan(mesh=mesh, loss_tiles=3)
+    graphdef, base = nnx.split(model_of(config))
+    graphdef = nnx.graphdef(model_of(config, mesh=mesh, loss_tiles=3))
+    tokens = tokens_of(config, T=17, B=8)
+    args = init_lora_state(adapters_of(config), settings), base, (tokens[:, :-1], tokens[:, 1:], jnp.asarray(IDS))
+    if mesh:
+        _, *shapes = abstract_lora_step(config, settings, plan, MIXED)
+        args = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), args, tuple(shapes))
+    return jax.jit(make_lora_step(graphdef, settings))(*args)
+
+
+def main():
+    seen = {}
+    for tied in (False, True):
+        config = CONFIG.replace(tied_head=tied)
+        want, expected = stepped(config, {})
+        for name, mesh in MESHES.items():
+            got, metrics = stepped(config, mesh, accumulate=2 if name == "data" else 1)
+            seen[f"{name}, {'tied' if tied else 'untied'}"] = {
+                "errors": {**relative_error(got.opt_state, want.opt_state), **relative_error(metrics, expected)},
+                "steps": np.asarray(got.step).tolist(),
+            }
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Many adapters trained in one batch: as each of them alone, and those that are absent not at all."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from adapters import MIXED, adapters_of, relative_error
+from flax import nnx
+from models import SMALL, model_of, tokens_of
+
+from llamem import Adapters, LoraConfig, Plan, TrainSettings, abstract_lora_step, compile_report
+from llamem.llama import IN_LAYERS, TARGETS
+from llamem.memory.compiling import matmul_flops
+from llamem.train import init_lora_state, make_lora_step
+
+CONFIG = SMALL.replace(n_layers=1)
+SETTINGS = TrainSettings(steps=9, batch_size=4, seq_len=8, learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
+
+
+def stepper(model, **options):
+    graphdef, base = nnx.split(model)
+    step = jax.jit(make_lora_step(graphdef, SETTINGS, **options))
+    return lambda state, tokens, ids: step(state, base, (tokens[:, :-1], tokens[:, 1:], jnp.asarray(ids)))
+
+
+def steps_of(count, n_steps, seed=0):
+    """Batches in which every adapter has one sequence and every other one two, in another order each time."""
+    rng = np.random.default_rng(seed)
+    for i in range(n_steps):
+        ids = rng.permutation(np.concatenate([np.arange(count), np.arange(1, count, 2)]))
+        yield tokens_of(CONFIG, T=9, B=len(ids), seed=10 + i), ids
+
+
+@pytest.mark.parametrize("count", [1, 8, 64])
+def test_together_as_one_by_one(count):
+    """Adapters of three ranks, three steps; trained together, and each of them alone on its own sequences."""
+    lora = LoraConfig(
+        ranks=tuple(3 + 2 * (i % 3) for i in range(count)), targets=("q", "o", "down", "embedding", "head")
+    )
+    step, adapters = stepper(model_of(CONFIG)), adapters_of(CONFIG, lora)
+    state = init_lora_state(adapters, SETTINGS)
+    alone = {i: init_lora_state(adapters.select([i]), SETTINGS) for i in sorted({0, 1 % count, 5 % count, count - 1})}
+    for tokens, ids in steps_of(count, 3):
+        state, metrics = step(state, tokens, ids)
+        for i in alone:
+            mine = tokens[ids == i]
+            alone[i], own = step(alone[i], mine, np.zeros(len(mine), int))
+            for name in ("loss", "grad_norm"):
+                np.testing.assert_allclose(metrics[name][i], own[name][0], rtol=2e-6)
+    for i, one in alone.items():
+        together = state.params.select([i])
+        assert max(relative_error(together.weights, one.params.weights).values()) < 1e-6
+        assert one.step == 3 == state.step[i]
+
+
+def test_an_absent_adapter_keeps_every_bit_and_the_base_is_never_touched():
+    step = stepper(model_of(CONFIG))
+    state = init_lora_state(adapters_of(CONFIG), SETTINGS)
+    tokens = tokens_of(CONFIG, T=9, B=4)
+    state, _ = step(state, tokens, [0, 1, 2, 0])
+    ignored = tokens.at[3, 1:].set(-100)  # no target of it counts: as if it were not there
+    after, metrics = step(state, ignored, [0, 0, 0, 2])
+    for i, moved in enumerate([True, False, False]):
+        before_i, after_i = state.params.select([i]), after.params.select([i])
+        same = [
+            np.array_equal(a, b)
+            for a, b in zip(jax.tree.leaves(before_i.weights), jax.tree.leaves(after_i.weights), strict=True)
+        ]
+        assert not any(same) if moved else all(same)
+    np.testing.assert_array_equal(after.step, [2, 1, 1])
+    np.testing.assert_array_equal(metrics["tokens"], [24, 0, 0])
+    np.testing.assert_array_equal(np.isnan(metrics["loss"]), [False, True, True])
+    leaves = zip(jax.tree.leaves_with_path(state.opt_state), jax.tree.leaves(after.opt_state), strict=True)
+    for (path, old), new in leaves:
+        axis = int(any(getattr(entry, "key", None) in IN_LAYERS for entry in path))
+        old, new = np.moveaxis(old, axis, 0), np.moveaxis(new, axis, 0)
+        np.testing.assert_array_equal(old[1:], new[1:])
+        assert not np.array_equal(old[0], new[0]), path
+
+
+def test_padding_beyond_an_adapter_s_rank_stays_zero():
+    state = init_lora_state(Adapters.create(CONFIG, MIXED, rngs=nnx.Rngs(1)), SETTINGS)
+    step = stepper(model_of(CONFIG))
+    for tokens, ids in steps_of(3, 4):
+        state, _ = step(state, tokens, ids)
+    for name, part in state.params.weights.items():
+        for target, array in part.items():
+            beyond = np.arange(5)[:, None] >= np.asarray(state.params.rank[target])[..., None, None]
+            assert np.all(np.where(beyond, array, 0) == 0), (name, target)
+            assert np.all(np.any(array != 0, axis=-1) == ~beyond[..., 0]), (name, target)
+
+
+def test_each_adapter_has_its_own_rate_warm_up_and_count():
+    """One that joins later begins its warm-up then; one with a tenth of the rate goes a tenth of the way."""
+    step, slower = stepper(model_of(CONFIG)), stepper(model_of(CONFIG), learning_rates=(1e-2, 1e-3, 1e-2))
+    start = init_lora_state(adapters_of(CONFIG), SETTINGS)
+    tokens = tokens_of(CONFIG, T=9, B=4)
+    late, _ = step(step(start, tokens, [0, 0, 0, 0])[0], tokens, [0, 1, 1, 2])
+    first, _ = step(start, tokens, [0, 1, 1, 2])
+    for i in (1, 2):
+        jax.tree.map(np.testing.assert_array_equal, late.params.select([i]), first.params.select([i]))
+    np.testing.assert_array_equal(late.step, [2, 1, 1])
+    slow, _ = slower(start, tokens, [0, 1, 1, 2])
+    for i, ratio in enumerate((1, 0.1, 1)):
+        way = [
+            jax.tree.map(jnp.subtract, s.params.select([i]).weights, start.params.select([i]).weights)
+            for s in (slow, first)
+        ]
+        assert max(relative_error(way[0], jax.tree.map(lambda x, r=ratio: r * x, way[1])).values()) < 1e-3
+
+
+def test_the_cost_of_64_adapters_is_that_of_one():
+    """Products of a whole step. Those of the adapted head grow with the adapters' columns; all others are the same."""
+    B, config = 64, CONFIG.replace(d_model=256, d_ff=512, vocab_size=997)
+    settings = TrainSettings(batch_size=B, seq_len=16)
+
+    def products(count, targets):
+        lora = LoraConfig(ranks=(4,) * count, targets=targets)
+        step, *shapes = abstract_lora_step(config, settings, Plan(loss_tiles=2, loss_axis="tokens"), lora)
+        return matmul_flops(jax.make_jaxpr(step)(*shapes).jaxpr)
+
+    without_head = tuple(t for t in TARGETS if t != "head")
+    assert products(64, without_head) == products(1, without_head)
+    head = products(64, TARGETS) - products(1, TARGETS)
+    assert head == 3 * 2 * B * 16 * (64 - 1) * 4 * 997
+
+
+def test_the_abstract_step_is_the_step_and_compiles():
+    step, *shapes = abstract_lora_step(CONFIG, SETTINGS, Plan(), MIXED)
+    state = init_lora_state(adapters_of(CONFIG), SETTINGS)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), shapes[0])
+    params = 3 * sum(leaf.size for leaf in jax.tree.leaves(state.params.weights))
+    assert sum(leaf.size for leaf in jax.tree.leaves(shapes[0])) < params + 200, "adapters and their moments alone"
+    report = compile_report(step, *shapes, donate=(0,), target="cpu")
+    assert report.alias_bytes >= 4 * params
+
+
+def test_other_numbers_of_rates_and_what_is_no_adapter_are_refused():
+    graphdef = nnx.graphdef(model_of(CONFIG))
+    with pytest.raises(ValueError, match="finite numbers above 0, one for each adapter"):
+        make_lora_step(graphdef, SETTINGS, learning_rates=(0.0, 1.0))
+    state, tokens = init_lora_state(adapters_of(CONFIG), SETTINGS), tokens_of(CONFIG, T=9, B=4)
+    with pytest.raises(ValueError, match="expected one for each of 3 adapters"):
+        stepper(model_of(CONFIG), learning_rates=(1.0,))(state, tokens, [0, 0, 0, 0])
+
+
+def test_on_a_mesh_every_moment_and_metric_is_that_of_one_device():
+    """After one step the first moments are a tenth of the clipped gradients: those of all nine targets."""
+    here = Path(__file__).parent
+    path = {"PYTHONPATH": ":".join([str(here.parent), *sys.path])}
+    command = [sys.executable, str(here / "mesh_adapters.py")]
+    done = subprocess.run(command, env={**os.environ, **path}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert len(seen) == 4
+    for name, case in seen.items():
+        wrong = {leaf: error for leaf, error in case["errors"].items() if not error < 1e-5}
+        assert not wrong and len(case["errors"]) >= 40 and case["steps"] == [1, 1, 1], (name, wrong)

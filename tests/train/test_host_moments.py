@@ -1,0 +1,110 @@
+"""Moments on the host against moments on the device: the same numbers, and where they lie."""
+
+import signal
+
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import pytest
+from flax import nnx
+
+import llamem
+from llamem import Plan, TrainSettings
+from llamem.train.data import Corpus
+from llamem.train.host_moments import host_sharding, waits_on_host
+from llamem.train.loop import train
+from llamem.train.snapshots import Snapshots
+from llamem.train.step import abstract_step, first_state, make_train_step
+
+# 96 rows of a table are cut into six pieces; 101 are not cut.
+CONFIGS = {
+    "untied, 96 rows": models.SMALL.replace(vocab_size=96),
+    "tied, 101 rows": models.VARIANTS["qwen3"],
+    "experts": models.MOE,
+    "no layers": models.VARIANTS["no layers"],
+}
+SETTINGS = TrainSettings(batch_size=2, seq_len=16, steps=5, learning_rate=1e-2, warmup_steps=1, clip_norm=0.5)
+
+
+def run(config, plan, steps=3):
+    state = first_state(config, SETTINGS, plan)
+    graphdef = nnx.graphdef(llamem.Llama(config, rngs=nnx.Rngs(0), plan=plan))
+    where = jax.tree.map(lambda a: a.sharding, state)
+    step = jax.jit(make_train_step(graphdef, SETTINGS), donate_argnums=0, out_shardings=(where, None))
+    metrics = []
+    for i in range(steps):
+        tokens = models.tokens_of(config, T=17, seed=i)
+        state, values = step(state, (tokens[:, :-1], tokens[:, 1:]))
+        metrics.append({name: float(value) for name, value in values.items()})
+    return state, metrics
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, jnp.float32) for name in CONFIGS), ("untied, 96 rows", jnp.bfloat16)]
+)
+def test_parameters_moments_and_metrics_are_those_of_the_plain_update(name, dtype):
+    config = CONFIGS[name].replace(param_dtype=dtype, compute_dtype=dtype)
+    (plain, expected), (mine, got) = run(config, Plan()), run(config, Plan(moments="host"))
+    assert jax.tree.structure(plain) == jax.tree.structure(mine)
+    tolerance = 1e-5 if dtype == jnp.float32 else 2**-8  # of one rounding
+    for (path, a), b in zip(jax.tree.leaves_with_path(plain), jax.tree.leaves(mine), strict=True):
+        a, b = (np.asarray(leaf, np.float64) for leaf in (a, b))
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(a), jax.tree_util.keystr(path)
+    assert got == [pytest.approx(row, rel=1e-5 if dtype == jnp.float32 else 1e-2) for row in expected]
+    for path, leaf in jax.tree.leaves_with_path(mine):
+        in_moments = waits_on_host(path) and "opt_state" in jax.tree_util.keystr(path)
+        assert (leaf.sharding.memory_kind == "pinned_host") == in_moments, jax.tree_util.keystr(path)
+
+
+def test_matrices_wait_on_the_host_and_vectors_do_not():
+    state = first_state(CONFIGS["untied, 96 rows"], SETTINGS, Plan(moments="host"))
+    there = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(state.opt_state) if waits_on_host(p)]
+    assert len(there) == 2 * (7 + 2) and not any("norm" in name or "count" in name for name in there)
+    assert host_sharding().memory_kind == "pinned_host"
+
+
+WRITE = Snapshots.append_metrics
+
+
+def stopping_after(step):
+    """As by Ctrl-C during that step."""
+
+    def write_and_stop(self, row):
+        WRITE(self, row)
+        if row["step"] == step:
+            signal.raise_signal(signal.SIGINT)
+
+    return write_and_stop
+
+
+def test_a_run_stops_and_goes_on_with_its_moments_elsewhere(tmp_path, monkeypatch):
+    config = CONFIGS["untied, 96 rows"].replace(n_layers=1)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 2000).astype(np.uint32)
+    corpus = Corpus(tokens[:1500], tokens[1500:], 1, config.vocab_size)
+    losses = {}
+    for name, plans in {"device": ["device"], "both": ["host", "device", "host"]}.items():
+        for done, moments in enumerate(plans, start=1):
+            part = TrainSettings(batch_size=2, seq_len=16, steps=6, eval_every=0, snapshot_every=0)
+            with monkeypatch.context() as patch:
+                patch.setattr(Snapshots, "append_metrics", stopping_after(2 * done) if done < len(plans) else WRITE)
+                result = train(config, corpus, part, tmp_path / name, plan=Plan(moments=moments), progress=False)
+        losses[name] = [row["loss"] for row in result.metrics]
+    assert len(losses["both"]) == 6 and losses["both"] == pytest.approx(losses["device"], rel=1e-6)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.slow
+@pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_moments_leave_the_chip(dtype):
+    config = llamem.LlamaConfig.from_name("llama3.2-1b", n_layers=4, param_dtype=dtype, compute_dtype=jnp.bfloat16)
+    reports = {}
+    for moments in ("device", "host"):
+        plan = Plan(moments=moments)
+        step, state, batch = abstract_step(config, TrainSettings(batch_size=1, seq_len=2048), plan)
+        reports[moments] = llamem.compile_report(step, state, batch, target="v5e-1", donate=(0,), depth="code")
+    device, host = reports["device"], reports["host"]
+    matrices = sum(a.size * a.dtype.itemsize for p, a in jax.tree.leaves_with_path(state.opt_state) if waits_on_host(p))
+    assert host.host_bytes >= matrices and device.argument_bytes - host.argument_bytes == matrices
+    assert host.peak_bytes < device.peak_bytes - matrices / 2
