@@ -67,7 +67,14 @@ def jupyter(request, tmp_path_factory):
         settings.write_text('{"windowingMode": "none"}')
     port = free_port()
     command = [
-        *(sys.executable, "-m", "jupyter", request.param, "--no-browser", "--allow-root", f"--port={port}"),
+        *(
+            sys.executable,
+            "-m",
+            "jupyterlab" if request.param == "lab" else "notebook",
+            "--no-browser",
+            "--allow-root",
+            f"--port={port}",
+        ),
         *(
             "--IdentityProvider.token=",
             "--ServerApp.password=",
@@ -227,7 +234,7 @@ def test_an_exercise_typed_in_wrong_and_right(browser, jupyter):
 def exported(tmp_path_factory):
     """The notebooks as nbviewer shows them, served on this machine: the address."""
     folder = tmp_path_factory.mktemp("html")
-    command = [sys.executable, "-m", "jupyter", "nbconvert", "--to", "html", "--output-dir", str(folder)]
+    command = [sys.executable, "-m", "nbconvert", "--to", "html", "--output-dir", str(folder)]
     subprocess.run([*command, *map(str, NOTEBOOKS)], check=True, capture_output=True)
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
