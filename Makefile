@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 RUN    ?= runs/$(shell date +%Y-%m-%d_%H-%M-%S)
 PIP    := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --constraint requirements/lock.txt
 
-.PHONY: help setup train cluster test quick parity lab notebooks lint format lock floors address clean
+.PHONY: help setup train cluster test quick parity lab notebooks lint format lock floors address wheel site browser clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -80,6 +80,21 @@ floors: $(VENV)/train-is-ready ## draw CONTRIBUTING's picture of the folders fro
 
 address: $(VENV)/train-is-ready ## write URL=https://github.com/OWNER/NAME and the version into badges, links, install lines
 	$(BIN)/python tests/set_address.py $(URL)
+
+wheel: $(VENV)/test-is-ready ## an sdist and a wheel in build/dist, checked inside and from a clean environment
+	$(PIP) build twine
+	rm -rf build/dist
+	$(BIN)/python -m build --outdir build/dist .
+	$(BIN)/twine check --strict build/dist/*
+	$(BIN)/python tests/wheel.py build/dist
+
+site: $(VENV)/train-is-ready ## the course as pages in build/site, from the stored outputs; every link inside is checked
+	$(PIP) --editable '.[site]'
+	$(BIN)/python docs/build.py
+
+browser: $(VENV)/test-is-ready ## open the notebooks and the timeline's page in a real browser (Debian's chromium); WEEKLY=--weekly runs some
+	$(PIP) --editable '.[browser]'
+	$(BIN)/python -m pytest tests/browser $(WEEKLY)
 
 clean: ## remove what make made, but not runs/
 	rm -rf $(VENV) build .pytest_cache .ruff_cache src/*.egg-info

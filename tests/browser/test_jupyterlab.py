@@ -1,0 +1,253 @@
+"""The notebooks where they are read: JupyterLab, Notebook 7 and exported pages, in a real browser.
+
+`make browser` runs it. It needs Debian's `chromium` and `pip install playwright`, and is skipped, with the reason,
+where either is missing. Each notebook is opened with its stored outputs; with `--weekly` four are also run to the end.
+Screenshots lie in build/browser for a human look.
+"""
+
+import functools
+import http.client
+import http.server
+import importlib.util
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'llamem[browser]'")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium"),
+]
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = ROOT / "build" / "browser"
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+WHOLE = "notebook => document.querySelectorAll('.jp-Notebook .jp-Cell').length >= notebook"
+WAITING = "[...document.querySelectorAll('.jp-InputPrompt')].some(prompt => prompt.innerText.includes('*'))"
+
+
+def n_cells(path: Path) -> int:
+    return len(json.loads(path.read_text(encoding="utf-8"))["cells"])
+
+
+@pytest.fixture(scope="module")
+def browser():
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    with playwright.sync_playwright() as running:
+        chromium = running.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+@pytest.fixture(scope="module", params=["lab", "notebook"])
+def jupyter(request, tmp_path_factory):
+    """A server on a copy of the notebooks; its address and what one of its pages is called."""
+    if request.param == "notebook" and importlib.util.find_spec("notebook") is None:
+        pytest.skip("needs Notebook 7: pip install notebook")
+    home = tmp_path_factory.mktemp("home")
+    shutil.copytree(ROOT / "notebooks", home / "notebooks", ignore=shutil.ignore_patterns(".*", "runs"))
+    for name in ("tracker", "panel"):  # every cell in the page at once, not only those in sight
+        settings = home / "settings" / "@jupyterlab" / "notebook-extension" / f"{name}.jupyterlab-settings"
+        settings.parent.mkdir(parents=True, exist_ok=True)
+        settings.write_text('{"windowingMode": "none"}')
+    port = free_port()
+    command = [
+        *(
+            sys.executable,
+            "-m",
+            "jupyterlab" if request.param == "lab" else "notebook",
+            "--no-browser",
+            "--allow-root",
+            f"--port={port}",
+        ),
+        *(
+            "--IdentityProvider.token=",
+            "--ServerApp.password=",
+            f"--ServerApp.root_dir={home}",
+            "--expose-app-in-browser",
+        ),
+    ]
+    kernels = {
+        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
+        "PYTHONPATH": str(ROOT / "src"),
+        "JAX_PLATFORMS": "cpu",
+    }
+    with (home / "log").open("w") as log:
+        server = subprocess.Popen(command, cwd=home, stdout=log, stderr=log, env=os.environ | kernels)
+        try:
+            _wait_for(port, server, home / "log")
+            yield (
+                f"http://127.0.0.1:{port}/{'lab/tree' if request.param == 'lab' else 'notebooks'}/notebooks",
+                request.param,
+            )
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def _wait_for(port: int, server: subprocess.Popen, log: Path) -> None:
+    for _ in range(120):
+        try:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+            connection.request("GET", "/api")
+            if connection.getresponse().status == 200:
+                return
+        except OSError:
+            pass
+        if server.poll() is not None:
+            break
+        time.sleep(0.5)
+    pytest.fail(f"the server did not start:\n{log.read_text()}")
+
+
+def opened(browser, address: str, path: Path, scheme: str = "light"):
+    """A page with the whole notebook in it, scrolled through once."""
+    page = browser.new_page(viewport={"width": 1280, "height": 1000}, color_scheme=scheme)
+    page.goto(f"{address}/{path.name}?reset")
+    page.wait_for_function(WHOLE, arg=n_cells(path), timeout=120_000)
+    page.wait_for_function("window.jupyterapp && true", timeout=30_000)
+    for cell in page.locator(".jp-Notebook .jp-Cell").all():
+        cell.scroll_into_view_if_needed()
+    return page
+
+
+def check_pictures(page, within: str) -> int:
+    """Every picture is there and has words for those who do not see it; how many there are."""
+    pictures = page.evaluate(
+        "w => [...document.querySelectorAll(`${w} img`)].map(i => [i.alt, i.naturalWidth, i.src.slice(0, 99)])", within
+    )
+    for alt, width, source in pictures:
+        if source.startswith(("http://127", "data:", "blob:", "file:")):  # badges come from other sites
+            assert width > 0 and alt, source
+    return len(pictures)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem[:2])
+def test_a_notebook_opens_whole(browser, jupyter, path):
+    address, place = jupyter
+    page = opened(browser, address, path)
+    page.screenshot(path=PICTURES / f"{place}_{path.stem}.png")
+    figures = sum("image/png" in o.get("data", {}) for o in _outputs(path))
+    assert check_pictures(page, ".jp-Notebook") >= figures
+    assert page.locator(".jp-Notebook [data-mime-type='application/vnd.jupyter.error']").count() == _raised(path)
+    assert page.locator(".jp-Notebook .katex-error, .jp-Notebook [data-mjx-error]").count() == 0
+    page.close()
+
+
+def _outputs(path: Path) -> list[dict]:
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    return [output for cell in cells for output in cell.get("outputs", [])]
+
+
+def _raised(path: Path) -> int:
+    return sum(output["output_type"] == "error" for output in _outputs(path))
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize("number", ["00", "01", "04", "08"])
+def test_run_all_reaches_the_end(browser, jupyter, number):
+    address, place = jupyter
+    if place != "lab":
+        pytest.skip("run once, in JupyterLab")
+    path = next((path for path in NOTEBOOKS if path.stem.startswith(number)), None)
+    if path is None:
+        pytest.skip(f"there is no notebook {number}")
+    page = opened(browser, address, path)
+    page.evaluate("window.jupyterapp.commands.execute('notebook:restart-run-all')")
+    _agree(page)
+    page.wait_for_function(WAITING, timeout=120_000)
+    page.wait_for_function(f"!({WAITING})", timeout=1_200_000)
+    page.screenshot(path=PICTURES / f"ran_{path.stem}.png")
+    prompts = [text for text in page.locator(".jp-CodeCell .jp-InputPrompt").all_inner_texts() if text.strip()]
+    counts = [int(text.strip("[]: ")) for text in prompts]
+    assert counts == list(range(1, len(counts) + 1))
+    unexpected = page.locator(".jp-Notebook [data-mime-type='application/vnd.jupyter.error']").count()
+    assert unexpected == _raised(path)
+    _move_sliders(page, path)
+    page.close()
+
+
+def _agree(page) -> None:
+    button = page.locator(".jp-Dialog .jp-mod-accept")
+    if button.count():
+        button.first.click()
+
+
+def _move_sliders(page, path: Path) -> None:
+    """Each slider is moved with the keyboard once; something in its cell must change, and no error appear."""
+    for slider in page.locator(".jp-Notebook .widget-slider [role=slider], .jp-Notebook .noUi-handle").all():
+        cell = slider.locator("xpath=ancestor::div[contains(@class, 'jp-Cell ')][1]")
+        before = cell.evaluate("cell => cell.innerHTML")
+        slider.focus()
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("ArrowRight")
+        page.wait_for_timeout(2000)
+        assert cell.evaluate("cell => cell.innerHTML") != before, f"a slider of {path.name} changes nothing"
+
+
+@pytest.mark.weekly
+def test_an_exercise_typed_in_wrong_and_right(browser, jupyter):
+    """The first exercise of 01: its stub says what is missing, its folded solution passes."""
+    address, place = jupyter
+    if place != "lab":
+        pytest.skip("typed in once, in JupyterLab")
+    path = next(path for path in NOTEBOOKS if path.stem.startswith("01"))
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    at = next(i for i, cell in enumerate(cells) if "exercise" in cell["metadata"].get("tags", []))
+    stub, solution = "".join(cells[at]["source"]), "".join(cells[at + 1]["source"])
+    code = solution.split("```python\n")[1].split("```")[0]
+    page = opened(browser, address, path)
+    run = "([text, at]) => { const p = window.jupyterapp.shell.currentWidget; p.content.activeCellIndex = at;"
+    run += " p.content.activeCell.model.sharedModel.setSource(text);"
+    run += " return window.jupyterapp.commands.execute('notebook:run-cell'); }"
+    page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.ready")
+    for above in range(at):
+        if cells[above]["cell_type"] == "code":
+            page.evaluate(run, ["".join(cells[above]["source"]), above])
+    error = page.locator(".jp-Cell").nth(at).locator("[data-mime-type='application/vnd.jupyter.error']")
+    page.evaluate(run, [stub, at])
+    assert error.count() == 1 and "NotImplementedError" in error.inner_text()
+    check = stub.strip().splitlines()[-1]
+    page.evaluate(run, [code if check in code else f"{code}\n{check}", at])
+    assert error.count() == 0
+    page.screenshot(path=PICTURES / "exercise.png")
+    page.close()
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """The notebooks as nbviewer shows them, served on this machine: the address."""
+    folder = tmp_path_factory.mktemp("html")
+    command = [sys.executable, "-m", "nbconvert", "--to", "html", "--output-dir", str(folder)]
+    subprocess.run([*command, *map(str, NOTEBOOKS)], check=True, capture_output=True)
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem[:2])
+def test_an_exported_page_is_whole(browser, exported, path, scheme):
+    page = browser.new_page(viewport={"width": 1100, "height": 1000}, color_scheme=scheme)
+    page.goto(f"{exported}/{path.stem}.html", wait_until="domcontentloaded")
+    assert check_pictures(page, "main") >= sum("image/png" in o.get("data", {}) for o in _outputs(path))
+    page.screenshot(path=PICTURES / f"html_{scheme}_{path.stem}.png")
+    page.close()
