@@ -89,11 +89,11 @@ wheel: $(VENV)/test-is-ready ## an sdist and a wheel in build/dist, checked insi
 	$(BIN)/python tests/wheel.py build/dist
 
 site: $(VENV)/train-is-ready ## the course as pages in build/site, from the stored outputs; every link inside is checked
-	$(PIP) --editable '.[site]'
+	$(PIP) 'jupyter-book>=1.0,<2' 'sphinxcontrib-mermaid>=1.0'
 	$(BIN)/python docs/build.py
 
 browser: $(VENV)/test-is-ready ## open the notebooks and the timeline's page in a real browser (Debian's chromium); WEEKLY=--weekly runs some
-	$(PIP) --editable '.[browser]'
+	$(PIP) --editable '.[browser]' 'notebook>=7.2'
 	$(BIN)/python -m pytest tests/browser $(WEEKLY)
 
 clean: ## remove what make made, but not runs/
