@@ -45,7 +45,8 @@ def by_plan(folder: str, tokens: jax.Array, logits: jax.Array) -> None:
     for leaf, spec in zip(jax.tree.leaves(params), jax.tree.leaves(specs), strict=True):
         parts = leaf.size // leaf.addressable_shards[0].data.size
         assert leaf.sharding.spec == spec
-        assert parts == np.prod([mesh.axes[axis] for axes in spec if axes for axis in axes])
+        over = [axis for axes in spec if axes for axis in ((axes,) if isinstance(axes, str) else axes)]
+        assert parts == np.prod([mesh.axes[axis] for axis in over])
     loss = jax.jit(loss_fn, static_argnums=0)(graphdef, params, tokens[:, :-1], tokens[:, 1:])
     rows = np.asarray(jax.nn.log_softmax(logits[:, :-1]))
     wanted = -np.take_along_axis(rows, np.asarray(tokens[:, 1:, None]), 2).mean()
