@@ -79,15 +79,21 @@ def test_gradients_of_experts_equal_float64():
     assert max(errors(got, models.expected_gradients(models.MOE)).values()) < 1e-5
 
 
-def test_bf16_is_about_as_close_to_float64_as_without_the_tools():
-    """Measured: 1.12 times the plain error in 128 tiles of six tokens, where 1.1 is the aim.
+def test_bf16_is_as_close_to_float64_as_without_the_tools():
+    """Within 1.1 of the plain error: of all leaves together, and of each matrix.
 
-    The sum over tiles is f32, but each tile's gradient of a weight leaves its product rounded to bf16.
+    Of the vectors, 64 numbers each, chance alone puts one at 1.12 and another at 0.93. That a weight's gradient leaves
+    its product in bf16 costs nothing: with the product in f32 these errors are the same to the last digit.
     """
     exact = gradients_of_rounded(WIDE)
-    plans = {"plain": {}, "rows": {"mlp_tiles": 128}, "all": {"mlp_tiles": 128, "attention_tiles": 4, **OFFLOAD}}
-    worst = {name: max(errors(gradients(WIDE, jnp.bfloat16, **plan), exact).values()) for name, plan in plans.items()}
-    assert max(worst.values()) <= 1.15 * worst["plain"] and worst["plain"] > 1e-3, worst
+    plain = errors(gradients(WIDE, jnp.bfloat16), exact)
+    for plan in ({"mlp_tiles": 128}, {"mlp_tiles": 128, "attention_tiles": 4, **OFFLOAD}):
+        found = errors(gradients(WIDE, jnp.bfloat16, **plan), exact)
+        assert sum(found.values()) < 1.1 * sum(plain.values()), (plan, found)
+        limits = {name: 1.25 if "norm" in name else 1.1 for name in found if name != "loss"}
+        worse = {name: (found[name], plain[name]) for name in limits if found[name] > limits[name] * plain[name]}
+        assert not worse and len(limits) == 12 and found["loss"] < 1e-3, (plan, worse, found["loss"])
+    assert max(plain.values()) > 1e-3
 
 
 def test_packed_documents_stay_apart_in_groups_of_heads():
