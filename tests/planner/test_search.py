@@ -206,3 +206,11 @@ def test_several_chips_share_what_one_cannot_hold():
 def test_bad_questions_are_refused(change, complaint, as_a_user):
     with pytest.raises(ValueError, match=complaint):
         find_plan(ONE_B, **({"target": "v5e-1", "seq_len": 512, "compiler": False} | change))
+
+
+def test_a_mesh_is_chosen_for_a_pod():
+    config = LlamaConfig.from_name("llama3.1-70b", **BF16)
+    found = find_plan(config, "v5p:4x4x4", seq_len=8192, batch_size=16, compiler=False, progress=None)
+    mesh = MeshShape.of(found.plan.mesh)
+    # Sixteen sequences cannot be shared by 64 chips: something else than FSDP takes the rest.
+    assert mesh.devices == 64 and mesh.fsdp == 16 and found.estimate.fits

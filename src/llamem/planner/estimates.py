@@ -12,6 +12,7 @@ from llamem.llama import LlamaConfig
 from llamem.llama.plan import Plan
 from llamem.memory import TARGETS, GiB, Report, Target
 from llamem.memory.show import html_table
+from llamem.memory.targets import _pod
 from llamem.planner.alive import Line, host_bytes, moments_of
 from llamem.planner.ledger import Ledger, beside
 from llamem.planner.seconds import Seconds, describe, seconds_of
@@ -103,10 +104,18 @@ class Estimate:
         )
 
 
+def chip_called(name: str) -> Target:
+    """A chip of `llamem.TARGETS`, or TPUs by how they are connected, `"v5p:4x4x4"`; no compiler need be installed."""
+    chip = TARGETS.get(name) or _pod(name)
+    if chip is None:
+        raise ValueError(f"no chip is called {name!r}. Known: {', '.join(TARGETS)}; and slices, such as 'v5p:4x4x4'.")
+    return chip
+
+
 def estimate(
     config: LlamaConfig, plan: Plan = Plan(), target: str = "v5e-1", *, seq_len: int, batch_size: int = 1
 ) -> Estimate:
-    """What one AdamW step will need on a chip of `llamem.TARGETS`, in microseconds and without any compiler.
+    """What one AdamW step will need on a chip of `llamem.TARGETS` or on a slice, in microseconds, without a compiler.
 
     The step is that of `llamem.abstract_step`, its state donated. With several chips the plan's mesh says who holds
     what, and bytes are those of one. Raises ValueError for an unknown chip, for a mixture of experts, of which there is
@@ -117,9 +126,7 @@ def estimate(
             f"estimate({config!r}, {plan!r}): expected a llamem.LlamaConfig, such as "
             "LlamaConfig.from_name('llama3.2-1b'), and a llamem.Plan."
         )
-    chip = TARGETS.get(target)
-    if chip is None:
-        raise ValueError(f"no chip is called {target!r}: an estimate knows {', '.join(TARGETS)}.")
+    chip = chip_called(target)
     for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r}: expected a whole number of at least 1.")

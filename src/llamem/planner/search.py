@@ -8,7 +8,7 @@ from llamem.memory import TARGETS, GiB, Report, Target, compile_report
 from llamem.memory import target as checked_target
 from llamem.memory.show import html_table
 from llamem.planner.candidates import estimates, frontier, words
-from llamem.planner.estimates import Estimate
+from llamem.planner.estimates import Estimate, chip_called
 from llamem.train import TrainSettings, abstract_step
 
 __all__ = ["Found", "NothingFits", "ask", "find_plan", "largest_batch", "longest_context", "smallest_chip"]
@@ -279,9 +279,8 @@ def smallest_chip(
 
 
 def _chip(name: str, compiler: bool) -> Target:
-    if name not in TARGETS:
-        raise ValueError(f"no chip is called {name!r}: a plan is found for {', '.join(TARGETS)}.")
-    return checked_target(name) if compiler else TARGETS[name]
+    chip = chip_called(name)
+    return checked_target(name) if compiler else chip
 
 
 def _check(config: LlamaConfig, seq_len: int, batch_size: int) -> None:

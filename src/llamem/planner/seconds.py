@@ -1,6 +1,7 @@
 """How long a step takes, estimated: a roofline for each part of it. Nothing here has been measured on a chip."""
 
 import dataclasses
+import re
 from typing import Any
 
 from llamem.planner.share import Share
@@ -43,7 +44,7 @@ class Seconds:
 
 def seconds_of(share: Share, host_bytes_moved: int) -> Seconds:
     """The parts of one step on one device."""
-    family = share.target.name.split("-")[0]
+    family = re.split("[-:]", share.target.name)[0]
     peak, bandwidth = share.target.peak_flops, share.target.bandwidth
     assert peak and bandwidth  # every chip of the table has them
     return Seconds(

@@ -214,7 +214,8 @@ def _loss_tile(plan: Plan, target: Target, N: int, D: int, V: int, dtype: Any, s
     axis: Any = "vocab" if split else plan.loss_axis
     count = plan.loss_tiles or 1
     if count == "auto":
-        axis, count = _chosen(N, D, V, dtype, axis, target.name)
+        generation, of_a_slice, _ = target.name.partition(":")
+        axis, count = _chosen(N, D, V, dtype, axis, f"{generation}-1" if of_a_slice else target.name)
     if axis == "vocab":
         return "vocab", N, tile_size(V, int(count), 128)
     return "tokens", tile_size(N, int(count), 16), V

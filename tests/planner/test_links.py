@@ -1,0 +1,104 @@
+"""The roofline of many chips: bytes beside what the compiler planned, seconds by hand, what it refuses."""
+
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from llamem import LlamaConfig
+from llamem.planner.links import INSIDE, NETWORK, pace
+
+PODS = Path(__file__).parents[2] / "benchmarks" / "pods.md"
+BF16 = {"param_dtype": jnp.bfloat16, "compute_dtype": jnp.bfloat16}
+
+
+def compiled():
+    """Rows of the pods' table: model, mesh, sequences, their length, GiB of each kind of message."""
+    for row in PODS.read_text().splitlines():
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        if cells[0] in ("8B", "70B"):
+            mesh = {name: int(size) for name, size in re.findall(r"(\w+) (\d+)", cells[2])}
+            batch, length = (int(part.replace(",", "")) for part in cells[3].split(" x "))
+            yield cells[0], mesh, batch, length, [float(cell.partition("/")[2] or 0) for cell in cells[6:9]]
+
+
+def gib(model, mesh, batch, length, axis):
+    config = LlamaConfig.from_name(f"llama3.1-{model.lower()}", **BF16)
+    return pace(config, "v5p", mesh, batch_size=batch, seq_len=length).received.get(axis, 0) / 2**30
+
+
+def test_fsdp_receives_what_the_compiler_planned():
+    """Its table gives the sizes of results: a sum's is what it brings, whole, and nothing is scattered."""
+    rows = [row for row in compiled() if set(row[1]) == {"fsdp"}]
+    assert len(rows) == 6
+    for model, mesh, batch, length, (gathered, scattered, summed) in rows:
+        own = mesh["fsdp"] / (mesh["fsdp"] - 1)
+        assert scattered == 0
+        assert gib(model, mesh, batch, length, "fsdp") * own == pytest.approx(gathered + summed, rel=0.003)
+
+
+def test_tensor_parallelism_gathers_its_share_of_the_weights_and_sums_five_times_a_layer():
+    rows = [row for row in compiled() if set(row[1]) == {"fsdp", "tensor"}]
+    assert len(rows) == 3
+    for model, mesh, batch, length, (gathered, scattered, summed) in rows:
+        own = mesh["fsdp"] / (mesh["fsdp"] - 1)
+        weights = gib(model, mesh, batch, length, "fsdp") * own
+        assert gathered == pytest.approx(weights * 2 / 3, rel=0.03)
+        # What is scattered stands there as the part that a chip keeps, to a tenth of a GiB.
+        left = gathered + summed + scattered * mesh["fsdp"] - weights
+        parts = mesh["tensor"] / (mesh["tensor"] - 1) / 2
+        received = gib(model, mesh, batch, length, "tensor") * parts
+        assert received == pytest.approx(left, abs=0.05 * (mesh["fsdp"] + 2 + left))
+
+
+def test_context_parallelism_receives_keys_and_values():
+    for model, mesh, batch, length, (gathered, _, summed) in compiled():
+        if "context" not in mesh:
+            continue
+        # What is more than without: keys and values, forward and again; gradients of them are scattered or summed.
+        weights = gib(model, mesh, batch, length, "fsdp")
+        received = gib(model, mesh, batch, length, "context")
+        assert gathered + summed - weights == pytest.approx(received * 2 / 3, rel=0.25), (model, mesh)
+
+
+def test_one_chip_by_hand():
+    config = LlamaConfig.from_name("llama3.1-8b", **BF16)
+    found = pace(config, "v5e", {}, batch_size=2, seq_len=1024)
+    products = 8 * config.n_params * 2048 / (0.6 * 197e12)
+    scores = 4 * 32 * 2048 * (2 * 1024 * 4096) / (0.5 * 197e12)
+    assert found.products == pytest.approx(products + scores)
+    assert found.links == {} and found.seconds == found.products
+    assert found.tokens_per_second == pytest.approx(2048 / found.seconds)
+    # Of the four passes one is the rematerialisation's.
+    assert found.mfu == pytest.approx(0.75 * 0.6, rel=0.01)
+
+
+def test_the_network_is_used_where_the_fast_links_end():
+    config = LlamaConfig.from_name("llama3.1-8b", **BF16)
+    one = pace(config, "h100", {"data": 2, "fsdp": 4}, batch_size=8, seq_len=1024)
+    two = pace(config, "h100", {"data": 2, "fsdp": 8}, batch_size=16, seq_len=1024)
+    grads = 2 * config.n_params
+    assert one.received["data"] == pytest.approx(grads / 4) and one.links["data"] == pytest.approx(grads / 4 / 450e9)
+    assert two.links["data"] == pytest.approx(grads / 8 / 50e9)
+    assert two.links["fsdp"] == pytest.approx(two.received["fsdp"] / 450e9)
+
+
+@pytest.mark.parametrize(
+    ("chip", "mesh", "batch", "words"),
+    [
+        ("t4", {}, 1, "links are known of v5e"),
+        ("h100", {"fsdp": 16}, 16, "join 8 chips of h100.*'data': 2"),
+        ("v5e", {"data": 2, "fsdp": 4}, 12, "batch_size=12 does not divide among 8"),
+        ("v5e", {"model": 4}, 4, "no mesh axis"),
+    ],
+)
+def test_what_is_wrong_is_said(as_a_user, chip, mesh, batch, words):
+    with pytest.raises(ValueError, match=words):
+        pace(LlamaConfig.from_name("tiny"), chip, mesh, batch_size=batch, seq_len=128)
+
+
+def test_every_chip_has_both_links():
+    assert set(INSIDE) == set(NETWORK)
+    for chip in INSIDE:
+        assert pace(LlamaConfig.from_name("tiny"), chip, {"fsdp": 8}, batch_size=8, seq_len=128).mfu > 0
