@@ -22,12 +22,12 @@ IDS = np.array([2, 0, 2, 1, 0, 0, 2, 2])
 SETTINGS = TrainSettings(batch_size=8, seq_len=16, clip_norm=0.1, learning_rate=1e-2)
 
 
-def stepped(config, mesh, accumulate=1):
+def stepped(config, mesh, accumulate=1, mlp_tiles=1):
     """The state after a step, and its metrics, with every array where the abstract step says."""
     settings = TrainSettings(**{**vars(SETTINGS), "accumulate": accumulate})
-    plan = Plan(mesh=mesh, loss_tiles=3)
+    plan = Plan(mesh=mesh, loss_tiles=3, mlp_tiles=mlp_tiles)
     graphdef, base = nnx.split(model_of(config))
-    graphdef = nnx.graphdef(model_of(config, mesh=mesh, loss_tiles=3))
+    graphdef = nnx.graphdef(model_of(config, mesh=mesh, loss_tiles=3, mlp_tiles=mlp_tiles))
     tokens = tokens_of(config, T=17, B=8)
     adapters = adapters_of(config, size=0.03)  # larger ones' attention multiplies every rounding a hundredfold
     args = init_lora_state(adapters, settings), base, (tokens[:, :-1], tokens[:, 1:], jnp.asarray(IDS))
@@ -43,7 +43,7 @@ def main():
         config = CONFIG.replace(tied_head=tied)
         want, expected = stepped(config, {})
         for name, mesh in MESHES.items():
-            got, metrics = stepped(config, mesh, accumulate=2 if name == "data" else 1)
+            got, metrics = stepped(config, mesh, accumulate=2 if name == "data" else 1, mlp_tiles=1 if tied else 3)
             seen[f"{name}, {'tied' if tied else 'untied'}"] = {
                 "errors": {**relative_error(got.opt_state, want.opt_state), **relative_error(metrics, expected)},
                 "steps": np.asarray(got.step).tolist(),

@@ -191,9 +191,12 @@ def _capacity(ax: Axes, one: Timeline, n_bytes: int, unit: str) -> None:
     if line := drawn_capacity(one):
         capacity = line / n_bytes
         ax.axhline(capacity, color="black", linestyle="--", linewidth=1.2)
-        place = {"ha": "right", "va": "bottom", "fontsize": 8}
+        steps = ax.get_xlim()[1]
+        left = one.peak_step < 0.5 * steps  # where `_peak` does not write
+        place = {"ha": "left" if left else "right", "va": "bottom", "fontsize": 8}
         frame = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.8}
-        ax.text(0.995 * ax.get_xlim()[1], 1.015 * capacity, f"{one.target}: {capacity:.2f} {unit}", bbox=frame, **place)
+        label = f"{one.target}: {capacity:.2f} {unit}"
+        ax.text((0.005 if left else 0.995) * steps, 1.015 * capacity, label, bbox=frame, **place)
 
 
 def _peak(ax: Axes, one: Timeline, n_bytes: int) -> None:

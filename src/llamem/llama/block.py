@@ -111,16 +111,21 @@ class Block(nnx.Module):
             return self.finish(x_BTD, attn_BTHh, mesh.tensor_axis, mlp_tiles, lora)
         graphdef, mine, others = nnx.split(self, lambda path, _: path[0] in _ATTENTION, ...)
         heads, shared = _groups_of_heads(mine, attention_tiles)
+        channels = {t: math.prod(w.shape[-2:]) for t, w in (("q", self.wq), ("k", self.wk), ("v", self.wv))}
+        lora_heads, lora_shared = lora.in_groups_of_heads(attention_tiles, {**channels, "o": channels["q"]})
 
         def group(shared: Any, heads: Any, dtype: Any) -> Array:
-            weights, y_BTD, rope, segments_BT = shared
+            (weights, lora), y_BTD, rope, segments_BT = shared
+            heads, lora_heads = heads
             weights = jax.tree.map(lambda a, b: b if a is None else a, weights, heads, is_leaf=lambda a: a is None)
-            block = nnx.merge(graphdef, weights, others)
-            return block._project(block._attend(y_BTD, rope, segments_BT, implementation, mesh), dtype)
+            block, lora = nnx.merge(graphdef, weights, others), lora_heads.with_shared(lora)
+            attn_BTHh = block._attend(y_BTD, rope, segments_BT, implementation, mesh, lora)
+            return lora.add("o", attn_BTHh, block._project(attn_BTHh, dtype))
 
-        attn_out_BTD = sum_parts(group, (shared, y_BTD, rope, segments_BT), heads, x_BTD.dtype)
+        everywhere = (shared, lora_shared), y_BTD, rope, segments_BT
+        attn_out_BTD = sum_parts(group, everywhere, (heads, lora_heads), x_BTD.dtype)
         return self._feed_forward(
-            self._after_attention(x_BTD, attn_out_BTD, mesh.tensor_axis), mesh.tensor_axis, mlp_tiles
+            self._after_attention(x_BTD, attn_out_BTD, mesh.tensor_axis), mesh.tensor_axis, mlp_tiles, lora
         )
 
     def qkv(
@@ -175,22 +180,34 @@ class Block(nnx.Module):
         self, x_BTD: Array, tensor_axis: str | None, tiles: int = 1, lora: LayerAdapters = NO_ADAPTERS
     ) -> Array:
         if tiles > 1 and tensor_axis is None:
-            return self._in_tiles(lambda block, x_BTD: block._feed_forward(x_BTD, None), x_BTD, tiles)
+            whole = lambda block, x_BTD, lora: block._feed_forward(x_BTD, None, lora=lora)  # noqa: E731
+            return self._in_tiles(whole, x_BTD, tiles, lora)
         y_BTD = enter(rms_norm(x_BTD, self.mlp_norm[...], self.config.norm_eps), tensor_axis)
         if tiles > 1:  # devices meet once, and not once per tile
-            mlp_out_BTD = self._in_tiles(lambda block, y_BTD: block._mlp(y_BTD), y_BTD, tiles)
+            mlp_out_BTD = self._in_tiles(lambda block, y_BTD, lora: block._mlp(y_BTD, lora), y_BTD, tiles, lora)
         else:
             mlp_out_BTD = self._mlp(y_BTD, lora)
         return x_BTD + checkpoint_name(leave(mlp_out_BTD, tensor_axis), "mlp_out")
 
-    def _in_tiles(self, fn: Callable[["Block", Array], Array], x_BTD: Array, tiles: int) -> Array:
-        """`fn(self, x_BTD)` for a `fn` of the feed-forward's weights, over tiles of tokens."""
+    def _in_tiles(
+        self, fn: Callable[["Block", Array, LayerAdapters], Array], x_BTD: Array, tiles: int, lora: LayerAdapters
+    ) -> Array:
+        """`fn(self, x_BTD, lora)` for a `fn` of the feed-forward's weights, over tiles of tokens."""
         graphdef, mine, others = nnx.split(self, lambda path, _: path[0] in _FEED_FORWARD, ...)
 
-        def rows(params: nnx.State, x_ND: Array) -> Array:
-            return fn(nnx.merge(graphdef, params, others), x_ND[None])[0]
+        if not lora.a:
 
-        return map_rows(rows, mine, x_BTD.reshape(-1, x_BTD.shape[-1]), tiles).reshape(x_BTD.shape)
+            def rows(weights: nnx.State, x_ND: Array) -> Array:
+                return fn(nnx.merge(graphdef, weights, others), x_ND[None], lora)[0]
+
+            return map_rows(rows, mine, x_BTD.reshape(-1, x_BTD.shape[-1]), tiles).reshape(x_BTD.shape)
+
+        def columns(params: tuple[nnx.State, LayerAdapters], x_TBD: Array) -> Array:
+            weights, lora = params
+            return fn(nnx.merge(graphdef, weights, others), x_TBD.swapaxes(0, 1), lora).swapaxes(0, 1)
+
+        # Adapters belong to sequences: a tile is some tokens of each of them.
+        return map_rows(columns, (mine, lora), x_BTD.swapaxes(0, 1), tiles).swapaxes(0, 1)
 
     def _mlp(self, y_BTD: Array, lora: LayerAdapters = NO_ADAPTERS) -> Array:
         w_gate, w_up, w_down = map(self._compute, (self.w_gate, self.w_up, self.w_down))

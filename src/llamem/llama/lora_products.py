@@ -7,8 +7,10 @@ meets; in "tensor" each computes a summand or a part, as it does of the frozen p
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
@@ -24,13 +26,14 @@ def layers_of(adapters: Adapters | None) -> Any:
     return {name: {t: x for t, x in part.items() if t in IN_LAYERS} for name, part in parts.items()}
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=("a", "b", "scale", "adapter_B"), meta_fields=("tensor_axis",))
 @dataclasses.dataclass(frozen=True)
 class LayerAdapters:
     """One layer's adapters, `a` `[A, r, in]`, `b` `[A, r, out]`, `scale` `[A]` by target; each sequence's choice."""
 
-    a: Mapping[str, Array]
-    b: Mapping[str, Array]
-    scale: Mapping[str, Array]
+    a: Mapping[str, Any]  # arrays; what JAX puts into trees while it traces them, too
+    b: Mapping[str, Any]
+    scale: Mapping[str, Any]
     adapter_B: Any = None
     tensor_axis: str | None = None
 
@@ -53,6 +56,28 @@ class LayerAdapters:
         z_BTr = project_in(x_BTI, a_ArI, self.scale[target], self.adapter_B)
         delta_BTO = jnp.einsum("BTr,BrO->BTO", z_BTr, chosen(b_ArO, self.adapter_B).astype(out.dtype))
         return out + delta_BTO.reshape(out.shape)
+
+    def in_groups_of_heads(self, groups: int, sizes: Mapping[str, int]) -> tuple["LayerAdapters", "LayerAdapters"]:
+        """What of q, k, v and o has heads, cut into groups of them, `[groups, A, r, ..]`; and what all groups read.
+
+        `sizes` are this device's channels of each target. A group's adapters are `mine.with_shared(shared)`.
+        """
+
+        def cut(target: str, array_ArO: Array) -> Array:
+            own_ArO = _own(array_ArO, sizes[target], self.tensor_axis)
+            return jnp.moveaxis(own_ArO.reshape(*own_ArO.shape[:2], groups, -1), 2, 0)
+
+        a = {t: cut(t, x) for t, x in self.a.items() if t == "o"}
+        b = {t: cut(t, x) for t, x in self.b.items() if t in ("q", "k", "v")}
+        shared = LayerAdapters(
+            {t: x for t, x in self.a.items() if t in b}, {t: x for t, x in self.b.items() if t in a},
+            self.scale, self.adapter_B, self.tensor_axis,
+        )  # fmt: skip
+        return LayerAdapters(a, b, {}, None, self.tensor_axis), shared
+
+    def with_shared(self, shared: "LayerAdapters") -> "LayerAdapters":
+        """One group's adapters, whole again: see `in_groups_of_heads`."""
+        return dataclasses.replace(shared, a={**self.a, **shared.a}, b={**self.b, **shared.b})
 
 
 NO_ADAPTERS = LayerAdapters({}, {}, {})

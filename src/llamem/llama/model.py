@@ -98,11 +98,6 @@ class Llama(nnx.Module):
         """
         check_tokens(tokens_BT, self.config.vocab_size)
         adapter_B = check_adapters(adapters, adapter_B, tokens_BT.shape[0], self.config)
-        if adapters is not None and (self.plan.attention_tiles > 1 or self.plan.mlp_tiles > 1):
-            raise ValueError(
-                f"adapters with Plan(attention_tiles={self.plan.attention_tiles}, mlp_tiles={self.plan.mlp_tiles}): "
-                "what adapters add is not computed in groups of heads or tiles of tokens. Leave both at 1."
-            )
         check_segments(segments_BT, tokens_BT)
         mesh = MeshShape.of(self.plan.mesh)
         mesh.check_inside()

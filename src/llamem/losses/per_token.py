@@ -50,7 +50,7 @@ def tiled_token_loss(
     Gradients are those of hidden and head. There are none for extras, weights and normalizer, and asking for one is a
     TypeError, nor for what `fn` closes over: pass what differs from step to step in extras. Where hidden and head
     are bfloat16 or float16, a tile keeps its logits to 1/4096 of a nat, and the head's gradient grows in steps of
-    1/32,767 of the largest number of each of its rows: both take two bytes, with more digits than bfloat16.
+    1/30,000 of the largest number of each of its rows, or less: both take two bytes, with more digits than bfloat16.
 
     Args:
         fn: takes two float32 scalars, nats, and one token's extras; returns a scalar. Give the same function each

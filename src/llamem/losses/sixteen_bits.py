@@ -9,6 +9,7 @@ column is divided by that of hidden: one large feature, as language models have 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array
 
@@ -93,7 +94,9 @@ class WideSum(NamedTuple):
 class SteppedSum(NamedTuple):
     """The same in two bytes a number: `steps_VD * size_V * ruler_D`, the whole numbers lying in the bits of floats.
 
-    In a floating-point type of two bytes, since only so does a compiler write the result over them.
+    In a floating-point type of two bytes, since only so does a compiler write the result over them. Zero is the bits of
+    that type's smallest normal number, and each step the next bits: compilers for CPUs carry such floats through
+    float32, where NaN loses its bits and subnormal numbers become 0.
     """
 
     steps_VD: Array
@@ -101,14 +104,14 @@ class SteppedSum(NamedTuple):
     ruler_D: Array
 
     def grow(self, rows_UD: Array, first: Array) -> "SteppedSum":
-        """With these rows added to those from `first` on: rounded to 1/65,534 of what their largest number takes."""
+        """With these rows added to those from `first` on: rounded to 1/65,022 of what their largest number takes."""
         count = len(rows_UD)
         steps_UD = lax.dynamic_slice_in_dim(self.steps_VD, first, count)
         size_U1 = lax.dynamic_slice_in_dim(self.size_V1, first, count)
         new_UD = _whole(steps_UD) * size_U1 + rows_UD / self.ruler_D
-        size_U1 = jnp.max(jnp.abs(new_UD), -1, keepdims=True) / _MOST
-        whole_UD = jnp.round(new_UD / jnp.where(size_U1 == 0, 1, size_U1)).astype(jnp.int32).astype(jnp.int16)
-        steps_UD = lax.bitcast_convert_type(whole_UD, self.steps_VD.dtype)
+        _, most = _codes(steps_UD.dtype)
+        size_U1 = jnp.max(jnp.abs(new_UD), -1, keepdims=True) / most
+        steps_UD = _in_bits(jnp.round(new_UD / jnp.where(size_U1 == 0, 1, size_U1)), steps_UD.dtype)
         return self._replace(
             steps_VD=lax.dynamic_update_slice_in_dim(self.steps_VD, steps_UD, first, 0),
             size_V1=lax.dynamic_update_slice_in_dim(self.size_V1, size_U1, first, 0),
@@ -134,8 +137,23 @@ class SteppedSum(NamedTuple):
         return bits_VD
 
 
+def _codes(dtype: Any) -> tuple[int, int]:
+    """The bits that mean 0, and how many steps there are to those of the type's largest number."""
+    info = jnp.finfo(dtype)
+    first, last = (int(np.asarray(x, dtype).view(np.int16)) for x in (info.smallest_normal, info.max))
+    return first, last - first
+
+
+def _in_bits(whole: Array, dtype: Any) -> Array:
+    first, _ = _codes(dtype)
+    code = jnp.abs(whole).astype(jnp.int32) + first
+    return lax.bitcast_convert_type(jnp.where(whole < 0, code - 2**15, code).astype(jnp.int16), dtype)
+
+
 def _whole(bits: Array) -> Array:
-    return lax.bitcast_convert_type(bits, jnp.int16).astype(jnp.float32)
+    first, _ = _codes(bits.dtype)
+    code = lax.bitcast_convert_type(bits, jnp.int16).astype(jnp.int32)
+    return jnp.where(code < 0, first - 2**15 - code, code - first).astype(jnp.float32)
 
 
 def stepped_sum(head_VD: Array, x_ND: Array, w_N: Array) -> SteppedSum:
