@@ -10,17 +10,20 @@ from jaxtyping import Array, Float
 MAX_BYTES = 2**32 - 1
 
 
+def in_pieces(x_BTD: Float[Array, "B T D"], most: int = MAX_BYTES) -> list[Float[Array, "B _ D"]]:
+    """The array itself, or where it has more than `most` bytes pieces of T that have not."""
+    B, T, D = x_BTD.shape
+    tokens = max(1, most // (B * D * x_BTD.dtype.itemsize))
+    return [x_BTD] if tokens >= T else jnp.array_split(x_BTD, -(-T // tokens), axis=1)
+
+
 def name_in_pieces(x_BTD: Float[Array, "B T D"], name: str, most: int = MAX_BYTES) -> Float[Array, "B T D"]:
     """`checkpoint_name(x_BTD, name)` for a policy that offloads it: in pieces of T where it has more than `most` bytes.
 
     Each piece is a residual of its own, under the same name.
     """
-    B, T, D = x_BTD.shape
-    tokens = max(1, most // (B * D * x_BTD.dtype.itemsize))
-    if tokens >= T:
-        return checkpoint_name(x_BTD, name)
-    pieces = jnp.array_split(x_BTD, -(-T // tokens), axis=1)
-    return jnp.concatenate([checkpoint_name(piece, name) for piece in pieces], axis=1)
+    pieces = [checkpoint_name(piece, name) for piece in in_pieces(x_BTD, most)]
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
 
 
 def is_on_host(x: Array) -> Array:

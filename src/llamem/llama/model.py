@@ -1,6 +1,7 @@
 """Llama 3 in flax nnx: embedding, L blocks whose parameters are stacked once, a norm, a head `[V, D]`, tied or not."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,12 +12,14 @@ from jaxtyping import Array, Float, Int
 from llamem.layers.attention import causal_attention
 from llamem.layers.collectives import look_up
 from llamem.layers.context import local_positions
+from llamem.layers.offload import to_device
 from llamem.layers.stack import apply_stack
+from llamem.layers.streaming import fetch
 from llamem.llama.block import Block, rms_norm, rope_tables
 from llamem.llama.config import LlamaConfig
 from llamem.llama.inputs import check_room, check_segments, check_tokens, count
 from llamem.llama.lora import Adapters, check_adapters
-from llamem.llama.lora_products import LayerAdapters, adapted_embedding, adapted_head, layers_of
+from llamem.llama.lora_products import NO_ADAPTERS, LayerAdapters, adapted_embedding, adapted_head, layers_of
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, gather_weights
 
@@ -70,8 +73,13 @@ class Llama(nnx.Module):
 
     @property
     def head(self) -> Float[Array, "V D"]:
-        """The output head; the embedding itself where they are tied."""
-        return (self.embedding if self.config.tied_head else self.untied_head)[...]
+        """The output head; the embedding itself where they are tied. With weights on the host it is fetched."""
+        return self.table("embedding" if self.config.tied_head else "untied_head")
+
+    def table(self, name: str) -> Float[Array, "V D"]:
+        """The embedding or the untied head, by its name; with weights on the host it is fetched."""
+        table_VD = getattr(self, name)[...]
+        return to_device(table_VD) if self.plan.weights == "host" else table_VD
 
     def hidden(
         self,
@@ -110,20 +118,17 @@ class Llama(nnx.Module):
                     "sequence of its own, or choose a mesh with context=1."
                 )
             tokens_BT = tokens_BT[:, positions_T]
-        rope = rope_tables(self.config, positions_T)
         graphdef, stacked = nnx.split(self.blocks)
+        compute = self._layer(graphdef, rope_tables(self.config, positions_T), segments_BT)
 
         def layer(params: nnx.State, x_BTD: Array, part: Any = None) -> Array:
-            # Gathered in here: rematerialised with the layer, and so never whole for more than one layer.
-            params = gather_weights(params, mesh, self.config.compute_dtype)
             lora = LayerAdapters.of(part, adapter_B, mesh.tensor_axis)
-            tools = {name: getattr(self.plan, name) for name in ("attention_tiles", "mlp_tiles", "offload")}
-            return nnx.merge(graphdef, params)(x_BTD, rope, segments_BT, self.plan.attention, mesh, lora, **tools)
+            return compute(fetch(params) if self.plan.weights == "host" else params, x_BTD, lora)
 
         result = apply_stack(
             layer,
             stacked,
-            adapted_embedding(self._embed(tokens_BT, mesh), tokens_BT, adapters, adapter_B),
+            adapted_embedding(self.embed(tokens_BT), tokens_BT, adapters, adapter_B),
             layers_of(adapters),
             mode=self.plan.mode,
             remat=None if self.deterministic else self.plan.policy,
@@ -132,6 +137,32 @@ class Llama(nnx.Module):
         x_BTD, hidden = result if return_hidden else (result, None)
         x_BTD = rms_norm(x_BTD, self.norm[...], self.config.norm_eps)
         return (x_BTD, hidden) if return_hidden else x_BTD
+
+    def embed(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        """What enters the first layer, in the type of the products. On a mesh inside `shard_map`, as `hidden`."""
+        return embed(self.table("embedding"), tokens_BT, self.config, MeshShape.of(self.plan.mesh))
+
+    def layer(self, length: int) -> Callable[[nnx.State, Array], Array]:
+        """`layer(params, x_BTD)`: one layer over whole sequences of `length` tokens, without a mesh or adapters.
+
+        `params` are those of `blocks`, without the axis of layers, on the device.
+        """
+        self._check_length(length)
+        return self._layer(nnx.graphdef(self.blocks), rope_tables(self.config, jnp.arange(length)), None)
+
+    def _layer(
+        self, graphdef: nnx.GraphDef, rope: tuple[Array, Array], segments_BT: Array | None
+    ) -> Callable[..., Array]:
+        """One layer as the plan says, of its parameters, what enters it, and what adapters add."""
+        plan, mesh = self.plan, MeshShape.of(self.plan.mesh)
+        tools = {name: getattr(plan, name) for name in ("attention_tiles", "mlp_tiles", "offload")}
+
+        def layer(params: nnx.State, x_BTD: Array, lora: LayerAdapters = NO_ADAPTERS) -> Array:
+            # Gathered in here: rematerialised with the layer, and so never whole for more than one layer.
+            params = gather_weights(params, mesh, self.config.compute_dtype)
+            return nnx.merge(graphdef, params)(x_BTD, rope, segments_BT, plan.attention, mesh, lora, **tools)
+
+        return layer
 
     def __call__(
         self,
@@ -180,7 +211,7 @@ class Llama(nnx.Module):
         def layer(
             params: nnx.State, carry: tuple[Array, Array, Array], per_layer: tuple[Array, Any]
         ) -> tuple[Array, Array, Array]:
-            block = nnx.merge(graphdef, params)
+            block = nnx.merge(graphdef, fetch(params) if self.plan.weights == "host" else params)
             i, part = per_layer
             lora = LayerAdapters.of(part, adapter_B)
             x_BTD, k_LBSKh, v_LBSKh = carry
@@ -192,17 +223,13 @@ class Llama(nnx.Module):
             attn_BTHh = causal_attention(q_BTHh, k_LBSKh[i], v_LBSKh[i], q_positions=positions_T)
             return block.finish(x_BTD, attn_BTHh, lora=lora), k_LBSKh, v_LBSKh
 
-        x_BTD = adapted_embedding(self._embed(tokens_BT), tokens_BT, adapters, adapter_B)
+        table_VD = self.table("embedding")
+        x_BTD = adapted_embedding(embed(table_VD, tokens_BT, self.config), tokens_BT, adapters, adapter_B)
         per_layer = jnp.arange(self.config.n_layers), layers_of(adapters)
         x_BTD, k_LBSKh, v_LBSKh = apply_stack(layer, stacked, (x_BTD, cache.k_LBSKh, cache.v_LBSKh), per_layer)
         x_BTD = rms_norm(x_BTD[:, -1:], self.norm[...], self.config.norm_eps)
         logits_BV = jnp.where(cache.length + T <= places, self._logits(x_BTD, adapters, adapter_B)[:, 0], jnp.nan)
         return logits_BV, KVCache(k_LBSKh, v_LBSKh, cache.length + T)
-
-    def _embed(self, tokens_BT: Array, mesh: MeshShape = MeshShape()) -> Array:
-        ids_BT = tokens_BT.astype(jnp.promote_types(tokens_BT.dtype, jnp.int32))  # a narrow type cannot say V
-        table_VD = self.embedding[...].astype(self.config.compute_dtype)
-        return look_up(table_VD, ids_BT, mesh.over("d_model"), mesh.tensor_axis)
 
     def _logits(self, x_BTD: Array, adapters: Adapters | None, adapter_B: Array | None) -> Array:
         head_VD = self.head.astype(self.config.compute_dtype)
@@ -235,6 +262,17 @@ class Llama(nnx.Module):
                 "was not set up for such positions. Shorten the sequence, or "
                 "config.replace(max_seq_len=..., rope_scaling=...)."
             )
+
+
+def embed(
+    table_VD: Float[Array, "V D"],
+    tokens_BT: Int[Array, "B T"],
+    config: LlamaConfig,
+    mesh: MeshShape = MeshShape(),
+) -> Float[Array, "B T D"]:
+    """The rows of an embedding, in the type of the products; NaN for an id that there is not."""
+    ids_BT = tokens_BT.astype(jnp.promote_types(tokens_BT.dtype, jnp.int32))  # a narrow type cannot say V
+    return look_up(table_VD.astype(config.compute_dtype), ids_BT, mesh.over("d_model"), mesh.tensor_axis)
 
 
 def _check_heads(config: LlamaConfig, plan: Plan) -> None:

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from llamem.layers.attention import Implementation
-from llamem.layers.remat import Policy, check_policy, offloading_too
+from llamem.layers.remat import POLICIES, Policy, check_policy, offloading_too
 from llamem.layers.stack import Mode
 from llamem.llama.sharding import MeshShape
 
 LossAxis = Literal["auto", "tokens", "vocab"]
-Moments = Literal["device", "host"]
+Home = Literal["device", "host"]
+Update = Literal["after", "in_backward"]
 # Names that are given inside a tile, whose forward pass is always computed again: no policy could keep them.
 _IN_ATTENTION_TILES = frozenset(("q", "k", "v", "attn"))
 _IN_MLP_TILES = frozenset(("gate", "up", "router", "mlp_out"))
@@ -39,6 +40,13 @@ class Plan:
     policy over names that does not save the same.
     `moments`: where the optimizer's moments are between steps. On the "host" each layer's are fetched when it is
     updated, and go back; the norms', which are small, stay on the device.
+    `weights`: where the weights are. On the "host" a layer's are fetched when it is computed, forward and backward, and
+    the tables of the vocabulary when they are read; one layer's are on the device at a time. Norms stay there. Of
+    weights that are trained the gradients go to the host, too.
+    `update`: when the weights change. "in_backward": each layer's as soon as its gradient is there, so that there are
+    never gradients of two layers. Clipping by the norm of all gradients then takes a second backward pass, the first
+    being for the norm; `TrainSettings(clip="layer")` needs none. Both keep the layers' inputs for the backward pass
+    (on the host with `offload=("block_in",)`), and nothing else.
 
     Raises, when it is made: ValueError for an unknown word, a count below 1 or tools that exclude each other, TypeError
     for a policy that is neither a name nor a `llamem.Policy`.
@@ -53,7 +61,9 @@ class Plan:
     attention_tiles: int = 1
     mlp_tiles: int = 1
     offload: tuple[str, ...] = ()
-    moments: Moments = "device"
+    moments: Home = "device"
+    weights: Home = "device"
+    update: Update = "after"
 
     def __post_init__(self):
         names_ok = isinstance(self.mesh, Mapping) and all(isinstance(name, str) for name in self.mesh)
@@ -89,7 +99,9 @@ class Plan:
                 "them. Choose 'auto', 'tiled' or 'xla'."
             )
 
-        _check_word("moments", self.moments, get_args(Moments))
+        _check_word("moments", self.moments, get_args(Home))
+        _check_word("weights", self.weights, get_args(Home))
+        _check_word("update", self.update, get_args(Update))
         object.__setattr__(self, "offload", _names(self.offload))
         self._check_tiles("attention_tiles", _IN_ATTENTION_TILES)
         self._check_tiles("mlp_tiles", _IN_MLP_TILES)
@@ -97,6 +109,29 @@ class Plan:
             raise ValueError(
                 f"Plan(moments='host', mesh={mesh.axes}): moments on the host are computed on one device. Give the "
                 "mesh an 'fsdp' axis instead: it shares the moments out among its devices."
+            )
+
+        if self.layer_by_layer:
+            self._check_layer_by_layer("weights='host'" if self.weights == "host" else "update='in_backward'")
+
+    def _check_layer_by_layer(self, why: str) -> None:
+        mesh, policy = MeshShape.of(self.mesh), check_policy(self.policy)
+        if mesh.devices > 1:
+            raise ValueError(
+                f"Plan({why}, mesh={mesh.axes}): layers are fetched and updated one by one on one device. Give the "
+                "mesh an 'fsdp' axis instead: it shares weights, gradients and moments out among its devices."
+            )
+        if self.mode != "scan":
+            raise ValueError(
+                f"Plan({why}, mode={self.mode!r}): only in a loop over layers is one of them at hand at a time; "
+                "mode='unroll' and 'nested' have several. Leave mode='scan'."
+            )
+        inputs_only = policy in (Policy(), Policy(offload=("block_in",)), POLICIES["nothing_saveable"])
+        if self.remat is None or not inputs_only:
+            raise ValueError(
+                f"Plan({why}, remat={self.remat!r}, offload={self.offload!r}): the loop that goes back over the layers "
+                "has their inputs and computes the rest again; whatever else is kept would hold weights, or take the "
+                "room that they left. Choose remat='nothing', with offload=('block_in',) or without."
             )
 
     def _check_tiles(self, field: str, inside: frozenset[str]) -> None:
@@ -118,7 +153,13 @@ class Plan:
     @property
     def saves_memory(self) -> bool:
         """Whether any tool for long contexts is on, so that memory is worth more than the compiler's freedom."""
-        return self.attention_tiles > 1 or self.mlp_tiles > 1 or bool(self.offload) or self.moments == "host"
+        tiles = self.attention_tiles > 1 or self.mlp_tiles > 1
+        return tiles or bool(self.offload) or self.moments == "host" or self.layer_by_layer
+
+    @property
+    def layer_by_layer(self) -> bool:
+        """Whether the step fetches or updates each layer by itself, in loops of its own (`llamem.layers.streaming`)."""
+        return self.weights == "host" or self.update == "in_backward"
 
     def replace(self, **changes: Any) -> "Plan":
         """A copy with some fields changed, checked again. Raises TypeError for a field that does not exist."""

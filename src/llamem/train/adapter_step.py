@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from llamem.layers.context import local_positions
+from llamem.layers.offload import is_on_host
 from llamem.llama.config import LlamaConfig
 from llamem.llama.lora import IN_LAYERS, Adapters, LoraConfig
 from llamem.llama.lora_products import adapted_head
@@ -20,8 +21,10 @@ from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, gather_weight, parameter_specs, shardings
 from llamem.losses.choice import choose_tiles
 from llamem.losses.cross_entropy import tiled_cross_entropy
+from llamem.train.on_host import host_sharding, on_host
+from llamem.train.optimizers import make_optimizer
 from llamem.train.sharded_step import batch_spec, check_sizes, on_mesh
-from llamem.train.step import TrainSettings, TrainState, make_model, make_optimizer
+from llamem.train.step import TrainSettings, TrainState, make_model
 
 Batch = tuple[Any, Any, Any]  # inputs [B, T], targets [B, T], the adapter of each sequence [B]
 IGNORED = -100  # a target that does not count
@@ -59,11 +62,19 @@ def make_lora_step(
         raise TypeError(
             f"make_lora_step({type(graphdef).__name__}, {settings!r}): expected nnx.graphdef(model), TrainSettings."
         )
+    if settings.clip != "global" or settings.rounding != "nearest":
+        raise ValueError(
+            f"TrainSettings(clip={settings.clip!r}, rounding={settings.rounding!r}) for adapters: each is clipped by "
+            "the norm of its own gradients, and its weights are f32. Leave clip='global' and rounding='nearest'."
+        )
     optimizer = make_optimizer(settings, _norm)
     peaks = None if learning_rates is None else _check_rates(learning_rates)
 
     def step(state: TrainState, base: Any, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-        mesh = MeshShape.of(nnx.merge(graphdef, base).plan.mesh)
+        plan = nnx.merge(graphdef, base).plan
+        mesh = MeshShape.of(plan.mesh)
+        _check_plan(plan)
+        base = on_host(base, is_on_host) if plan.weights == "host" else base
         if peaks is not None and len(peaks) != state.params.count:
             raise ValueError(f"learning_rates={peaks}: expected one for each of {state.params.count} adapters.")
         rates_A = jnp.ones(state.params.count) if peaks is None else jnp.asarray(peaks) / settings.learning_rate
@@ -102,6 +113,8 @@ def abstract_lora_step(
     """
     mesh = MeshShape.of(plan.mesh)
     graphdef, base = nnx.split(nnx.eval_shape(lambda: make_model(config, settings, plan)))
+    if plan.weights == "host":
+        base = on_host(base, lambda leaf: _placed(leaf, host_sharding()))
     state = jax.eval_shape(lambda: init_lora_state(Adapters.create(config, lora, rngs=nnx.Rngs(0)), settings))
     B, T = settings.batch_size, settings.seq_len
     tokens_BT, adapter_B = jax.ShapeDtypeStruct((B, T), jnp.int32), jax.ShapeDtypeStruct((B,), jnp.int32)
@@ -112,6 +125,15 @@ def abstract_lora_step(
         state, batch = _placed(state, everywhere), _placed(batch, shardings(batch_spec(mesh), mesh))
         base = jax.tree.map(_placed, base, shardings(parameter_specs(base, mesh), mesh))
     return make_lora_step(graphdef, settings), state, base, batch
+
+
+def _check_plan(plan: Plan) -> None:
+    if plan.update == "in_backward" or plan.moments == "host":
+        raise ValueError(
+            f"Plan(update={plan.update!r}, moments={plan.moments!r}) for adapters: their gradients and moments are too "
+            "small to be worth a place or a moment of their own. Leave update='after' and moments='device'; "
+            "weights='host' is for the frozen model under them."
+        )
 
 
 def lora_loss(

@@ -101,7 +101,7 @@ def _train(
         return float(np.mean([evaluate(params, place(heldout, i, where)) for i in range(count)]))
 
     # JAX 0.7 brings home what a program leaves on the host, unless it is told not to.
-    places = (jax.tree.map(lambda a: a.sharding, state), None) if plan.moments == "host" else None
+    places = (jax.tree.map(lambda a: a.sharding, state), None) if "host" in (plan.moments, plan.weights) else None
     jitted_step = jax.jit(make_train_step(graphdef, settings), donate_argnums=0, out_shardings=places)
     # Compiled before the clock starts, so that the first step's speed is a step's speed.
     step = jitted_step.lower(state, place(batches, 0, where)).compile()
@@ -213,7 +213,10 @@ def _identity(
     """What a snapshot's model is, and what of the rest decides the curve."""
     model = {f"model {name}": str(value) for name, value in dataclasses.asdict(config).items()}
     watching = ("eval_every", "snapshot_every")  # when the curve is looked at or stored, not what it is
+    new = ("clip", "rounding")  # since snapshots without them were written, which had what is the default now
+    defaults = {name: getattr(TrainSettings, name) for name in new}
     decides = {name: value for name, value in dataclasses.asdict(settings).items() if name not in watching}
+    decides = {name: value for name, value in decides.items() if name not in new or value != defaults[name]}
     texts = {"training data": fingerprint(corpus.train), "held-out data": fingerprint(corpus.heldout)}
     return model, {**decides, **texts}
 

@@ -10,26 +10,41 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array
 
-from llamem.layers.context import local_positions
-from llamem.layers.parts import gradients_together
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import MeshShape, gather_weight, parameter_specs, shardings
-from llamem.losses.cross_entropy import tiled_cross_entropy
-from llamem.train.host_moments import host_sharding, update_in_turn, waits_on_host
-from llamem.train.settings import TrainSettings
-from llamem.train.sharded_step import (
-    batch_spec,
-    check_sizes,
-    for_gradients_outside,
-    global_norm,
-    on_mesh,
-    sum_gradients,
-    sum_over_batch,
+from llamem.llama.sharding import MeshShape, parameter_specs, shardings
+from llamem.train.batch_loss import local_loss, loss_and_grads, loss_fn
+from llamem.train.on_host import host_sharding, on_host, said, update_in_turn
+from llamem.train.optimizers import (
+    check_elementwise,
+    check_mesh,
+    check_rounding,
+    clip_layers,
+    clipped_by,
+    make_optimizer,
+    make_update,
 )
+from llamem.train.settings import TrainSettings
+from llamem.train.sharded_step import batch_spec, check_sizes, global_norm, on_mesh
+from llamem.train.streamed_step import check_streamed, streamed_update
+
+__all__ = [
+    "TrainSettings",
+    "TrainState",
+    "abstract_state",
+    "abstract_step",
+    "first_state",
+    "init_state",
+    "local_loss",
+    "loss_and_grads",
+    "loss_fn",
+    "make_model",
+    "make_train_step",
+]
+Rule = optax.GradientTransformation | None  # None: AdamW, as `llamem.train.optimizers.make_optimizer` says
 
 
 @jax.tree_util.register_dataclass
@@ -48,57 +63,34 @@ def make_model(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()
     return Llama(config, rngs=nnx.Rngs(settings.seed), plan=plan)
 
 
-def make_optimizer(settings: TrainSettings, norm: Callable[[Any], Array] = global_norm) -> optax.GradientTransformation:
-    """Global-norm clipping, then AdamW (betas 0.9 and 0.95; no decay on norms) under warm-up and cosine decay.
-
-    A warm-up of `steps` or more ends at the last step but one: the rate has its peak in the last.
-    `norm` is the norm of all gradients, from those that one device has.
-    """
-    warmup = min(settings.warmup_steps, settings.steps - 1)
-    peak = settings.learning_rate
-    schedule = optax.warmup_cosine_decay_schedule(peak / max(warmup, 1), peak, warmup, settings.steps, peak / 10)
-
-    def decays(path: tuple, _: Any) -> bool:
-        return "norm" not in jax.tree_util.keystr(path)
-
-    def decayed(params: Any) -> Any:
-        return jax.tree.map_with_path(decays, params)
-
-    adamw = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=settings.weight_decay, mask=decayed)
-    return optax.chain(_clip(settings.clip_norm, norm), adamw)
-
-
-def _clip(max_norm: float, norm: Callable[[Any], Array]) -> optax.GradientTransformation:
-    # optax.clip_by_global_norm would take the norm of one device's part.
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        total = norm(updates)
-        within = total < max_norm
-        return jax.tree.map(lambda g: jnp.where(within, g, (g / total.astype(g.dtype)) * max_norm), updates), state
-
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-def init_state(model: Llama, settings: TrainSettings) -> TrainState:
+def init_state(model: Llama, settings: TrainSettings, optimizer: Rule = None) -> TrainState:
     """The state before the first step. Under `jax.eval_shape`, with an abstract model, it is shapes only."""
     _check_settings(settings)
     if not isinstance(model, Llama):
         raise TypeError(f"init_state({type(model).__name__}, ...): expected a llamem.Llama.")
     params = nnx.state(model, nnx.Param)
-    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(settings).init(params))
+    return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(settings, rule=optimizer).init(params))
 
 
-def first_state(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()) -> TrainState:
-    """The state before the first step of a fresh model; on a mesh every device makes its own part."""
+def first_state(
+    config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan(), optimizer: Rule = None
+) -> TrainState:
+    """The state before the first step of a fresh model; on a mesh every device makes its own part.
+
+    What waits on the host is never on the device: a model whose weights do is made by the CPU.
+    """
     mesh = MeshShape.of(plan.mesh)
     if mesh.devices == 1:
-        state = init_state(make_model(config, settings, plan), settings)
-        return _moments_on_host(state, jax.device_put) if plan.moments == "host" else state
-    where = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, settings, plan))
-    return jax.jit(lambda: init_state(make_model(config, settings), settings), out_shardings=where)()
+        at_home = jax.devices("cpu")[0] if plan.weights == "host" else None
+        with jax.default_device(at_home):
+            state = init_state(make_model(config, settings, plan), settings, optimizer)
+        return _placed(state, plan, jax.device_put)
+    where = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, settings, plan, optimizer))
+    return jax.jit(lambda: init_state(make_model(config, settings), settings, optimizer), out_shardings=where)()
 
 
 def abstract_step(
-    config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()
+    config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan(), optimizer: Rule = None
 ) -> tuple[Callable[..., Any], TrainState, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
     """The train step of a model that is never built, with the shapes of its arguments: what a compiler needs.
 
@@ -113,83 +105,38 @@ def abstract_step(
         where = shardings(batch_spec(mesh), mesh)
     tokens_BT = jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), jnp.int32, sharding=where)
     return (
-        make_train_step(nnx.graphdef(model), settings),
-        abstract_state(config, settings, plan),
+        make_train_step(nnx.graphdef(model), settings, optimizer),
+        abstract_state(config, settings, plan, optimizer),
         (tokens_BT, tokens_BT),
     )
 
 
-def abstract_state(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()) -> TrainState:
-    """The shapes and types of a training state, without a byte of it, and how they lie on the plan's mesh.
+def abstract_state(
+    config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan(), optimizer: Rule = None
+) -> TrainState:
+    """The shapes and types of a training state, without a byte of it, and where they lie: on which part of the plan's
+    mesh, or on the host.
 
     Raises ValueError where weights, batch or sequence do not divide among its devices.
     """
-    state = jax.eval_shape(lambda: init_state(make_model(config, settings), settings))
+    state = jax.eval_shape(lambda: init_state(make_model(config, settings), settings, optimizer))
     mesh = MeshShape.of(plan.mesh)
-    if plan.moments == "host":
-        return _moments_on_host(state, lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where))
     if mesh.devices == 1:
-        return state
+        put = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)  # noqa: E731
+        return _placed(state, plan, put) if "host" in (plan.weights, plan.moments) else state
     check_sizes(mesh, settings.batch_size, settings.seq_len, settings.accumulate)
     where = shardings(parameter_specs(state, mesh), mesh)
     return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), state, where)
 
 
-def _moments_on_host(state: TrainState, put: Callable[[Any, Any], Any]) -> TrainState:
-    where = host_sharding()
-
-    def one(path: tuple, leaf: Any) -> Any:
-        return put(leaf, where) if waits_on_host(path) else leaf
-
-    return dataclasses.replace(state, opt_state=jax.tree.map_with_path(one, state.opt_state))
-
-
-def loss_fn(
-    graphdef: nnx.GraphDef, params: Any, inputs_BT: Int[Array, "B T"], targets_BT: Int[Array, "B T"]
-) -> Float[Array, ""]:
-    """Mean cross-entropy in nats of the targets under the model, tiled as the model's plan says.
-
-    To be called, and differentiated, outside of `shard_map`, whatever the plan's mesh.
-    """
-    mesh = _mesh(graphdef, params)
-
-    def share(params: Any, *batch: Array) -> Array:
-        return sum_over_batch(local_loss(graphdef, for_gradients_outside(params, mesh), *batch), mesh)
-
-    specs = (parameter_specs(params, mesh), batch_spec(mesh), batch_spec(mesh))
-    return on_mesh(share, mesh, specs, PartitionSpec())(params, inputs_BT, targets_BT)
-
-
-def local_loss(
-    graphdef: nnx.GraphDef, params: Any, inputs_BT: Int[Array, "B T"], targets_BT: Int[Array, "B T"]
-) -> Float[Array, ""]:
-    """One device's share of `loss_fn`, inside `shard_map`: over the devices that hold different tokens they sum to it.
-
-    On one device all of it.
-    """
-    model = nnx.merge(graphdef, params)
-    plan, mesh = model.plan, MeshShape.of(model.plan.mesh)
-    hidden_BTD = model.hidden(inputs_BT)
-    if mesh.context_axis:
-        targets_BT = targets_BT[:, local_positions(targets_BT.shape[1], mesh.context_axis)]
-    # Gathered once, before the loop over tiles; where the vocabulary is split, each device has its rows.
-    head_VD = gather_weight("untied_head", model.head, mesh, hidden_BTD.dtype)
-    if plan.saves_memory:  # the head's f32 gradient would stay for the whole backward pass
-        hidden_BTD, head_VD = gradients_together(hidden_BTD, head_VD)
-    shares = mesh.devices // mesh.tensor  # parts into which the tokens are cut
-    if plan.loss_tiles is not None or mesh.tensor_axis:
-        return tiled_cross_entropy(
-            hidden_BTD,
-            head_VD,
-            targets_BT,
-            num_tiles=plan.loss_tiles or 1,
-            axis="vocab" if mesh.tensor_axis else plan.loss_axis,
-            vocab_axis_name=mesh.tensor_axis,
-            normalizer=None if shares == 1 else targets_BT.size * shares,
-        )
-    with jax.named_scope("logits"):  # by this name a timeline knows them
-        logits_BTV = jnp.einsum("BTD,VD->BTV", hidden_BTD, head_VD, preferred_element_type=jnp.float32)
-        return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT).mean() / shares
+def _placed(state: TrainState, plan: Plan, put: Callable[[Any, Any], Any]) -> TrainState:
+    """The state with what waits on the host put there."""
+    homes = {"params": plan.weights, "opt_state": plan.moments}
+    there = [name for name, home in homes.items() if home == "host"]
+    where = host_sharding() if there else None
+    return dataclasses.replace(
+        state, **{name: on_host(getattr(state, name), lambda leaf: put(leaf, where)) for name in there}
+    )
 
 
 def _check_settings(settings: Any) -> None:
@@ -198,13 +145,17 @@ def _check_settings(settings: Any) -> None:
 
 
 def make_train_step(
-    graphdef: nnx.GraphDef, settings: TrainSettings
+    graphdef: nnx.GraphDef, settings: TrainSettings, optimizer: Rule = None
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
     """`step(state, (inputs_BT, targets_BT)) -> state, metrics`: one update, to be jitted with the state donated.
 
     With a mesh in the model's plan it is one program for every device of it, on states and batches that lie as
-    `abstract_step` says. Metrics: `loss` (mean over tokens, nats), `grad_norm`. With moments on
+    `abstract_step` says. Metrics: `loss` (mean over tokens, nats), `grad_norm`. With weights or moments on
     the host, JAX 0.7 wants `out_shardings` as well, those of the state: else they come home with the first result.
+
+    `optimizer`: an optax transformation in place of AdamW, without clipping, which the settings say; the state is then
+    one made with it. Raises ValueError, when the step is traced, where the plan or the settings and it exclude each
+    other: see `llamem.train.streamed_step.check_streamed` and `llamem.train.optimizers.check_elementwise`.
     """
     _check_settings(settings)
     if not isinstance(graphdef, nnx.GraphDef):
@@ -213,51 +164,35 @@ def make_train_step(
     def step(state: TrainState, batch: tuple[Array, Array]) -> tuple[TrainState, dict[str, Array]]:
         plan = nnx.merge(graphdef, state.params).plan
         mesh = MeshShape.of(plan.mesh)
+        check_mesh(settings, mesh)
+        check_rounding(settings, state.params)
+        if plan.moments == "host" or plan.layer_by_layer:
+            check_elementwise(optimizer)
+            return _one_by_one(state, plan, batch)
         norm = partial(global_norm, mesh=mesh)
-        optimizer = make_optimizer(settings, norm)
+        rule = make_optimizer(settings, norm, optimizer)
 
         def update(state: TrainState, batch: tuple[Array, Array]) -> tuple[TrainState, dict[str, Array]]:
             loss, grads = loss_and_grads(graphdef, settings, state.params, batch)
-            if plan.moments == "host":
-                total = norm(grads)
-                in_turn = make_optimizer(settings, lambda _: total)
-                params, opt_state = update_in_turn(in_turn, grads, state.opt_state, state.params)
-                return TrainState(state.step + 1, params, opt_state), {"loss": loss, "grad_norm": total}
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-            metrics = {"loss": loss, "grad_norm": norm(grads)}
-            return TrainState(state.step + 1, params, opt_state), metrics
+            params, opt_state = make_update(settings, rule, state.step)(grads, state.opt_state, state.params)
+            return TrainState(state.step + 1, params, opt_state), {"loss": loss, "grad_norm": norm(grads)}
 
         specs = parameter_specs(state, mesh)
         return on_mesh(update, mesh, (specs, batch_spec(mesh)), (specs, PartitionSpec()))(state, batch)
 
+    def _one_by_one(state: TrainState, plan: Plan, batch: Any) -> tuple[TrainState, dict[str, Array]]:
+        params, opt_state = said(state.params, state.opt_state, plan)
+        if plan.layer_by_layer:
+            check_streamed(settings)
+            update = streamed_update(graphdef, settings, optimizer, state.step)
+            params, opt_state, metrics = update(params, opt_state, batch)
+        else:
+            loss, grads = loss_and_grads(graphdef, settings, params, batch)
+            metrics = {"loss": loss, "grad_norm": global_norm(grads)}
+            if settings.clip == "layer":
+                grads = clip_layers(settings, grads)
+            rule = clipped_by(settings, optimizer, metrics["grad_norm"] if settings.clip == "global" else None)
+            params, opt_state = update_in_turn(make_update(settings, rule, state.step), plan, grads, opt_state, params)
+        return TrainState(state.step + 1, params, opt_state), metrics
+
     return step
-
-
-def loss_and_grads(
-    graphdef: nnx.GraphDef, settings: TrainSettings, params: Any, batch: tuple[Array, Array]
-) -> tuple[Float[Array, ""], Any]:
-    """The mean loss and its gradients, each in the type of its parameter; on a mesh, inside `shard_map`, their parts.
-
-    With `accumulate > 1` gradients are made and added inside a scan, in f32: autodiff through a loop over
-    micro-batches, or a Python loop, would keep the residuals of all of them.
-    """
-    mesh = _mesh(graphdef, params)
-    grad = jax.value_and_grad(lambda params, part: local_loss(graphdef, params, *part))
-    if settings.accumulate == 1:
-        loss, grads = grad(params, batch)
-        return sum_over_batch(loss, mesh), sum_gradients(grads, mesh)
-    parts = jax.tree.map(lambda a: a.reshape(settings.accumulate, -1, a.shape[-1]), batch)
-
-    def add(total: Any, part: tuple[Array, Array]) -> tuple[Any, None]:
-        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grad(params, part)), None
-
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
-    (loss, grads), _ = jax.lax.scan(add, (jnp.zeros(()), zeros), parts)
-    loss, grads = sum_over_batch(loss, mesh), sum_gradients(grads, mesh)
-    loss, grads = jax.tree.map(lambda t: t / settings.accumulate, (loss, grads))
-    return loss, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-
-
-def _mesh(graphdef: nnx.GraphDef, params: Any) -> MeshShape:
-    return MeshShape.of(nnx.merge(graphdef, params).plan.mesh)

@@ -1,0 +1,95 @@
+"""A stack of layers that is larger than the chip: each layer is fetched, computed and put back inside a loop.
+
+`forward` keeps what entered each layer. `backward` goes back over them, computes each layer again and hands its
+gradient to a function that may use it up at once: then no two layers' gradients ever exist together.
+
+What a TPU's compiler (libtpu 0.0.51) cannot do decides some details. A matrix meets the host row-major, and no copy has
+4 GiB (`llamem.layers.offload`). Vectors stay on the device: one row of a bf16 `[L, D]` cannot be cut out of the host's
+memory.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PyTree
+
+from llamem.layers.offload import in_pieces, to_device, to_host
+
+Layer = Callable[[Any, Array], Array]  # of one layer's parameters and what enters it
+# Of the carry, the layer's number, its parameters and their gradients: the carry, and what is stacked over layers.
+Visit = Callable[[Any, Array, Any, Any], tuple[Any, Any]]
+
+
+def fetch(layer: PyTree) -> PyTree:
+    """One layer's parameters on the device, its matrices from the host; differentiated, gradients go to the host."""
+    return jax.tree.map(lambda a: to_device(a) if a.ndim > 1 else a, layer)
+
+
+def send(layer: PyTree) -> PyTree:
+    """One layer's matrices to the host; the reverse of `fetch`."""
+    return jax.tree.map(lambda a: to_host(a) if a.ndim > 1 else a, layer)
+
+
+def take(stacked: PyTree, i: Array, on_host: bool) -> PyTree:
+    """Layer `i` of a stack `[L, ...]`, on the device."""
+    layer = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), stacked)
+    return fetch(layer) if on_host else layer
+
+
+def put_back(stacked: PyTree, layer: PyTree, i: Array, on_host: bool) -> PyTree:
+    """The stack with `layer`, which is on the device, as its layer `i`; in place where a loop carries the stack."""
+    layer = send(layer) if on_host else layer
+    return jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, i, 0), stacked, layer)
+
+
+def forward(
+    layer: Layer, stacked: PyTree, x_BTD: Float[Array, "B T D"], *, weights_on_host: bool, inputs_on_host: bool
+) -> tuple[Float[Array, "B T D"], Any]:
+    """All layers, one after the other: the result, and what entered each of them, for `backward`."""
+    if not (n_layers := _length(stacked)):
+        return x_BTD, None
+
+    def step(x_BTD: Array, i: Array) -> tuple[Array, list[Array]]:
+        kept = [to_host(piece) for piece in in_pieces(x_BTD)] if inputs_on_host else [x_BTD]
+        return layer(take(stacked, i, weights_on_host), x_BTD), kept
+
+    return jax.lax.scan(step, x_BTD, jnp.arange(n_layers))
+
+
+def backward(
+    layer: Layer,
+    stacked_of: Callable[[Any], PyTree],
+    inputs: Any,
+    dx_BTD: Float[Array, "B T D"],
+    carry: Any,
+    visit: Visit,
+    *,
+    weights_on_host: bool,
+    inputs_on_host: bool,
+) -> tuple[Float[Array, "B T D"], Any, Any]:
+    """From the last layer to the first: the gradient of what entered the stack, the last carry, what `visit` stacked.
+
+    `inputs`: as `forward` gave them. `stacked_of(carry)`: the stack of parameters, which may be in the carry, and so be
+    changed by `visit(carry, i, params, gradients)`; that is given those of layer `i`, on the device.
+    """
+    if not (n_layers := _length(stacked_of(carry))):
+        return dx_BTD, carry, None
+
+    def step(state: tuple[Array, Any], at: tuple[Array, list[Array]]) -> tuple[tuple[Array, Any], Any]:
+        (dx_BTD, carry), (i, kept) = state, at
+        x_BTD = jnp.concatenate([to_device(piece) for piece in kept], axis=1) if inputs_on_host else kept[0]
+        params = take(stacked_of(carry), i, weights_on_host)
+        _, pull = jax.vjp(layer, params, x_BTD)
+        d_params, dx_BTD = pull(dx_BTD)
+        carry, out = visit(carry, i, params, d_params)
+        return (dx_BTD, carry), out
+
+    (dx_BTD, carry), out = jax.lax.scan(step, (dx_BTD, carry), (jnp.arange(n_layers), inputs), reverse=True)
+    return dx_BTD, carry, out
+
+
+def _length(stacked: PyTree) -> int:
+    leaves = jax.tree.leaves(stacked)
+    return leaves[0].shape[0] if leaves else 0
