@@ -37,9 +37,7 @@ class Line:
 def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
     """The moments at which a step's memory can peak, by name, each with its lines."""
     held = _held(share)
-    if share.param_bytes > share.compute_bytes:
-        copies = share.compute_bytes * (share.stack + share.head // share.split)
-        held.append(Line("layer weights", copies, "of all layers and the head, in the type of the products"))
+    copied = [*held, *_copies(share)]
     residuals = Line("residuals", _residuals(share), _why_residuals(share))
     gradients = Line("gradients", share.stack * share.param_bytes, "of all layers, from the backward loop's start")
     moments = {
@@ -49,13 +47,15 @@ def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
         "the optimizer": _optimizer(share),
     }
     if _summed_in_f32(share):
-        both = Line("head gradient", (_F32 + share.param_bytes) * share.head, "as it was summed, and narrowed")
+        both = Line("head gradient", (_F32 + share.compute_bytes) * share.head, "as it was summed, and narrowed")
         stream = Line("stream", 3 * share.compute_bytes * share.N * share.D, "what the loss has read and made")
         moments["the head's gradient, narrowed"] = [residuals, both, stream]
-    if share.target.platform != "tpu":  # XLA's GPU scheduler zeroes the gradients' buffers before the loss
+    # XLA's GPU scheduler zeroes the gradients' buffers before the loss, where that leaves nothing else waiting.
+    narrow = share.param_bytes == share.compute_bytes or share.plan.moments == "host"
+    if share.target.platform != "tpu" and narrow:
         for name in ("a tile of the loss", "the head's gradient, narrowed"):
             moments.get(name, []).append(gradients)
-    return {name: tuple([*held, *lines]) for name, lines in moments.items()}
+    return {name: tuple([*(held if name == "the optimizer" else copied), *lines]) for name, lines in moments.items()}
 
 
 def host_bytes(share: Share) -> tuple[int, int]:
@@ -77,6 +77,16 @@ def _held(share: Share) -> list[Line]:
     ]
 
 
+def _copies(share: Share) -> list[Line]:
+    """Weights in the type of the products, where that is narrower than their own: a TPU makes all copies at once."""
+    if share.param_bytes <= share.compute_bytes:
+        return []
+    # A GPU copies them layer by layer, unless the backward pass reads the forward pass's copies.
+    layers = share.stack if share.target.platform == "tpu" or share.kept else 0
+    copies = share.compute_bytes * (layers + share.head // share.split)
+    return [Line("layer weights", copies, "of all layers and the head, in the type of the products")]
+
+
 def _activation(share: Share, name: str) -> int:
     """Bytes of one named activation of one layer, as it lies in memory."""
     per_token = {
@@ -95,7 +105,7 @@ def _residuals(share: Share) -> int:
     """Bytes that the forward pass leaves on the device for the backward one."""
     if share.kept:
         return share.L * share.N * _kept_per_token(share)
-    saved = sum(_activation(share, name) for name in share.saved - {"block_in"})
+    saved = sum(_activation(share, name) for name in share.saved - {"block_in", "mlp_out"})  # nothing reads the last
     inputs = 0 if "block_in" in share.offloaded else _activation(share, "block_in")
     if share.groups > 1:  # the inputs of all groups, and all that one group's layers keep
         return share.groups * inputs + (share.L // share.groups) * (inputs + saved)
@@ -109,6 +119,8 @@ def _kept_per_token(share: Share) -> int:
     stream = (6 * _F32 + 2 * c) * share.D  # the norms' f32 factors, and both norms' results
     queries = 3 if share.target.platform == "tpu" else 2  # Splash reads scaled ones
     heads = c * share.lanes * (queries * share.H + 2 * share.K) + _F32 * share.H
+    if share.config.qk_norm:  # the f32 factors of its two norms
+        heads += 2 * _F32 * share.lanes * (share.H + share.K)
     scores = (_F32 + c) * share.H * share.T if share.attention == "xla" else 0
     in_tiles = (share.plan.mlp_tiles > 1, share.plan.attention_tiles > 1)  # what is made inside of a tile is not kept
     return stream + (0 if in_tiles[0] else inner) + (0 if in_tiles[1] else heads + scores)
@@ -132,7 +144,7 @@ def _loss(share: Share) -> list[Line]:
     logits = share.loss_rows * share.loss_columns
     if share.loss_axis == "vocab":
         return [
-            Line("head gradient", share.param_bytes * share.head, "written row by row"),
+            Line("head gradient", share.compute_bytes * share.head, "written row by row"),
             Line("loss tiles", (_F32 + c) * logits, f"{share.loss_columns:,} columns of logits, and their gradient"),
             Line("stream", (2 * c + _F32) * N * D, "the last output, its norm, the norm's gradient in f32"),
         ]
@@ -151,7 +163,7 @@ def _backward(share: Share) -> list[Line]:
     slices = gathered or c * (share.D * share.F + share.attention_weights)
     if share.groups > 1:  # a group's weights, sliced out for the inner loop, and their gradients
         slices += 2 * p * (share.L // share.groups) * share.layer_weights // share.split
-    size = _F32 if _summed_in_f32(share) and not share.plan.saves_memory else p
+    size = _F32 if _summed_in_f32(share) and not share.plan.saves_memory else c
     return [
         Line("head gradient", size * share.head, "as the loss left it, until the optimizer takes it"),
         Line(
