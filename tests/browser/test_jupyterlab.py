@@ -31,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "build" / "browser"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+PATIENCE = 300_000  # milliseconds, for a machine that has other things to do
 WHOLE = "notebook => document.querySelectorAll('.jp-Notebook .jp-Cell').length >= notebook"
 WAITING = "[...document.querySelectorAll('.jp-InputPrompt')].some(prompt => prompt.innerText.includes('*'))"
 
@@ -118,22 +119,22 @@ def _wait_for(port: int, server: subprocess.Popen, log: Path) -> None:
 def opened(browser, address: str, path: Path, scheme: str = "light"):
     """A page with the whole notebook in it, scrolled through once."""
     page = browser.new_page(viewport={"width": 1280, "height": 1000}, color_scheme=scheme)
-    page.goto(f"{address}/{path.name}?reset")
-    page.wait_for_function(WHOLE, arg=n_cells(path), timeout=120_000)
-    page.wait_for_function("window.jupyterapp && true", timeout=30_000)
+    page.goto(f"{address}/{path.name}?reset", timeout=PATIENCE)
+    page.wait_for_function(WHOLE, arg=n_cells(path), timeout=PATIENCE)
+    page.wait_for_function("window.jupyterapp && true", timeout=PATIENCE)
     for cell in page.locator(".jp-Notebook .jp-Cell").all():
         cell.scroll_into_view_if_needed()
     return page
 
 
-def check_pictures(page, within: str) -> int:
-    """Every picture is there and has words for those who do not see it; how many there are."""
+def check_pictures(page, within: str, words: bool = True) -> int:
+    """Every picture is there and, where `words`, has some for those who do not see it; how many there are."""
     pictures = page.evaluate(
         "w => [...document.querySelectorAll(`${w} img`)].map(i => [i.alt, i.naturalWidth, i.src.slice(0, 99)])", within
     )
     for alt, width, source in pictures:
         if source.startswith(("http://127", "data:", "blob:", "file:")):  # badges come from other sites
-            assert width > 0 and alt, source
+            assert width > 0 and (alt or not words), source
     return len(pictures)
 
 
@@ -143,7 +144,8 @@ def test_a_notebook_opens_whole(browser, jupyter, path):
     page = opened(browser, address, path)
     page.screenshot(path=PICTURES / f"{place}_{path.stem}.png")
     figures = sum("image/png" in o.get("data", {}) for o in _outputs(path))
-    assert check_pictures(page, ".jp-Notebook") >= figures
+    # JupyterLab shows no words for an output's picture, stored or not (jupyter/enhancement-proposals#120).
+    assert check_pictures(page, ".jp-Notebook", words=False) >= figures
     assert page.locator(".jp-Notebook [data-mime-type='application/vnd.jupyter.error']").count() == _raised(path)
     assert page.locator(".jp-Notebook .katex-error, .jp-Notebook [data-mjx-error]").count() == 0
     page.close()
@@ -170,7 +172,7 @@ def test_run_all_reaches_the_end(browser, jupyter, number):
     page = opened(browser, address, path)
     page.evaluate("window.jupyterapp.commands.execute('notebook:restart-run-all')")
     _agree(page)
-    page.wait_for_function(WAITING, timeout=120_000)
+    page.wait_for_function(WAITING, timeout=PATIENCE)
     page.wait_for_function(f"!({WAITING})", timeout=1_200_000)
     page.screenshot(path=PICTURES / f"ran_{path.stem}.png")
     prompts = [text for text in page.locator(".jp-CodeCell .jp-InputPrompt").all_inner_texts() if text.strip()]

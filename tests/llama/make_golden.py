@@ -42,6 +42,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", COMMON | {"num_key_value_heads": 4, "head_dim": 10, "tie_word_embeddings": True}),
     "qwen3_moe": ("Qwen3Moe", COMMON | EXPERTS | {"tie_word_embeddings": False}),
 }
+# The one that is stored in the package, for notebook 06, is smaller: every reader downloads it.
+STORED = {"llama31": {"vocab_size": 31, "hidden_size": 12, "intermediate_size": 20}}
 
 
 def make(name: str, folder: Path, seed: int = 0, **changes: Any) -> Any:
@@ -69,7 +71,9 @@ def numbers(model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
     model.zero_grad()
     out = model(ids, labels=ids, use_cache=False)
     out.loss.backward()
-    generated = model.generate(ids[:, :8], max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None)
+    first = ids[:, :8]
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    generated = model.generate(first, attention_mask=torch.ones_like(first), **options)  # a 0 is a token like others
     found = {"tokens": tokens, "logits": out.logits, "loss": out.loss, "generated": generated[:, 8:]}
     found |= {f"grad {name}": gradient for name, gradient in gradients_by_file_name(model).items()}
     return {name: value if isinstance(value, np.ndarray) else value.detach().numpy() for name, value in found.items()}
@@ -97,14 +101,14 @@ def golden(name: str) -> Path:
     return transformers_llama() if name == "llama31" else GOLDEN / name
 
 
-def tokens_of(seed: int = 1) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, COMMON["vocab_size"], (2, 40))
+def tokens_of(seed: int = 1, vocab_size: int = COMMON["vocab_size"]) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, vocab_size, (2, 40))
 
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or MODELS:
         folder = golden(name)
-        model = make(name, folder)
-        found: dict[str, Any] = numbers(model, tokens_of())
+        model = make(name, folder, **STORED.get(name, {}))
+        found: dict[str, Any] = numbers(model, tokens_of(vocab_size=model.config.vocab_size))
         np.savez_compressed(folder / "numbers.npz", **found)
         (folder / "generation_config.json").unlink(missing_ok=True)
