@@ -1,11 +1,11 @@
 """Sliders under a picture. The picture itself is drawn by a plain function, and stands in the notebook without them."""
 
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import ipywidgets
 import matplotlib.pyplot as plt
-from IPython.display import display
 from matplotlib.figure import Figure
 
 
@@ -21,16 +21,15 @@ def explore(draw: Callable[..., Figure], /, **choices: Sequence[Any]) -> Any:
         name: ipywidgets.SelectionSlider(options=list(values), value=values[0], description=name.replace("_", " "))
         for name, values in choices.items()
     }
-    figure = ipywidgets.Output()
+    picture = ipywidgets.Image(format="png")  # no Output widget: those stop what runs notebooks without a browser
 
     def update(*_: Any) -> None:
-        with figure:
-            figure.clear_output(wait=True)
-            fig = draw(**{name: slider.value for name, slider in sliders.items()})
-            display(fig)
-            plt.close(fig)
+        fig, png = draw(**{name: slider.value for name, slider in sliders.items()}), io.BytesIO()
+        fig.savefig(png, bbox_inches="tight")
+        plt.close(fig)
+        picture.value = png.getvalue()
 
     for slider in sliders.values():
         slider.observe(update, names="value")
     update()
-    return ipywidgets.VBox([*sliders.values(), figure])
+    return ipywidgets.VBox([*sliders.values(), picture])
