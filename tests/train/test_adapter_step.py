@@ -145,6 +145,15 @@ def test_the_abstract_step_is_the_step_and_compiles():
     assert report.alias_bytes >= 4 * params
 
 
+def test_a_new_state_can_be_donated():
+    graphdef, base = nnx.split(model_of(CONFIG))
+    state = init_lora_state(adapters_of(CONFIG, LoraConfig(ranks=(2,), targets=("q",))), SETTINGS)
+    tokens = tokens_of(CONFIG, T=9, B=4)
+    step = jax.jit(make_lora_step(graphdef, SETTINGS), donate_argnums=0)
+    state, _ = step(state, base, (tokens[:, :-1], tokens[:, 1:], jnp.zeros(4, jnp.int32)))
+    np.testing.assert_array_equal(state.step, [1])
+
+
 def test_other_numbers_of_rates_and_what_is_no_adapter_are_refused():
     graphdef = nnx.graphdef(model_of(CONFIG))
     with pytest.raises(ValueError, match="finite numbers above 0, one for each adapter"):

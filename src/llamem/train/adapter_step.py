@@ -38,10 +38,9 @@ def init_lora_state(adapters: Adapters, settings: TrainSettings) -> TrainState:
     if not isinstance(adapters, Adapters) or not isinstance(settings, TrainSettings):
         raise TypeError(f"init_lora_state({type(adapters).__name__}, {settings!r}): expected Adapters, TrainSettings.")
     moments = make_optimizer(settings, _norm).init(adapters.weights)
-    zeros_A = jnp.zeros(adapters.count, jnp.int32)
-    # optax counts updates in scalars; here every adapter counts its own.
-    moments = jax.tree.map(lambda leaf: leaf if leaf.ndim else zeros_A.astype(leaf.dtype), moments)
-    return TrainState(zeros_A, adapters, moments)
+    # optax counts updates in scalars; here every adapter counts its own. Each in a buffer of its own, to be donated.
+    moments = jax.tree.map(lambda leaf: leaf if leaf.ndim else jnp.zeros(adapters.count, leaf.dtype), moments)
+    return TrainState(jnp.zeros(adapters.count, jnp.int32), adapters, moments)
 
 
 def make_lora_step(
