@@ -7,7 +7,7 @@ lies in memory at that moment, for v5e, v6e, v5p and A100. No number is fitted.
 
 import dataclasses
 
-from llamem.planner.share import Share
+from llamem.planner.share import Share, activation_bytes
 
 LINES = (
     "weights",
@@ -58,14 +58,6 @@ def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
     return {name: tuple([*held, *lines]) for name, lines in moments.items()}
 
 
-def host_bytes(share: Share) -> tuple[int, int]:
-    """Bytes in the host's memory, and bytes that cross the link in a step, both ways."""
-    away = share.L * sum(_activation(share, name) for name in share.offloaded)
-    at_host = share.plan.moments == "host"
-    moments = 2 * (share.params - share.vectors) * share.param_bytes if at_host else 0
-    return away + moments, 2 * (away + moments)
-
-
 def _held(share: Share) -> list[Line]:
     p = share.param_bytes
     at_home = share.plan.moments == "device"
@@ -77,26 +69,12 @@ def _held(share: Share) -> list[Line]:
     ]
 
 
-def _activation(share: Share, name: str) -> int:
-    """Bytes of one named activation of one layer, as it lies in memory."""
-    per_token = {
-        "q": share.H * share.lanes,
-        "k": share.K * share.lanes,
-        "v": share.K * share.lanes,
-        "attn": share.H * share.lanes,
-        "gate": share.F,
-        "up": share.F,
-    }.get(name, share.D)
-    logsumexp = _F32 * share.N * share.H if name == "attn" and share.attention != "xla" else 0
-    return share.N * per_token * share.compute_bytes + logsumexp
-
-
 def _residuals(share: Share) -> int:
     """Bytes that the forward pass leaves on the device for the backward one."""
     if share.kept:
         return share.L * share.N * _kept_per_token(share)
-    saved = sum(_activation(share, name) for name in share.saved - {"block_in"})
-    inputs = 0 if "block_in" in share.offloaded else _activation(share, "block_in")
+    saved = sum(activation_bytes(share, name) for name in share.saved - {"block_in"})
+    inputs = 0 if "block_in" in share.offloaded else activation_bytes(share, "block_in")
     if share.groups > 1:  # the inputs of all groups, and all that one group's layers keep
         return share.groups * inputs + (share.L // share.groups) * (inputs + saved)
     return share.L * (inputs + saved)

@@ -82,7 +82,7 @@ class Passes:
         self.plan, self.config, self.params = model.plan, model.config, params
         self._embed, self._inputs_BT = model.embed, inputs_BT
         self._layer = model.layer(inputs_BT.shape[1])
-        self._on_host = {"weights_on_host": self.plan.weights == "host", "inputs_on_host": bool(self.plan.offload)}
+        self._on_host = {"weights_on_host": self.plan.weights == "host", "inputs_on_host": self.plan.inputs_on_host}
         self.head = "embedding" if self.config.tied_head else "untied_head"
 
     def forward(self) -> tuple[Array, Any]:
@@ -137,8 +137,8 @@ class Top:
 
     def wait(self) -> None:
         """Until a backward pass over the layers is done, on the host where the head itself is there."""
-        self.waits = self.waits or self._host
-        self.d_head_VD = to_host(self.d_head_VD) if self.waits else self.d_head_VD
+        if self._host and not self.waits:
+            self.waits, self.d_head_VD = True, to_host(self.d_head_VD)
 
     def d_head(self) -> Array:
         """The head's gradient, at hand."""
@@ -162,15 +162,15 @@ def _gradients(passes: Passes, settings: TrainSettings, inputs: Any, top: Top, d
         grads = passes.tree(name, d_table_VD)
         return on_host(clip_layers(settings, grads) if own else grads, to_host)
 
-    top.wait()
+    d_head = None if passes.config.tied_head else table("untied_head", top.d_head_VD)
     blocks = part(passes.params, "blocks")
     dx_BTD, total, grads = passes.backward(lambda _: blocks, inputs, dx_BTD, jnp.zeros(()), visit)
     d_embedding_VD = passes.d_embedding(dx_BTD, top)
-    total += top.squares + squares(d_embedding_VD)
-    grads = join(blocks if grads is None else grads, table("embedding", d_embedding_VD))
-    if not passes.config.tied_head:
-        grads = join(grads, table("untied_head", top.d_head()))
-    return join(grads, table("norm", top.d_norm_D)), jnp.sqrt(total)
+    rest = [table("embedding", d_embedding_VD), table("norm", top.d_norm_D), d_head]
+    grads = blocks if grads is None else grads  # without layers there is nothing in either
+    for one in rest:
+        grads = grads if one is None else join(grads, one)
+    return grads, jnp.sqrt(total + top.squares + squares(d_embedding_VD))
 
 
 def _norm(passes: Passes, inputs: Any, top: Top, dx_BTD: Array) -> Array:
