@@ -197,7 +197,7 @@ def test_what_no_plan_holds_on_the_chip_goes_to_a_host_that_is_large_enough():
     assert 90 * 2**30 < found.estimate.host_bytes < 256 * 2**30
     twice = find_plan(EIGHT_B, "v5e-1", host_bytes=256 * 2**30, **sizes)
     assert twice.estimate.seconds.total > 1.4 * found.estimate.seconds.total  # a second backward pass
-    with pytest.raises(NothingFits, match="the host has 48.0 GiB and would have to hold"):
+    with pytest.raises(NothingFits, match=r"the host has 48\.0 GiB and would have to hold"):
         find_plan(EIGHT_B, "v5e-1", host_bytes=48 * 2**30, **sizes)
 
 

@@ -36,6 +36,8 @@ class Line:
 
 def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
     """The moments at which a step's memory can peak, by name, each with its lines."""
+    if share.plan.layer_by_layer:
+        return _one_by_one(share)
     held = _held(share)
     if share.param_bytes > share.compute_bytes:
         copies = share.compute_bytes * (share.stack + share.head // share.split)
@@ -58,12 +60,42 @@ def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
     return {name: tuple([*held, *lines]) for name, lines in moments.items()}
 
 
+def _one_by_one(share: Share) -> dict[str, tuple[Line, ...]]:
+    """The moments of a step that fetches or updates each layer by itself: no line is of all layers' gradients."""
+    c, p, layer = share.compute_bytes, share.param_bytes, share.layer_weights
+    residuals = Line("residuals", _residuals(share), _why_residuals(share))
+    low = c * layer if p > c else 0
+    on_the_way = 2 * p * layer if share.plan.moments == "host" else 0
+    fetched = p * layer if share.plan.weights == "host" else 0
+    waits = 0 if share.tables == 1 and fetched else c * share.head
+    backward = [
+        residuals,
+        Line("layer weights", fetched + low, "of one layer, and in the type of the products"),
+        Line("gradients", p * layer, "of one layer"),
+        Line("moments", on_the_way, "of one layer, on their way"),
+        Line("head gradient", waits, "until its table is updated"),
+    ]
+    tables = [Line("layer weights", (2 * p + c) * share.head, "embedding and head, fetched")] if fetched else []
+    both = Line("head gradient", (c + p) * share.head, "of a table, and its pieces or its sum")
+    stream = Line("stream", 2 * c * share.N * share.D, "what the embedding's gradient is made of")
+    moments = {
+        "the tables' arrival": tables,
+        "a tile of the loss": [residuals, Line("layer weights", low and c * share.head, "the head's"), *_loss(share)],
+        "a layer's backward pass, feed-forward": [*backward, *_feed_forward(share)],
+        "a layer's backward pass, attention": [*backward, *_attention(share)],
+        "the embedding's update": [both, stream],
+    }
+    held = _held(share)
+    return {name: tuple([*held, *lines]) for name, lines in moments.items()}
+
+
 def _held(share: Share) -> list[Line]:
     p = share.param_bytes
     at_home = share.plan.moments == "device"
+    weights = share.params if share.plan.weights == "device" else share.vectors
     moments = 2 * p * (share.params if at_home else share.vectors)
     return [
-        Line("weights", p * share.params, f"{share.params:,} of {p} bytes"),
+        Line("weights", p * weights, f"{weights:,} of {p} bytes"),
         Line("moments", moments, "two for each weight" if at_home else "the norms'; the others wait on the host"),
         Line("batch", 2 * _F32 * share.B * share.T * share.mesh.context, "tokens and targets, int32"),
     ]
