@@ -2,7 +2,11 @@
 
 import functools
 import itertools
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -199,31 +203,57 @@ def test_what_crosses_the_link_is_what_the_ledger_says(name, clip, plan):
 WRITE = Snapshots.append_metrics
 
 
-def test_a_run_stops_and_goes_on_bit_by_bit(tmp_path, monkeypatch):
+def go(folder, snapshot_every=0):
+    """Four steps of a small run, or what is left of them."""
     config = CONFIGS["untied, 96 rows"].replace(n_layers=2)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 2000).astype(np.uint32)
     corpus = Corpus(tokens[:1500], tokens[1500:], 1, config.vocab_size)
-    settings = TrainSettings(batch_size=2, seq_len=16, steps=4, eval_every=2, snapshot_every=0, clip="layer")
+    settings = TrainSettings(
+        batch_size=2, seq_len=16, steps=4, eval_every=2, snapshot_every=snapshot_every, clip="layer"
+    )
+    return train(config, corpus, settings, folder, plan=Plan(**STREAMED), progress=False)
 
+
+def stopping_after(step, stop):
     def write_and_stop(self, row):
         WRITE(self, row)
-        if row["step"] == 2:
-            signal.raise_signal(signal.SIGINT)
+        if row["step"] == step:
+            stop()
 
-    def go(folder):
-        return train(config, corpus, settings, tmp_path / folder, plan=Plan(**STREAMED), progress=False)
+    return write_and_stop
 
-    whole = go("whole")
+
+def assert_same_run(one, other):
+    params = [jax.tree.leaves(nnx.state(run.model, nnx.Param)) for run in (one, other)]
+    assert all(np.array_equal(a, b) for a, b in zip(*params, strict=True))
+    assert [row["loss"] for row in one.metrics] == [row["loss"] for row in other.metrics]
+    assert len(one.metrics) == 4
+
+
+def test_a_run_stops_and_goes_on_bit_by_bit(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(Snapshots, "append_metrics", write_and_stop)
-        assert not go("parts").finished
-    parts = go("parts")
-    params = [jax.tree.leaves(nnx.state(run.model, nnx.Param)) for run in (whole, parts)]
-    assert all(np.array_equal(a, b) for a, b in zip(*params, strict=True)) and len(parts.metrics) == 4
-    assert [row["loss"] for row in whole.metrics] == [row["loss"] for row in parts.metrics]
+        interrupt = stopping_after(2, lambda: signal.raise_signal(signal.SIGINT))
+        patch.setattr(Snapshots, "append_metrics", interrupt)
+        assert not go(tmp_path / "parts").finished
+    parts = go(tmp_path / "parts")
+    assert_same_run(go(tmp_path / "whole"), parts)
     # A model whose weights are on the host also answers.
-    logits = parts.model(jnp.asarray(tokens[None, :8], jnp.int32))
-    assert logits.shape == (1, 8, config.vocab_size) and bool(jnp.isfinite(logits).all())
+    logits = parts.model(jnp.asarray([[1, 2, 3]], jnp.int32))
+    assert logits.shape == (1, 3, 96) and bool(jnp.isfinite(logits).all())
+
+
+@pytest.mark.weekly
+def test_a_killed_run_goes_on_bit_by_bit(tmp_path):
+    """Killed after step 3, with a snapshot of step 2."""
+    code = "import os, signal, sys, test_streamed_step as t\n" + (
+        "t.Snapshots.append_metrics = t.stopping_after(3, lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "t.go(sys.argv[1], snapshot_every=2)"
+    )
+    folders = [str(path) for path in (Path(__file__).parent, Path(models.__file__).parent)]
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, *sys.path])}
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "killed")], env=where, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert_same_run(go(tmp_path / "whole"), go(tmp_path / "killed", snapshot_every=2))
 
 
 def test_adapters_over_weights_on_the_host():

@@ -73,7 +73,7 @@ class Found:
         return f"<p>{'<br>'.join(self.why.splitlines())}</p>{html_table(self._HEAD, self._rows())}"
 
 
-def found(one: Estimate, report: Report | None, tried: Sequence[Estimate], asked: int) -> Found:
+def explained(one: Estimate, report: Report | None, tried: Sequence[Estimate], asked: int) -> Found:
     """What was found, in words, and the plans beside it."""
     capacity = one.capacity_bytes or 0
     peak, who = (report.peak_bytes, "compiled") if report else (one.peak_bytes, "estimated, not compiled")

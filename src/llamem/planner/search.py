@@ -7,7 +7,7 @@ from llamem.memory import TARGETS, GiB, Report, Target, compile_report
 from llamem.memory import target as checked_target
 from llamem.planner.candidates import estimates, streamed_estimates, words
 from llamem.planner.estimates import Estimate
-from llamem.planner.found import ALIKE, Found, NothingFits, found
+from llamem.planner.found import ALIKE, Found, NothingFits, explained
 from llamem.train import TrainSettings, abstract_step
 from llamem.train.settings import Clip
 
@@ -99,7 +99,7 @@ def _search(
             break
         one = _fastest(fitting)
         if not compiler:
-            return found(one, None, tried, asked)
+            return explained(one, None, tried, asked)
         asked += 1
         if progress is not None:
             progress(f"asking {chip.name}'s compiler, {asked} of at most {ASKS}: {words(one.plan)}")
@@ -112,7 +112,7 @@ def _search(
         if progress is not None:
             progress(f"  {said}: {'fits' if report and report.fits else 'does not fit'}")
         if report is not None and report.fits:
-            return found(one, report, tried, asked)
+            return explained(one, report, tried, asked)
         refused.append(one.plan)
         if report is not None:
             correction = max(correction, report.peak_bytes / one.peak_bytes)

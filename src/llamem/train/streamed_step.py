@@ -25,7 +25,7 @@ from llamem.llama.block import rms_norm
 from llamem.llama.model import Llama, embed
 from llamem.llama.sharding import parameter_name
 from llamem.train.batch_loss import loss_of_hidden
-from llamem.train.on_host import in_blocks, in_turn, join, on_host, select, update_in_turn
+from llamem.train.on_host import in_blocks, in_turn, join, of_matrices, select, update_in_turn
 from llamem.train.optimizers import clip_layers, clipped_by, make_update, norm_of, squares
 from llamem.train.settings import TrainSettings
 
@@ -160,7 +160,7 @@ def _gradients(passes: Passes, settings: TrainSettings, inputs: Any, top: Top, d
 
     def table(name: str, d_table_VD: Array) -> Any:
         grads = passes.tree(name, d_table_VD)
-        return on_host(clip_layers(settings, grads) if own else grads, to_host)
+        return of_matrices(clip_layers(settings, grads) if own else grads, to_host)
 
     d_head = None if passes.config.tied_head else table("untied_head", top.d_head_VD)
     blocks = part(passes.params, "blocks")
