@@ -61,7 +61,9 @@ def test_a_plan_that_goes_layer_by_layer_keeps_their_inputs():
     assert not Plan(moments="host").layer_by_layer
     for plan in (Plan(weights="host"), Plan(update="in_backward"), Plan(weights="host", remat="nothing_saveable")):
         assert plan.layer_by_layer and plan.saves_memory
-    assert Plan(weights="host", remat="offload_block_in").policy == Policy(offload=("block_in",))
+    kept = [Plan(weights="host"), Plan(weights="host", remat="offload_block_in")]
+    kept += [Plan(weights="host", remat=Policy(offload=("block_in",))), Plan(weights="host", offload=("block_in",))]
+    assert [plan.inputs_on_host for plan in kept] == [False, True, True, True]
 
 
 def test_a_plan_is_frozen_and_compares_and_hashes_by_value():

@@ -82,7 +82,7 @@ def test_each_layer_is_clipped_by_its_own_norm():
     ("wrong", "says"),
     [({"clip": "tensor"}, "expected 'global' or 'layer'"), ({"rounding": "up"}, "'nearest' or 'stochastic'")],
 )
-def test_unknown_words_are_refused(wrong, says):
+def test_unknown_words_are_refused(wrong, says, as_a_user):
     with pytest.raises(ValueError, match=says):
         TrainSettings(**wrong)
 

@@ -20,7 +20,6 @@ from flax import nnx
 
 import llamem
 from llamem import Plan, TrainSettings
-from llamem.memory import matmul_flops
 from llamem.memory.jaxprs import equations
 from llamem.memory.shapes import on_host
 from llamem.train.adapter_step import init_lora_state, make_lora_step
@@ -135,7 +134,7 @@ def test_every_combination_gives_the_plain_parameters(plan, clip, name):
     check_equal(CONFIGS[name], plan, clip)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("rounding", ["stochastic", pytest.param("nearest", marks=pytest.mark.weekly)])
 def test_bf16_is_the_plain_step_up_to_its_rounding(rounding):
     """With stochastic rounding, too: what is drawn does not depend on how the step is cut."""
     config = CONFIGS["untied, 96 rows"].replace(param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
@@ -146,7 +145,7 @@ def test_bf16_is_the_plain_step_up_to_its_rounding(rounding):
     assert got == [pytest.approx(row, rel=2e-2) for row in expected]
 
 
-@pytest.mark.parametrize("name", ["lion", "sgd"])
+@pytest.mark.parametrize("name", ["sgd", pytest.param("lion", marks=pytest.mark.weekly)])
 def test_other_elementwise_optimizers(name):
     optimizer = {"lion": optax.lion(1e-4), "sgd": optax.sgd(1e-2, momentum=0.9)}[name]
     config = CONFIGS["untied, 96 rows"].replace(n_layers=2)
@@ -165,15 +164,18 @@ def traced(config, plan, **settings):
     return jax.make_jaxpr(step)(first_state(config, settings, plan), (tokens[:, :-1], tokens[:, 1:]))
 
 
-@pytest.mark.parametrize("name", ["untied, 96 rows", "tied, 101 rows", "experts"])
+def products(config, plan, **settings):
+    """FLOPs of the step's matrix products as the compiler leaves them: what nobody reads it does not compute."""
+    step, state, batch = abstract_step(config, TrainSettings(**{**vars(SETTINGS), **settings}), plan)
+    return llamem.compile_report(step, state, batch, donate=(0,), target="local").compiled_matmul_flops
+
+
+@pytest.mark.parametrize("name", ["untied, 96 rows", pytest.param("tied, 101 rows", marks=pytest.mark.weekly)])
 def test_products_are_those_of_the_plain_rematerialised_step(name):
-    flops = {
-        what: matmul_flops(traced(CONFIGS[name], Plan(**plan), **LAYERS).jaxpr)
-        for what, plan in {"plain": {}, "streamed": STREAMED}.items()
-    }
-    assert flops["streamed"] == pytest.approx(flops["plain"], rel=0.02)
-    twice = matmul_flops(traced(CONFIGS[name], Plan(**STREAMED)).jaxpr)  # the norm of all gradients first
-    assert 1.4 * flops["plain"] < twice < 1.8 * flops["plain"]
+    once = products(CONFIGS[name], Plan(), **LAYERS)
+    assert once and products(CONFIGS[name], Plan(**STREAMED), **LAYERS) == pytest.approx(once, rel=0.02)
+    twice = products(CONFIGS[name], Plan(**STREAMED))  # by the norm of all gradients
+    assert twice and 1.5 * once < twice < 1.8 * once
 
 
 def crossing_bytes(jaxpr):
