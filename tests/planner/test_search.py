@@ -188,7 +188,7 @@ EIGHT_B = LlamaConfig.from_name("llama3.1-8b", param_dtype=jnp.float32, compute_
 
 
 def test_what_no_plan_holds_on_the_chip_goes_to_a_host_that_is_large_enough():
-    sizes = {"seq_len": 131_072, "compiler": False, "progress": None}
+    sizes: Any = {"seq_len": 131_072, "compiler": False, "progress": None}
     with pytest.raises(NothingFits) as without:
         find_plan(EIGHT_B, "v5e-1", **sizes)
     assert "host" not in str(without.value).split("The least")[0]
@@ -202,15 +202,15 @@ def test_what_no_plan_holds_on_the_chip_goes_to_a_host_that_is_large_enough():
 
 
 def test_a_link_slower_than_the_arithmetic_is_told():
-    sizes = {"host_bytes": 256 * 2**30, "clip": "layer", "compiler": False, "progress": None}
+    sizes: Any = {"host_bytes": 256 * 2**30, "clip": "layer", "compiler": False, "progress": None}
     short, long = (find_plan(EIGHT_B, "v5e-1", seq_len=length, **sizes) for length in (1024, 131_072))
     assert "The link to the host takes" in short.why and "The link to the host takes" not in long.why
 
 
 def test_what_fits_on_the_chip_stays_there_however_large_the_host():
     one, other = (
-        find_plan(ONE_B, "v5e-1", seq_len=8192, compiler=False, progress=None, **host)
-        for host in ({}, {"host_bytes": 2**40})
+        find_plan(ONE_B, "v5e-1", seq_len=8192, compiler=False, progress=None, host_bytes=host)
+        for host in (None, 2**40)
     )
     assert one.plan == other.plan and one.plan.weights == "device"
     small = find_plan(ONE_B, "v5e-1", seq_len=131_072, host_bytes=6 * 2**30, compiler=False, progress=None)

@@ -55,7 +55,7 @@ def run(config, plan, optimizer=None, steps=10, **settings):
     where = jax.tree.map(lambda a: a.sharding, state)
     make = make_train_step(graphdef, settings, optimizer)
     step = jax.jit(make, donate_argnums=0, out_shardings=(where, None))
-    metrics = []
+    metrics: list[dict[str, float]] = []
     for i in range(steps):
         tokens = models.tokens_of(config, T=17, seed=i)
         state, values = step(state, (tokens[:, :-1], tokens[:, 1:]))
@@ -111,7 +111,7 @@ def check_equal(config, plan, clip, tolerance=1e-6):
     far = distances(expected[0].params, mine[0].params)
     assert max(far.values()) < tolerance, far
     assert mine[1] == [pytest.approx(row, rel=1e-5) for row in expected[1]]
-    assert expected[1][0]["grad_norm"] > SETTINGS.clip_norm  # so that clipping has something to do
+    assert expected[1][0]["grad_norm"] > 0.5  # so that clipping has something to do
     for path, leaf in jax.tree.leaves_with_path(mine[0]):
         name = jax.tree_util.keystr(path)
         home = plan.get("moments" if "opt_state" in name else "weights", "device")
@@ -184,8 +184,9 @@ def crossing_bytes(jaxpr):
     for eqn, times in equations(jaxpr):
         if eqn.primitive.name == "device_put":
             for source, result in zip(eqn.invars, eqn.outvars, strict=True):
-                if on_host(source.aval) != on_host(result.aval):
-                    total += times * result.aval.size * result.aval.dtype.itemsize
+                aval: Any = result.aval
+                if on_host(source.aval) != on_host(aval):
+                    total += times * aval.size * aval.dtype.itemsize
     return total
 
 
