@@ -21,6 +21,16 @@ from llamem import Llama, LlamaConfig, Plan, Policy
         ({"mlp_tiles": 2.0}, "mlp_tiles=2.0"),
         ({"moments": "disk"}, "moments='disk'"),
         ({"moments": "host", "mesh": {"fsdp": 2}}, "'fsdp' axis instead"),
+        ({"weights": "disk"}, "weights='disk'"),
+        ({"update": "before"}, "update='before'"),
+        ({"weights": "host", "mesh": {"fsdp": 2}}, "'fsdp' axis instead"),
+        ({"update": "in_backward", "mesh": {"data": 2}}, "'fsdp' axis instead"),
+        ({"weights": "host", "mode": "unroll"}, "one of them at hand at a time"),
+        ({"update": "in_backward", "mode": "nested"}, "one of them at hand at a time"),
+        ({"weights": "host", "remat": None}, "whatever else is kept would hold weights"),
+        ({"weights": "host", "remat": "everything_saveable"}, "Choose remat='nothing'"),
+        ({"update": "in_backward", "remat": "attn"}, "Choose remat='nothing'"),
+        ({"update": "in_backward", "offload": ("block_in", "attn_out")}, "Choose remat='nothing'"),
         ({"offload": "block_in"}, "offload='block_in'"),
         ({"offload": (1,)}, "tuple of names"),
         ({"offload": ("block_in",), "remat": None}, "cannot be added to remat=None"),
@@ -45,6 +55,15 @@ def test_what_is_offloaded_comes_on_top_of_what_remat_says():
     assert Plan(remat="attn", offload=("block_in",)).policy == Policy(save=("attn",), offload=("block_in",))
     twice = Plan(remat="offload_block_in", offload=("attn_out", "block_in"))
     assert twice.policy == Policy(offload=("block_in", "attn_out")) and twice.offload == ("attn_out", "block_in")
+
+
+def test_a_plan_that_goes_layer_by_layer_keeps_their_inputs():
+    assert not Plan(moments="host").layer_by_layer
+    for plan in (Plan(weights="host"), Plan(update="in_backward"), Plan(weights="host", remat="nothing_saveable")):
+        assert plan.layer_by_layer and plan.saves_memory
+    kept = [Plan(weights="host"), Plan(weights="host", remat="offload_block_in")]
+    kept += [Plan(weights="host", remat=Policy(offload=("block_in",))), Plan(weights="host", offload=("block_in",))]
+    assert [plan.inputs_on_host for plan in kept] == [False, True, True, True]
 
 
 def test_a_plan_is_frozen_and_compares_and_hashes_by_value():

@@ -27,6 +27,15 @@ def test_a_table_has_a_line_for_each_model_and_chip(capsys):
     assert "estimated" in out.splitlines()[0]
 
 
+def test_weights_wait_on_a_host_of_which_one_tells(capsys):
+    arguments = ["plan", "llama3.1-8b", "--chip", "v5e-1", "--tokens", "8192", "--estimate", "--json"]
+    assert main([*arguments, "--host-gib", "128"]) == FITS
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["plan"]["weights"] == "host" and row["host_bytes"] < 128 * 2**30
+    assert main([*arguments, "--host-gib", "8"]) == NOTHING_FITS
+    assert "the host has 8.0 GiB" in capsys.readouterr().out
+
+
 def test_without_tokens_it_is_the_longest_context(capsys):
     assert main(["plan", "llama3.2-3b", "--chip", "a100-40", "--estimate", "--json"]) == FITS
     (row,) = json.loads(capsys.readouterr().out)

@@ -96,7 +96,7 @@ class Compiler:
     def __init__(self, factor=1.0, dies=()):
         self.factor, self.dies, self.asked = factor, dies, []
 
-    def __call__(self, config, plan, target, *, seq_len, batch_size=1):
+    def __call__(self, config, plan, target, *, seq_len, batch_size=1, clip="global"):
         self.asked.append(plan)
         if len(self.asked) in self.dies:
             raise RuntimeError("the compiler died with signal 11")
@@ -182,6 +182,39 @@ def test_the_smallest_chip_is_the_first_that_is_enough():
         if memory < (found.estimate.capacity_bytes or 0) * found.estimate.target.devices:
             with pytest.raises(NothingFits):
                 find_plan(found.estimate.config, chip.name, seq_len=8192, compiler=False, progress=None)
+
+
+EIGHT_B = LlamaConfig.from_name("llama3.1-8b", param_dtype=jnp.float32, compute_dtype=jnp.bfloat16)
+
+
+def test_what_no_plan_holds_on_the_chip_goes_to_a_host_that_is_large_enough():
+    sizes: Any = {"seq_len": 131_072, "compiler": False, "progress": None}
+    with pytest.raises(NothingFits) as without:
+        find_plan(EIGHT_B, "v5e-1", **sizes)
+    assert "host" not in str(without.value).split("The least")[0]
+    found = find_plan(EIGHT_B, "v5e-1", host_bytes=256 * 2**30, clip="layer", **sizes)
+    assert found.plan.weights == "host" and found.plan.update == "in_backward" and found.estimate.fits
+    assert 90 * 2**30 < found.estimate.host_bytes < 256 * 2**30
+    twice = find_plan(EIGHT_B, "v5e-1", host_bytes=256 * 2**30, **sizes)
+    assert twice.estimate.seconds.total > 1.4 * found.estimate.seconds.total  # a second backward pass
+    with pytest.raises(NothingFits, match=r"the host has 48\.0 GiB and would have to hold"):
+        find_plan(EIGHT_B, "v5e-1", host_bytes=48 * 2**30, **sizes)
+
+
+def test_a_link_slower_than_the_arithmetic_is_told():
+    sizes: Any = {"host_bytes": 256 * 2**30, "clip": "layer", "compiler": False, "progress": None}
+    short, long = (find_plan(EIGHT_B, "v5e-1", seq_len=length, **sizes) for length in (1024, 131_072))
+    assert "The link to the host takes" in short.why and "The link to the host takes" not in long.why
+
+
+def test_what_fits_on_the_chip_stays_there_however_large_the_host():
+    one, other = (
+        find_plan(ONE_B, "v5e-1", seq_len=8192, compiler=False, progress=None, host_bytes=host)
+        for host in (None, 2**40)
+    )
+    assert one.plan == other.plan and one.plan.weights == "device"
+    small = find_plan(ONE_B, "v5e-1", seq_len=131_072, host_bytes=6 * 2**30, compiler=False, progress=None)
+    assert small.estimate.host_bytes <= 6 * 2**30
 
 
 def test_several_chips_share_what_one_cannot_hold():

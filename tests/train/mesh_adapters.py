@@ -1,5 +1,6 @@
 """Adapters' losses and gradients on eight simulated devices against one device's; what was seen, as JSON."""
 
+import dataclasses
 import json
 
 import jax
@@ -24,7 +25,7 @@ SETTINGS = TrainSettings(batch_size=8, seq_len=16, clip_norm=0.1, learning_rate=
 
 def stepped(config, mesh, accumulate=1, mlp_tiles=1):
     """The state after a step, and its metrics, with every array where the abstract step says."""
-    settings = TrainSettings(**{**vars(SETTINGS), "accumulate": accumulate})
+    settings = dataclasses.replace(SETTINGS, accumulate=accumulate)
     plan = Plan(mesh=mesh, loss_tiles=3, mlp_tiles=mlp_tiles)
     graphdef, base = nnx.split(model_of(config))
     graphdef = nnx.graphdef(model_of(config, mesh=mesh, loss_tiles=3, mlp_tiles=mlp_tiles))

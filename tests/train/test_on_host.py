@@ -13,8 +13,8 @@ from flax import nnx
 import llamem
 from llamem import Plan, TrainSettings
 from llamem.train.data import Corpus
-from llamem.train.on_host import host_sharding, waits_on_host
 from llamem.train.loop import train
+from llamem.train.on_host import host_sharding, waits_on_host
 from llamem.train.snapshots import Snapshots
 from llamem.train.step import abstract_step, first_state, make_train_step
 

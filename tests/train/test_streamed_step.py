@@ -1,6 +1,12 @@
 """A step whose layers are fetched and updated one by one: the numbers of the plain step, whatever waits on the host."""
 
+import functools
 import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,12 +15,20 @@ import models
 import numpy as np
 import optax
 import pytest
+from adapters import IDS, adapters_of
 from flax import nnx
 
 import llamem
 from llamem import Plan, TrainSettings
-from llamem.memory import matmul_flops
+from llamem.memory.hlo import optimised_text, parse
+from llamem.memory.hlo_counts import compiled_matmul_flops
+from llamem.memory.jaxprs import equations
+from llamem.memory.shapes import on_host
+from llamem.train.adapter_step import init_lora_state, make_lora_step
+from llamem.train.data import Corpus
+from llamem.train.loop import train
 from llamem.train.on_host import waits_on_host
+from llamem.train.snapshots import Snapshots
 from llamem.train.step import abstract_step, first_state, make_train_step
 
 # 96 rows of a table are cut into six pieces; 101 are not cut.
@@ -25,8 +39,14 @@ CONFIGS = {
     "no layers": models.VARIANTS["no layers"],
 }
 SETTINGS = TrainSettings(batch_size=2, seq_len=16, steps=10, learning_rate=1e-3, warmup_steps=1, clip_norm=0.5)
-LAYERS, NO_CLIP = {"clip": "layer"}, {"clip_norm": None}
+LAYERS = {"clip": "layer"}
 STREAMED: dict[str, Any] = {"weights": "host", "moments": "host", "update": "in_backward", "offload": ("block_in",)}
+
+
+@functools.cache
+def plain(config, clip, optimizer=None):
+    """The plain step's, made once for all plans."""
+    return run(config, Plan(), optimizer, **dict(clip))
 
 
 def run(config, plan, optimizer=None, steps=10, **settings):
@@ -37,7 +57,7 @@ def run(config, plan, optimizer=None, steps=10, **settings):
     where = jax.tree.map(lambda a: a.sharding, state)
     make = make_train_step(graphdef, settings, optimizer)
     step = jax.jit(make, donate_argnums=0, out_shardings=(where, None))
-    metrics = []
+    metrics: list[dict[str, float]] = []
     for i in range(steps):
         tokens = models.tokens_of(config, T=17, seed=i)
         state, values = step(state, (tokens[:, :-1], tokens[:, 1:]))
@@ -55,46 +75,254 @@ def distances(one, other):
     return found
 
 
-# Every combination of places, moment of the update and clipping that differs in the program.
-PLANS = [
+# What streams: alone and together with the other tools.
+PLANS: dict[str, dict[str, Any]] = {
+    "all": STREAMED,
+    "all, after": {**STREAMED, "update": "after"},
+    "tiles": {**STREAMED, "attention_tiles": 2, "mlp_tiles": 3},
+    "in the backward pass": {"update": "in_backward"},
+}
+# Every combination of places and moment of the update.
+PLACES = [
     {"weights": weights, "moments": moments, "update": update, "offload": offload}
     for weights, moments, update, offload in itertools.product(
         ("device", "host"), ("device", "host"), ("after", "in_backward"), ((), ("block_in",))
     )
 ]
+CLIPS: dict[str, dict[str, Any]] = {"global": {}, "layer": {"clip": "layer"}, "none": {"clip_norm": None}}
 CASES = [
-    *(("untied, 96 rows", STREAMED, clip) for clip in ({}, LAYERS, NO_CLIP)),
-    *(("untied, 96 rows", {**STREAMED, "update": "after"}, clip) for clip in ({}, LAYERS)),
-    *(("tied, 101 rows", {**STREAMED, "update": update}, {}) for update in ("after", "in_backward")),
-    ("tied, 101 rows", STREAMED, LAYERS),
-    ("experts", STREAMED, LAYERS),
-    ("no layers", STREAMED, {}),
-    ("no layers", {**STREAMED, "update": "after"}, LAYERS),
-    ("untied, 96 rows", {**STREAMED, "attention_tiles": 2, "mlp_tiles": 3}, LAYERS),
-    ("untied, 96 rows", {"update": "in_backward"}, LAYERS),
-    ("tied, 101 rows", {"weights": "host"}, {}),
-    ("untied, 96 rows", {"moments": "host"}, LAYERS),
+    ("untied, 96 rows", "all", "global"),
+    ("untied, 96 rows", "all, after", "layer"),
+    ("tied, 101 rows", "all", "layer"),
+    ("no layers", "all", "global"),
+    ("untied, 96 rows", "in the backward pass", "layer"),
+]
+SLOW = [
+    ("experts", "all", "layer"),
+    ("no layers", "all, after", "layer"),
+    ("untied, 96 rows", "tiles", "layer"),
+    ("untied, 96 rows", "all", "none"),
+    ("tied, 101 rows", "all", "global"),
+    ("tied, 101 rows", "all, after", "global"),
 ]
 
 
-@pytest.mark.parametrize(("name", "plan", "settings"), CASES)
-def test_parameters_after_ten_steps_are_those_of_the_plain_step(name, plan, settings):
-    (plain, expected), (mine, got) = (run(CONFIGS[name], Plan(**p), **settings) for p in ({}, plan))
-    far = distances(plain.params, mine.params)
-    assert max(far.values()) < 1e-6, far
-    assert got == [pytest.approx(row, rel=1e-5) for row in expected]
-    assert expected[-1]["loss"] < expected[0]["loss"] + 1 and expected[0]["grad_norm"] > 0.5  # clipped
-    for path, leaf in jax.tree.leaves_with_path(mine):
+def check_equal(config, plan, clip, tolerance=1e-6):
+    """Parameters relative to their size after ten steps, metrics, and where everything lies."""
+    expected, mine = plain(config, tuple(CLIPS[clip].items())), run(config, Plan(**plan), **CLIPS[clip])
+    far = distances(expected[0].params, mine[0].params)
+    assert max(far.values()) < tolerance, far
+    assert mine[1] == [pytest.approx(row, rel=1e-5) for row in expected[1]]
+    assert expected[1][0]["grad_norm"] > 0.5  # so that clipping has something to do
+    for path, leaf in jax.tree.leaves_with_path(mine[0]):
         name = jax.tree_util.keystr(path)
         home = plan.get("moments" if "opt_state" in name else "weights", "device")
         assert (leaf.sharding.memory_kind == "pinned_host") == (home == "host" and waits_on_host(path)), name
 
 
+@pytest.mark.parametrize(
+    ("name", "plan", "clip"), [*CASES, *(pytest.param(*case, marks=pytest.mark.weekly) for case in SLOW)]
+)
+def test_parameters_after_ten_steps_are_those_of_the_plain_step(name, plan, clip):
+    # AdamW divides by the root of a square: of experts that hardly any token chooses it makes much of rounding.
+    check_equal(CONFIGS[name], PLANS[plan], clip, tolerance=3e-6 if name == "experts" else 1e-6)
+
+
 @pytest.mark.weekly
 @pytest.mark.parametrize(
-    ("plan", "clip", "name"), itertools.product(PLANS, ({}, LAYERS, NO_CLIP), ("untied, 96 rows", "tied, 101 rows"))
+    ("plan", "clip", "name"), list(itertools.product(PLACES, CLIPS, ("untied, 96 rows", "tied, 101 rows")))
 )
 def test_every_combination_gives_the_plain_parameters(plan, clip, name):
-    (plain, expected), (mine, got) = (run(CONFIGS[name], Plan(**p), **clip) for p in ({}, plan))
-    assert max(distances(plain.params, mine.params).values()) < 1e-6
-    assert got == [pytest.approx(row, rel=1e-5) for row in expected]
+    check_equal(CONFIGS[name], plan, clip)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", pytest.param("nearest", marks=pytest.mark.weekly)])
+def test_bf16_is_the_plain_step_up_to_its_rounding(rounding):
+    """With stochastic rounding, too: what is drawn does not depend on how the step is cut."""
+    config = CONFIGS["untied, 96 rows"].replace(param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    (one, expected), (mine, got) = (
+        run(config, Plan(**plan), steps=3, rounding=rounding, **LAYERS) for plan in ({}, STREAMED)
+    )
+    assert max(distances(one.params, mine.params).values()) < 2**-8
+    assert got == [pytest.approx(row, rel=2e-2) for row in expected]
+
+
+@pytest.mark.parametrize("name", ["sgd", pytest.param("lion", marks=pytest.mark.weekly)])
+def test_other_elementwise_optimizers(name):
+    optimizer = {"lion": optax.lion(1e-4), "sgd": optax.sgd(1e-2, momentum=0.9)}[name]
+    config = CONFIGS["untied, 96 rows"].replace(n_layers=2)
+    (one, _), (mine, _) = (run(config, Plan(**plan), optimizer, steps=3, **LAYERS) for plan in ({}, STREAMED))
+    # Lion steps by a sign: where a gradient is nearly nothing, rounding may turn it.
+    assert max(distances(one.params, mine.params).values()) < (1e-3 if name == "lion" else 1e-6)
+    fresh = first_state(config, SETTINGS, Plan(), optimizer)
+    assert max(distances(fresh.params, mine.params).values()) > 1e-4
+
+
+def traced(config, plan, **settings):
+    """The step as a program of a state that lies where it will."""
+    settings = TrainSettings(**{**vars(SETTINGS), **settings})
+    step, _, _ = abstract_step(config, settings, plan)
+    tokens = models.tokens_of(config, T=17)
+    return jax.make_jaxpr(step)(first_state(config, settings, plan), (tokens[:, :-1], tokens[:, 1:]))
+
+
+def products(config, plan, **settings):
+    """FLOPs of the step's matrix products as the compiler leaves them: what nobody reads it does not compute."""
+    settings = TrainSettings(**{**vars(SETTINGS), **settings})
+    step, _, batch = abstract_step(config, settings, plan)
+    compiled = jax.jit(step).lower(first_state(config, settings, plan), batch).compile()
+    return compiled_matmul_flops(parse(optimised_text(compiled)))
+
+
+@pytest.mark.parametrize("name", ["untied, 96 rows", pytest.param("tied, 101 rows", marks=pytest.mark.weekly)])
+def test_products_are_those_of_the_plain_rematerialised_step(name):
+    once = products(CONFIGS[name], Plan(), **LAYERS)
+    assert once and products(CONFIGS[name], Plan(**STREAMED), **LAYERS) == pytest.approx(once, rel=0.02)
+    twice = products(CONFIGS[name], Plan(**STREAMED))  # by the norm of all gradients
+    assert twice and 1.5 * once < twice < 1.8 * once
+
+
+def crossing_bytes(jaxpr):
+    """Bytes that a program moves between the host's memory and the device's, both ways, loops multiplied out."""
+    total = 0
+    for eqn, times in equations(jaxpr):
+        if eqn.primitive.name == "device_put":
+            for source, result in zip(eqn.invars, eqn.outvars, strict=True):
+                aval: Any = result.aval
+                if on_host(source.aval) != on_host(aval):
+                    total += times * aval.size * aval.dtype.itemsize
+    return total
+
+
+@pytest.mark.parametrize("clip", ["global", "layer"])
+@pytest.mark.parametrize("name", ["untied, 96 rows", "tied, 101 rows"])
+@pytest.mark.parametrize("plan", ["all", "all, after", "in the backward pass"])
+def test_what_crosses_the_link_is_what_the_ledger_says(name, clip, plan):
+    config = CONFIGS[name]
+    expected = llamem.estimate(
+        config, Plan(**PLANS[plan]), "v5e-1", seq_len=16, batch_size=SETTINGS.batch_size, clip=clip
+    )
+    counted = crossing_bytes(traced(config, Plan(**PLANS[plan]), **CLIPS[clip]).jaxpr)
+    assert counted == pytest.approx(expected.link_bytes, rel=0.02)
+    assert (counted == 0) == (plan == "in the backward pass")
+
+
+WRITE = Snapshots.append_metrics
+
+
+def go(folder, snapshot_every=0):
+    """Four steps of a small run, or what is left of them."""
+    config = CONFIGS["untied, 96 rows"].replace(n_layers=2)
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 2000).astype(np.uint32)
+    corpus = Corpus(tokens[:1500], tokens[1500:], 1, config.vocab_size)
+    settings = TrainSettings(
+        batch_size=2, seq_len=16, steps=4, eval_every=2, snapshot_every=snapshot_every, clip="layer"
+    )
+    return train(config, corpus, settings, folder, plan=Plan(**STREAMED), progress=False)
+
+
+def stopping_after(step, stop):
+    def write_and_stop(self, row):
+        WRITE(self, row)
+        if row["step"] == step:
+            stop()
+
+    return write_and_stop
+
+
+def assert_same_run(one, other):
+    params = [jax.tree.leaves(nnx.state(run.model, nnx.Param)) for run in (one, other)]
+    assert all(np.array_equal(a, b) for a, b in zip(*params, strict=True))
+    assert [row["loss"] for row in one.metrics] == [row["loss"] for row in other.metrics]
+    assert len(one.metrics) == 4
+
+
+def test_a_run_stops_and_goes_on_bit_by_bit(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt = stopping_after(2, lambda: signal.raise_signal(signal.SIGINT))
+        patch.setattr(Snapshots, "append_metrics", interrupt)
+        assert not go(tmp_path / "parts").finished
+    parts = go(tmp_path / "parts")
+    assert_same_run(go(tmp_path / "whole"), parts)
+    # A model whose weights are on the host also answers.
+    logits = parts.model(jnp.asarray([[1, 2, 3]], jnp.int32))
+    assert logits.shape == (1, 3, 96) and bool(jnp.isfinite(logits).all())
+
+
+@pytest.mark.weekly
+def test_a_killed_run_goes_on_bit_by_bit(tmp_path):
+    """Killed after step 3, with a snapshot of step 2."""
+    code = "import os, signal, sys, test_streamed_step as t\n" + (
+        "t.Snapshots.append_metrics = t.stopping_after(3, lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+        "t.go(sys.argv[1], snapshot_every=2)"
+    )
+    folders = [str(path) for path in (Path(__file__).parent, Path(models.__file__).parent)]
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, *sys.path])}
+    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path / "killed")], env=where, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert_same_run(go(tmp_path / "whole"), go(tmp_path / "killed", snapshot_every=2))
+
+
+def test_adapters_over_weights_on_the_host():
+    config = CONFIGS["untied, 96 rows"]
+    made = {}
+    for weights in ("device", "host"):
+        plan = Plan(weights=weights)
+        graphdef = nnx.graphdef(llamem.Llama(config, rngs=nnx.Rngs(0), plan=plan))
+        base = first_state(config, SETTINGS, plan).params
+        state = init_lora_state(adapters_of(config), SETTINGS)
+        tokens, ids = models.tokens_of(config, T=17, B=4), jnp.asarray(IDS)
+        step = jax.jit(make_lora_step(graphdef, SETTINGS))
+        for _ in range(3):
+            state, metrics = step(state, base, (tokens[:, :-1], tokens[:, 1:], ids))
+        made[weights] = state.params.weights, metrics
+    assert max(distances(made["device"][0], made["host"][0]).values()) < 1e-6
+    np.testing.assert_allclose(made["device"][1]["loss"], made["host"][1]["loss"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "optimizer", "says"),
+    [
+        (STREAMED, {"accumulate": 2}, None, "Choose accumulate=1"),
+        (STREAMED, {}, optax.adafactor(1e-3), "Expected an elementwise one"),
+        (STREAMED, {}, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2)), "Expected an elementwise one"),
+        ({"moments": "host"}, {}, optax.lamb(1e-3), "Expected an elementwise one"),
+        ({}, {"rounding": "stochastic"}, None, "with weights in float32"),
+    ],
+)
+def test_what_cannot_be_computed_one_by_one_is_refused(plan, settings, optimizer, says):
+    settings = TrainSettings(**{**vars(SETTINGS), **settings})
+    step, state, batch = abstract_step(CONFIGS["tied, 101 rows"], settings, Plan(**plan), optimizer)
+    with pytest.raises(ValueError, match=says):
+        jax.eval_shape(step, state, batch)
+
+
+@pytest.mark.parametrize(
+    ("plan", "settings", "says"),
+    [
+        ({"update": "in_backward"}, {}, "weights='host' is for the frozen model"),
+        ({}, {"clip": "layer"}, "clipped by the norm of its own gradients"),
+    ],
+)
+def test_adapters_have_no_moments_worth_a_place(plan, settings, says):
+    settings = TrainSettings(**{**vars(SETTINGS), **settings})
+    with pytest.raises(ValueError, match=says):
+        step, *args = llamem.abstract_lora_step(
+            CONFIGS["tied, 101 rows"], settings, Plan(**plan), llamem.LoraConfig(ranks=(2,), alphas=(2,))
+        )
+        jax.eval_shape(step, *args)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
+def test_llama_8b_trains_in_f32_on_131072_tokens_on_one_v5e():
+    config = llamem.LlamaConfig.from_name("llama3.1-8b", param_dtype=jnp.float32, compute_dtype=jnp.bfloat16)
+    plan = Plan(attention_tiles=8, mlp_tiles=32, **STREAMED)
+    settings = TrainSettings(batch_size=1, seq_len=131_072, clip="layer")
+    step, state, batch = abstract_step(config, settings, plan)
+    report = llamem.compile_report(step, state, batch, donate=(0,), target="v5e-1")
+    assert report.fits and report.peak_bytes <= 13.0 * 2**30
+    expected = llamem.estimate(config, plan, "v5e-1", seq_len=131_072, clip="layer")
+    assert report.host_bytes == pytest.approx(expected.host_bytes, rel=0.02)
+    assert report.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.1)

@@ -157,6 +157,12 @@ class Plan:
         return tiles or bool(self.offload) or self.moments == "host" or self.layer_by_layer
 
     @property
+    def inputs_on_host(self) -> bool:
+        """Whether what enters each layer waits on the host for the backward pass."""
+        policy = check_policy(self.policy)
+        return isinstance(policy, Policy) and "block_in" in policy.offload
+
+    @property
     def layer_by_layer(self) -> bool:
         """Whether the step fetches or updates each layer by itself, in loops of its own (`llamem.layers.streaming`)."""
         return self.weights == "host" or self.update == "in_backward"

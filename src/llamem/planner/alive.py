@@ -7,7 +7,7 @@ lies in memory at that moment, for v5e, v6e, v5p and A100. No number is fitted.
 
 import dataclasses
 
-from llamem.planner.share import Share
+from llamem.planner.share import Share, activation_bytes
 
 LINES = (
     "weights",
@@ -36,6 +36,8 @@ class Line:
 
 def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
     """The moments at which a step's memory can peak, by name, each with its lines."""
+    if share.plan.layer_by_layer:
+        return _one_by_one(share)
     held = _held(share)
     copied = [*held, *_copies(share)]
     residuals = Line("residuals", _residuals(share), _why_residuals(share))
@@ -58,20 +60,42 @@ def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
     return {name: tuple([*(held if name == "the optimizer" else copied), *lines]) for name, lines in moments.items()}
 
 
-def host_bytes(share: Share) -> tuple[int, int]:
-    """Bytes in the host's memory, and bytes that cross the link in a step, both ways."""
-    away = share.L * sum(_activation(share, name) for name in share.offloaded)
-    at_host = share.plan.moments == "host"
-    moments = 2 * (share.params - share.vectors) * share.param_bytes if at_host else 0
-    return away + moments, 2 * (away + moments)
+def _one_by_one(share: Share) -> dict[str, tuple[Line, ...]]:
+    """The moments of a step that fetches or updates each layer by itself: no line is of all layers' gradients."""
+    c, p, layer = share.compute_bytes, share.param_bytes, share.layer_weights
+    residuals = Line("residuals", _residuals(share), _why_residuals(share))
+    low = c * layer if p > c else 0
+    on_the_way = 2 * p * layer if share.plan.moments == "host" else 0
+    fetched = p * layer if share.plan.weights == "host" else 0
+    waits = 0 if share.tables == 1 and fetched else c * share.head
+    backward = [
+        residuals,
+        Line("layer weights", fetched + low, "of one layer, and in the type of the products"),
+        Line("gradients", p * layer, "of one layer"),
+        Line("moments", on_the_way, "of one layer, on their way"),
+        Line("head gradient", waits, "until its table is updated"),
+    ]
+    tables = [Line("layer weights", (2 * p + c) * share.head, "embedding and head, fetched")] if fetched else []
+    both = Line("head gradient", (c + p) * share.head, "of a table, and its pieces or its sum")
+    stream = Line("stream", 2 * c * share.N * share.D, "what the embedding's gradient is made of")
+    moments = {
+        "the tables' arrival": tables,
+        "a tile of the loss": [residuals, Line("layer weights", low and c * share.head, "the head's"), *_loss(share)],
+        "a layer's backward pass, feed-forward": [*backward, *_feed_forward(share)],
+        "a layer's backward pass, attention": [*backward, *_attention(share)],
+        "the embedding's update": [both, stream],
+    }
+    held = _held(share)
+    return {name: tuple([*held, *lines]) for name, lines in moments.items()}
 
 
 def _held(share: Share) -> list[Line]:
     p = share.param_bytes
     at_home = share.plan.moments == "device"
+    weights = share.params if share.plan.weights == "device" else share.vectors
     moments = 2 * p * (share.params if at_home else share.vectors)
     return [
-        Line("weights", p * share.params, f"{share.params:,} of {p} bytes"),
+        Line("weights", p * weights, f"{weights:,} of {p} bytes"),
         Line("moments", moments, "two for each weight" if at_home else "the norms'; the others wait on the host"),
         Line("batch", 2 * _F32 * share.B * share.T * share.mesh.context, "tokens and targets, int32"),
     ]
@@ -87,26 +111,13 @@ def _copies(share: Share) -> list[Line]:
     return [Line("layer weights", copies, "of all layers and the head, in the type of the products")]
 
 
-def _activation(share: Share, name: str) -> int:
-    """Bytes of one named activation of one layer, as it lies in memory."""
-    per_token = {
-        "q": share.H * share.lanes,
-        "k": share.K * share.lanes,
-        "v": share.K * share.lanes,
-        "attn": share.H * share.lanes,
-        "gate": share.F,
-        "up": share.F,
-    }.get(name, share.D)
-    logsumexp = _F32 * share.N * share.H if name == "attn" and share.attention != "xla" else 0
-    return share.N * per_token * share.compute_bytes + logsumexp
-
-
 def _residuals(share: Share) -> int:
     """Bytes that the forward pass leaves on the device for the backward one."""
     if share.kept:
         return share.L * share.N * _kept_per_token(share)
-    saved = sum(_activation(share, name) for name in share.saved - {"block_in", "mlp_out"})  # nothing reads the last
-    inputs = 0 if "block_in" in share.offloaded else _activation(share, "block_in")
+    # Nothing reads what the feed-forward adds.
+    saved = sum(activation_bytes(share, name) for name in share.saved - {"block_in", "mlp_out"})
+    inputs = 0 if "block_in" in share.offloaded else activation_bytes(share, "block_in")
     if share.groups > 1:  # the inputs of all groups, and all that one group's layers keep
         return share.groups * inputs + (share.L // share.groups) * (inputs + saved)
     return share.L * (inputs + saved)

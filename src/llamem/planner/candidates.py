@@ -10,6 +10,7 @@ from llamem.layers import Policy
 from llamem.llama import LlamaConfig, MeshShape, Plan
 from llamem.memory import Target
 from llamem.planner.estimates import Estimate, estimate
+from llamem.train.settings import Clip
 
 # Of each tool the settings that are tried, the plainest first: of two equal plans the plainer one is taken.
 KEPT: tuple[tuple[Any, str | Policy | None], ...] = (  # mode and remat; what is kept in groups is kept twice
@@ -93,6 +94,33 @@ def _estimates(
 ) -> tuple[Estimate, ...]:
     tried = plans(config, chip, seq_len, batch_size, mesh)
     return tuple(estimate(config, plan, chip.name, seq_len=seq_len, batch_size=batch_size) for plan in tried)
+
+
+def streamed_estimates(
+    config: LlamaConfig, chip: Target, seq_len: int, batch_size: int, clip: Clip
+) -> tuple[Estimate, ...]:
+    """Estimates of plans that update layers in the backward pass, with weights on the chip or on the host.
+
+    None for several chips, which share the weights out instead.
+    """
+    if chip.devices > 1:
+        return ()
+    heads = [n for n in ATTENTION_TILES if config.n_kv_heads % n == 0]
+    homes: tuple[Any, ...] = (("device", "device"), ("device", "host"), ("host", "host"))
+    choices = product(homes, heads, MLP_TILES, ((), ("block_in",)), LOSS_TILES)
+    plans = [
+        Plan(
+            weights=weights,
+            moments=moments,
+            update="in_backward",
+            attention_tiles=attention,
+            mlp_tiles=rows,
+            offload=offload,
+            **_loss(loss, config, MeshShape()),
+        )
+        for (weights, moments), attention, rows, offload, loss in choices
+    ]
+    return tuple(estimate(config, p, chip.name, seq_len=seq_len, batch_size=batch_size, clip=clip) for p in plans)
 
 
 def frontier(found: Iterable[Estimate]) -> list[Estimate]:

@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument("--tokens", type=int, help="of one sequence; without it, the longest context that fits")
     plan.add_argument("--batch", type=int, default=1, help="sequences of one step, over all chips; default 1")
     plan.add_argument("--param-dtype", default="bfloat16", help="of weights and moments; default bfloat16")
+    plan.add_argument("--host-gib", type=float, help="the host's memory: weights may wait there, with --tokens")
     plan.add_argument("--estimate", action="store_true", help="trust the estimate; ask no compiler")
     plan.add_argument("--json", action="store_true", help="machine-readable, on standard output")
     given = parser.parse_args(arguments)
@@ -58,10 +59,11 @@ def _config(name: str, param_dtype: str) -> LlamaConfig:
 def _answer(model: str, config: LlamaConfig, chip: str, given: argparse.Namespace) -> dict[str, Any]:
     """What was found for one model on one chip, as JSON has it."""
     shared = {"compiler": not given.estimate, "progress": _say}
+    host = None if given.host_gib is None else int(given.host_gib * GiB)
     search: Callable[[], Found] = (
         (lambda: longest_context(config, chip, batch_size=given.batch, **shared))
         if given.tokens is None
-        else (lambda: find_plan(config, chip, seq_len=given.tokens, batch_size=given.batch, **shared))
+        else (lambda: find_plan(config, chip, seq_len=given.tokens, batch_size=given.batch, host_bytes=host, **shared))
     )
     row: dict[str, Any] = {"model": model, "chip": chip, "batch_size": given.batch, "seq_len": given.tokens}
     try:

@@ -13,10 +13,12 @@ from llamem.llama.plan import Plan
 from llamem.memory import TARGETS, GiB, Report, Target
 from llamem.memory.show import html_table
 from llamem.memory.targets import _pod
-from llamem.planner.alive import Line, host_bytes, moments_of
+from llamem.planner.alive import Line, moments_of
+from llamem.planner.host import host_bytes, link_bytes
 from llamem.planner.ledger import Ledger, beside
 from llamem.planner.seconds import Seconds, describe, seconds_of
 from llamem.planner.share import share_of
+from llamem.train.settings import Clip
 
 __all__ = ["Estimate", "Seconds", "estimate"]
 
@@ -26,8 +28,9 @@ class Estimate:
     """The estimate of one training step on one chip, or on each of several, in bytes and seconds.
 
     `moments` are the times at which memory can be fullest, each with its lines; `peak_bytes` is the largest of their
-    sums and `lines` those of that moment, named `peak_at`. `host_bytes` lie in the host's memory. `seconds` are a
-    roofline's, by part: an estimate with assumed efficiencies, never a measurement.
+    sums and `lines` those of that moment, named `peak_at`. `host_bytes` lie in the host's memory, `link_bytes` cross
+    the link to it in a step, both ways together. `seconds` are a roofline's, by part: an estimate with assumed
+    efficiencies, never a measurement.
     """
 
     config: LlamaConfig
@@ -37,6 +40,7 @@ class Estimate:
     batch_size: int
     moments: Mapping[str, tuple[Line, ...]]
     host_bytes: int
+    link_bytes: int
     seconds: Seconds
 
     @property
@@ -113,11 +117,18 @@ def chip_called(name: str) -> Target:
 
 
 def estimate(
-    config: LlamaConfig, plan: Plan = Plan(), target: str = "v5e-1", *, seq_len: int, batch_size: int = 1
+    config: LlamaConfig,
+    plan: Plan = Plan(),
+    target: str = "v5e-1",
+    *,
+    seq_len: int,
+    batch_size: int = 1,
+    clip: Clip = "global",
 ) -> Estimate:
     """What one AdamW step will need on a chip of `llamem.TARGETS` or on a slice, in microseconds, without a compiler.
 
-    The step is that of `llamem.abstract_step`, its state donated. With several chips the plan's mesh says who holds
+    The step is that of `llamem.abstract_step`, its state donated, gradients clipped as `llamem.TrainSettings(clip=)`
+    says. With several chips the plan's mesh says who holds
     what, and bytes are those of one. Raises ValueError for an unknown chip, for a mixture of experts, of which there is
     no estimate, and for sizes that do not divide; TypeError for what is no config or plan.
     """
@@ -130,6 +141,6 @@ def estimate(
     for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r}: expected a whole number of at least 1.")
-    share = share_of(config, plan, chip, seq_len, batch_size)
-    host, moved = host_bytes(share)
-    return Estimate(config, plan, chip, seq_len, batch_size, moments_of(share), host, seconds_of(share, moved))
+    share = share_of(config, plan, chip, seq_len, batch_size, clip)
+    host, moved = host_bytes(share), link_bytes(share)
+    return Estimate(config, plan, chip, seq_len, batch_size, moments_of(share), host, moved, seconds_of(share, moved))

@@ -1,83 +1,21 @@
 """The plan for a model, a chip and a length: the estimate proposes, the chip's compiler disposes."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from llamem.llama import LlamaConfig, MeshShape, Plan
 from llamem.memory import TARGETS, GiB, Report, Target, compile_report
 from llamem.memory import target as checked_target
-from llamem.memory.show import html_table
-from llamem.planner.candidates import estimates, frontier, words
+from llamem.planner.candidates import estimates, streamed_estimates, words
 from llamem.planner.estimates import Estimate, chip_called
+from llamem.planner.found import ALIKE, Found, NothingFits, explained
 from llamem.train import TrainSettings, abstract_step
+from llamem.train.settings import Clip
 
 __all__ = ["Found", "NothingFits", "ask", "find_plan", "largest_batch", "longest_context", "smallest_chip"]
 
 ASKS = 5  # at most, of one search: an answer takes about ten seconds on an idle machine
-_ALIKE = 1.02  # times within 2 %: of plans as fast as that the plainest is taken
 _STEP = 1024  # tokens: the longest context is a multiple
 Progress = Callable[[str], None] | None
-
-
-class NothingFits(ValueError):
-    """No plan that was tried fits; `closest` is the estimate of the one that needs least."""
-
-    def __init__(self, message: str, closest: Estimate | None):
-        super().__init__(message)
-        self.closest = closest
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """A plan that the chip's compiler accepts, what it costs, and why it was taken.
-
-    `report` is the compiler's answer, None where it was not asked; `estimate` what had been expected of it.
-    `alternatives` are other plans, none of which is beaten in both memory and time, fastest first: by estimate, not
-    compiled. `asked` is how many plans the compiler was asked about.
-    """
-
-    plan: Plan
-    estimate: Estimate
-    report: Report | None
-    why: str
-    alternatives: tuple[Estimate, ...]
-    asked: int
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of one sequence."""
-        return self.estimate.seq_len
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences of one step, over all chips."""
-        return self.estimate.batch_size
-
-    def _rows(self) -> list[tuple[str, str, str, str]]:
-        shown = [self.estimate, *(e for e in self.alternatives if e.plan != self.plan)]
-        return [
-            (
-                words(e.plan),
-                f"{e.peak_bytes / GiB:.2f}",
-                f"{e.host_bytes / GiB:.2f}",
-                f"{e.seconds.total:.2f}",
-            )
-            for e in shown
-        ]
-
-    _HEAD = ("plan", "GiB, estimated", "host GiB", "s a step, estimated")
-
-    def __str__(self) -> str:
-        rows = [self._HEAD, *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = [
-            f"  {row[0]:<{widths[0]}}  " + "  ".join(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))
-            for row in rows
-        ]
-        return "\n".join([self.why, "Found first, then what else there is:", *table])
-
-    def _repr_html_(self) -> str:
-        return f"<p>{'<br>'.join(self.why.splitlines())}</p>{html_table(self._HEAD, self._rows())}"
 
 
 def find_plan(
@@ -89,6 +27,8 @@ def find_plan(
     mesh: Mapping[str, int] | None = None,
     compiler: bool = True,
     progress: Progress = print,
+    host_bytes: int | None = None,
+    clip: Clip = "global",
 ) -> Found:
     """The fastest plan, by estimate, that the chip's compiler accepts for an AdamW step of this model and batch.
 
@@ -98,18 +38,45 @@ def find_plan(
     ways. `compiler=False` trusts the estimate alone, where that chip's compiler is not installed. `progress` is told
     of each question; None for silence.
 
+    `host_bytes`: what the chip's host can hold of a run. Plans that need more are left out, and where nothing else
+    fits, and on one chip, weights go to the host and layers are updated in the backward pass:
+    `Plan(weights="host", update="in_backward")`. Without it no plan puts weights there. `clip`: see
+    `llamem.TrainSettings`; "global" takes two backward passes then.
+
     Raises NothingFits, a ValueError that names what comes closest; ValueError for bad sizes or an unknown chip;
     ImportError as `llamem.target` does.
     """
     chip = _chip(target, compiler)
     _check(config, seq_len, batch_size)
-    tried = estimates(config, chip, seq_len, batch_size, mesh)
-    return _search(config, chip, tried, seq_len, batch_size, compiler, progress)
+    tried = _for_host(estimates(config, chip, seq_len, batch_size, mesh), host_bytes)
+    try:
+        return _search(config, chip, tried, seq_len, batch_size, compiler, progress, clip)
+    except NothingFits as nothing:
+        streamed = () if host_bytes is None else streamed_estimates(config, chip, seq_len, batch_size, clip)
+        if not streamed:
+            raise
+        possible = _for_host(streamed, host_bytes)
+        if not any(e.fits for e in possible):
+            closest = min((e for e in streamed if e.fits), key=lambda e: e.host_bytes, default=None)
+            if closest is None:
+                raise
+            raise NothingFits(
+                f"{nothing} With weights on the host it would fit, but the host has {(host_bytes or 0) / GiB:.1f} GiB "
+                f"and would have to hold {closest.host_bytes / GiB:.1f}.",
+                closest,
+            ) from None
+        return _search(config, chip, possible, seq_len, batch_size, compiler, progress, clip)
 
 
-def ask(config: LlamaConfig, plan: Plan, target: str, *, seq_len: int, batch_size: int = 1) -> Report:
+def _for_host(tried: Sequence[Estimate], host_bytes: int | None) -> Sequence[Estimate]:
+    return [e for e in tried if host_bytes is None or e.host_bytes <= host_bytes]
+
+
+def ask(
+    config: LlamaConfig, plan: Plan, target: str, *, seq_len: int, batch_size: int = 1, clip: Clip = "global"
+) -> Report:
     """What the chip's compiler says of one AdamW step under a plan, its state donated. See `llamem.compile_report`."""
-    settings = TrainSettings(batch_size=batch_size, seq_len=seq_len)
+    settings = TrainSettings(batch_size=batch_size, seq_len=seq_len, clip=clip)
     step, state, batch = abstract_step(config, settings, plan)
     return compile_report(step, state, batch, donate=(0,), target=target)
 
@@ -122,6 +89,7 @@ def _search(
     batch_size: int,
     compiler: bool,
     progress: Progress,
+    clip: Clip = "global",
 ) -> Found:
     capacity = chip.capacity_bytes or 0
     correction, refused, asked = 1.0, [], 0
@@ -131,12 +99,12 @@ def _search(
             break
         one = _fastest(fitting)
         if not compiler:
-            return _found(one, None, tried, asked)
+            return explained(one, None, tried, asked)
         asked += 1
         if progress is not None:
             progress(f"asking {chip.name}'s compiler, {asked} of at most {ASKS}: {words(one.plan)}")
         try:
-            report = ask(config, one.plan, chip.name, seq_len=seq_len, batch_size=batch_size)
+            report = ask(config, one.plan, chip.name, seq_len=seq_len, batch_size=batch_size, clip=clip)
         except RuntimeError as error:  # the compiler died: nothing is known of its memory
             report, said = None, str(error).splitlines()[0]
         else:
@@ -144,7 +112,7 @@ def _search(
         if progress is not None:
             progress(f"  {said}: {'fits' if report and report.fits else 'does not fit'}")
         if report is not None and report.fits:
-            return _found(one, report, tried, asked)
+            return explained(one, report, tried, asked)
         refused.append(one.plan)
         if report is not None:
             correction = max(correction, report.peak_bytes / one.peak_bytes)
@@ -159,30 +127,9 @@ def _search(
 
 def _fastest(fitting: Sequence[Estimate]) -> Estimate:
     """The plainest of those that are as fast as the fastest: fewest tools, then the least memory."""
-    limit = _ALIKE * min(e.seconds.total for e in fitting)
+    limit = ALIKE * min(e.seconds.total for e in fitting)
     alike = [e for e in fitting if e.seconds.total <= limit]
     return min(alike, key=lambda e: (words(e.plan).count("="), e.peak_bytes))
-
-
-def _found(one: Estimate, report: Report | None, tried: Sequence[Estimate], asked: int) -> Found:
-    capacity = one.capacity_bytes or 0
-    peak, who = (report.peak_bytes, "compiled") if report else (one.peak_bytes, "estimated, not compiled")
-    lines = [
-        f"{words(one.plan)}: {peak / GiB:.2f} of {capacity / GiB:.2f} GiB on {one.target.name} ({who}), "
-        f"{one.host_bytes / GiB:.2f} GiB on the host, {one.seconds.total:.2f} s a step (estimated) for "
-        f"{one.batch_size} x {one.seq_len:,} tokens."
-    ]
-    faster = [e for e in tried if e.seconds.total < one.seconds.total / _ALIKE]
-    if faster:
-        least = min(faster, key=lambda e: e.peak_bytes)
-        lines.append(
-            f"Of {len(tried):,} plans {len(faster)} would be faster; the smallest of them, {words(least.plan)}, needs "
-            f"{least.peak_bytes / GiB:.2f} GiB by estimate."
-        )
-    else:
-        lines.append(f"No plan of {len(tried)} is faster by more than 2 %: memory is no constraint here.")
-    best = [e for e in frontier(tried) if e.peak_bytes <= capacity * 1.5]
-    return Found(one.plan, one, report, "\n".join(lines), tuple(best), asked)
 
 
 def longest_context(

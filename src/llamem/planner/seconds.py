@@ -79,12 +79,13 @@ def attention_passes(share: Share) -> float:
     backward = 3.5 if share.attention == "splash" else 2.0 if share.attention == "xla" else 2.5
     if share.kept:
         return 1 + backward + float(share.plan.attention_tiles > 1)
+    passes = share.backward_passes
     nested = 1.0 if share.groups > 1 else 0.0
     known = share.saved | share.offloaded
     again = 0.0 if "attn" in known else 1.0
     if share.plan.attention_tiles > 1:
         again = 1.0 if "attn_out" in known else 2.0
-    return 1 + backward + again + nested
+    return 1 + passes * (backward + again + nested)
 
 
 def product_flops(share: Share) -> float:
@@ -92,8 +93,9 @@ def product_flops(share: Share) -> float:
     qkv, out, gate_up = _again(share)
     D, N, heads = share.D, share.N, share.H * share.h
     nested = 1.0 if share.groups > 1 and not share.kept else 0.0
-    layer = (3 + qkv) * D * (heads + 2 * share.K * share.h) + (3 + out) * heads * D
-    layer += (3 + gate_up) * 2 * D * share.F + (3 + nested) * share.F * D
+    passes = share.backward_passes  # in each of them everything but the first forward pass
+    layer = (1 + passes * (2 + qkv)) * D * (heads + 2 * share.K * share.h) + (1 + passes * (2 + out)) * heads * D
+    layer += (1 + passes * (2 + gate_up)) * 2 * D * share.F + (1 + passes * (2 + nested)) * share.F * D
     head = (4 if share.loss_axis == "vocab" else 3) * share.V * D
     return 2 * N * (share.L * layer + head)
 
@@ -110,8 +112,9 @@ def _traffic(share: Share) -> float:
     """Bytes that stream through the device's memory beside the products' own operands."""
     c, N, D = share.compute_bytes, share.N, share.D
     again = sum(_again(share)) / 3
-    layer = N * c * (_STREAM_PASSES * D + _INNER_PASSES * share.F) * (3 + again)
-    layer += share.layer_weights * c * (3 + again) * max(1, share.plan.mlp_tiles / 2)
+    passes = 1 + share.backward_passes * (2 + again)
+    layer = N * c * (_STREAM_PASSES * D + _INNER_PASSES * share.F) * passes
+    layer += share.layer_weights * c * passes * max(1, share.plan.mlp_tiles / 2)
     if share.attention == "xla":
         layer += 6 * 4 * share.B * share.H * share.T * share.T * (2 + (0 if share.kept else 1))
     update = _UPDATE * share.param_bytes * share.params

@@ -13,6 +13,7 @@ from llamem.layers.tiling import tile_size
 from llamem.llama import ACTIVATIONS, LlamaConfig, MeshShape, Plan
 from llamem.losses import choose_tiles
 from llamem.memory import Target
+from llamem.train.settings import Clip
 
 _LANES = 128  # a TPU stores the last axis of an array in rows of 128: Google Cloud's TPU architecture page
 # JAX's heuristics keep every product of matrices; these are the block's, by the names of what follows them.
@@ -56,6 +57,7 @@ class Share:
     loss_axis: Literal["tokens", "vocab"]
     loss_rows: int
     loss_columns: int
+    backward_passes: int = 1
 
     @property
     def D(self) -> int:
@@ -117,8 +119,15 @@ class Share:
         """Numbers that this device stores of all weights."""
         return self.stack + self.tables * self.head // self.split + self.D
 
+    @property
+    def matrices(self) -> int:
+        """Those of them that can wait on the host: all but the norms' scales."""
+        return self.params - self.vectors
 
-def share_of(config: LlamaConfig, plan: Plan, target: Target, seq_len: int, batch_size: int) -> Share:
+
+def share_of(
+    config: LlamaConfig, plan: Plan, target: Target, seq_len: int, batch_size: int, clip: Clip = "global"
+) -> Share:
     """The sizes for one device. Raises ValueError for a mixture of experts, and for what does not divide."""
     if config.n_experts:
         raise ValueError(
@@ -166,7 +175,22 @@ def share_of(config: LlamaConfig, plan: Plan, target: Target, seq_len: int, batc
         loss_axis=axis,
         loss_rows=rows,
         loss_columns=columns,
+        backward_passes=2 if plan.update == "in_backward" and clip == "global" else 1,
     )
+
+
+def activation_bytes(share: Share, name: str) -> int:
+    """Bytes of one named activation of one layer, as it lies in memory."""
+    per_token = {
+        "q": share.H * share.lanes,
+        "k": share.K * share.lanes,
+        "v": share.K * share.lanes,
+        "attn": share.H * share.lanes,
+        "gate": share.F,
+        "up": share.F,
+    }.get(name, share.D)
+    logsumexp = 4 * share.N * share.H if name == "attn" and share.attention != "xla" else 0
+    return share.N * per_token * share.compute_bytes + logsumexp
 
 
 def _divides(name: str, size: int, parts: int, over: str) -> None:

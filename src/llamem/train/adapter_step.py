@@ -21,7 +21,7 @@ from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, gather_weight, parameter_specs, shardings
 from llamem.losses.choice import choose_tiles
 from llamem.losses.cross_entropy import tiled_cross_entropy
-from llamem.train.on_host import host_sharding, on_host
+from llamem.train.on_host import host_sharding, of_matrices
 from llamem.train.optimizers import make_optimizer
 from llamem.train.sharded_step import batch_spec, check_sizes, on_mesh
 from llamem.train.step import TrainSettings, TrainState, make_model
@@ -73,7 +73,7 @@ def make_lora_step(
         plan = nnx.merge(graphdef, base).plan
         mesh = MeshShape.of(plan.mesh)
         _check_plan(plan)
-        base = on_host(base, is_on_host) if plan.weights == "host" else base
+        base = of_matrices(base, is_on_host) if plan.weights == "host" else base
         if peaks is not None and len(peaks) != state.params.count:
             raise ValueError(f"learning_rates={peaks}: expected one for each of {state.params.count} adapters.")
         rates_A = jnp.ones(state.params.count) if peaks is None else jnp.asarray(peaks) / settings.learning_rate
@@ -113,7 +113,7 @@ def abstract_lora_step(
     mesh = MeshShape.of(plan.mesh)
     graphdef, base = nnx.split(nnx.eval_shape(lambda: make_model(config, settings, plan)))
     if plan.weights == "host":
-        base = on_host(base, lambda leaf: _placed(leaf, host_sharding()))
+        base = of_matrices(base, lambda leaf: _placed(leaf, host_sharding()))
     state = jax.eval_shape(lambda: init_lora_state(Adapters.create(config, lora, rngs=nnx.Rngs(0)), settings))
     B, T = settings.batch_size, settings.seq_len
     tokens_BT, adapter_B = jax.ShapeDtypeStruct((B, T), jnp.int32), jax.ShapeDtypeStruct((B,), jnp.int32)

@@ -209,7 +209,7 @@ def memory_in_use() -> int:
 
 def _identity(
     config: LlamaConfig, settings: TrainSettings, corpus: Corpus
-) -> tuple[dict[str, str], dict[str, int | float | str]]:
+) -> tuple[dict[str, str], dict[str, int | float | str | None]]:
     """What a snapshot's model is, and what of the rest decides the curve."""
     model = {f"model {name}": str(value) for name, value in dataclasses.asdict(config).items()}
     watching = ("eval_every", "snapshot_every")  # when the curve is looked at or stored, not what it is

@@ -38,15 +38,15 @@ def host_sharding() -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 
 
-def on_host(tree: Any, put: Callable[[Any], Any]) -> Any:
+def of_matrices(tree: Any, put: Callable[[Any], Any]) -> Any:
     """`put` of every leaf that is a matrix's, the others as they are."""
     return jax.tree.map_with_path(lambda path, a: put(a) if waits_on_host(path) else a, tree)
 
 
 def said(params: Any, opt_state: Any, plan: Plan) -> tuple[Any, Any]:
     """Arguments of a program, with where they are said again: JAX does not know it of shapes."""
-    params = on_host(params, is_on_host) if plan.weights == "host" else params
-    return params, on_host(opt_state, is_on_host) if plan.moments == "host" else opt_state
+    params = of_matrices(params, is_on_host) if plan.weights == "host" else params
+    return params, of_matrices(opt_state, is_on_host) if plan.moments == "host" else opt_state
 
 
 def update_in_turn(update: Update, plan: Plan, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:

@@ -69,7 +69,7 @@ def clip_layers(settings: TrainSettings, grads: Any) -> Any:
     if max_norm is None:
         return grads
     squares_L: Any = sum(
-        jnp.sum(jnp.square(_wide(grad)), axis=range(1, grad.ndim))
+        jnp.sum(jnp.square(_wide(grad)), axis=tuple(range(1, grad.ndim)))
         for path, grad in jax.tree.leaves_with_path(grads)
         if in_blocks(path)
     )

@@ -17,7 +17,7 @@ from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, parameter_specs, shardings
 from llamem.train.batch_loss import local_loss, loss_and_grads, loss_fn
-from llamem.train.on_host import host_sharding, on_host, said, update_in_turn
+from llamem.train.on_host import host_sharding, of_matrices, said, update_in_turn
 from llamem.train.optimizers import (
     check_elementwise,
     check_mesh,
@@ -81,10 +81,12 @@ def first_state(
     """
     mesh = MeshShape.of(plan.mesh)
     if mesh.devices == 1:
-        at_home = jax.devices("cpu")[0] if plan.weights == "host" else None
-        with jax.default_device(at_home):
-            state = init_state(make_model(config, settings, plan), settings, optimizer)
-        return _placed(state, plan, jax.device_put)
+        if plan.weights == "device":
+            return _placed(init_state(make_model(config, settings, plan), settings, optimizer), plan, jax.device_put)
+        with jax.default_device(jax.devices("cpu")[0]):
+            state = _placed(init_state(make_model(config, settings, plan), settings, optimizer), plan, jax.device_put)
+        host, device = host_sharding(), jax.devices()[0]
+        return jax.tree.map(lambda leaf: leaf if leaf.sharding == host else jax.device_put(leaf, device), state)
     where = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, settings, plan, optimizer))
     return jax.jit(lambda: init_state(make_model(config, settings), settings, optimizer), out_shardings=where)()
 
@@ -122,8 +124,7 @@ def abstract_state(
     state = jax.eval_shape(lambda: init_state(make_model(config, settings), settings, optimizer))
     mesh = MeshShape.of(plan.mesh)
     if mesh.devices == 1:
-        put = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)  # noqa: E731
-        return _placed(state, plan, put) if "host" in (plan.weights, plan.moments) else state
+        return _placed(state, plan, lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s))
     check_sizes(mesh, settings.batch_size, settings.seq_len, settings.accumulate)
     where = shardings(parameter_specs(state, mesh), mesh)
     return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), state, where)
@@ -135,7 +136,7 @@ def _placed(state: TrainState, plan: Plan, put: Callable[[Any, Any], Any]) -> Tr
     there = [name for name, home in homes.items() if home == "host"]
     where = host_sharding() if there else None
     return dataclasses.replace(
-        state, **{name: on_host(getattr(state, name), lambda leaf: put(leaf, where)) for name in there}
+        state, **{name: of_matrices(getattr(state, name), lambda leaf: put(leaf, where)) for name in there}
     )
 
 

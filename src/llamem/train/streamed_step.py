@@ -25,7 +25,7 @@ from llamem.llama.block import rms_norm
 from llamem.llama.model import Llama, embed
 from llamem.llama.sharding import parameter_name
 from llamem.train.batch_loss import loss_of_hidden
-from llamem.train.on_host import in_blocks, in_turn, join, on_host, select, update_in_turn
+from llamem.train.on_host import in_blocks, in_turn, join, of_matrices, select, update_in_turn
 from llamem.train.optimizers import clip_layers, clipped_by, make_update, norm_of, squares
 from llamem.train.settings import TrainSettings
 
@@ -57,17 +57,16 @@ def streamed_update(
         passes = Passes(model, params, inputs_BT)
         x_BTD, inputs = passes.forward()
         loss, d_head_VD, d_norm_D, dx_BTD = passes.loss(x_BTD, targets_BT)
-        top = Top(passes, d_head_VD, d_norm_D)
-        if model.plan.update == "after":
+        after = model.plan.update == "after"
+        norm_first = not after and settings.clip == "global" and settings.clip_norm is not None
+        top = Top(passes, d_head_VD, d_norm_D, waits=model.config.tied_head or norm_first)
+        if after:
             grads, norm = _gradients(passes, settings, inputs, top, dx_BTD)
             optimizer = clipped_by(settings, rule, norm if settings.clip == "global" else None)
             change = make_update(settings, optimizer, step)
             params, opt_state = update_in_turn(change, model.plan, grads, opt_state, params)
         else:
-            total = None
-            if settings.clip == "global" and settings.clip_norm is not None:
-                top.wait()
-                total = _norm(passes, inputs, top, dx_BTD)
+            total = _norm(passes, inputs, top, dx_BTD) if norm_first else None
             change = _Change(settings, rule, step, total)
             params, opt_state, norm = _in_backward(passes, change, opt_state, inputs, top, dx_BTD)
         return params, opt_state, {"loss": loss, "grad_norm": norm}
@@ -82,7 +81,7 @@ class Passes:
         self.plan, self.config, self.params = model.plan, model.config, params
         self._embed, self._inputs_BT = model.embed, inputs_BT
         self._layer = model.layer(inputs_BT.shape[1])
-        self._on_host = {"weights_on_host": self.plan.weights == "host", "inputs_on_host": bool(self.plan.offload)}
+        self._on_host = {"weights_on_host": self.plan.weights == "host", "inputs_on_host": self.plan.inputs_on_host}
         self.head = "embedding" if self.config.tied_head else "untied_head"
 
     def forward(self) -> tuple[Array, Any]:
@@ -125,24 +124,21 @@ class Passes:
 
 
 class Top:
-    """The gradients that the loss left: of the head, which may have to wait, and of the last norm."""
+    """The gradients that the loss left: of the head, and of the last norm.
 
-    def __init__(self, passes: Passes, d_head_VD: Array, d_norm_D: Array):
-        self.d_head_VD, self.d_norm_D, self.waits = d_head_VD, d_norm_D, False
-        self._tied, self._host = passes.config.tied_head, passes.plan.weights == "host"
+    The head's may have to wait until a backward pass over the layers is done, and does so where the head itself is.
+    """
+
+    def __init__(self, passes: Passes, d_head_VD: Array, d_norm_D: Array, waits: bool):
+        self.d_norm_D = d_norm_D
         # With tied tables the head's gradient is a summand of the embedding's.
-        self.squares = squares(d_norm_D if self._tied else (d_head_VD, d_norm_D))
-        if self._tied:
-            self.wait()
-
-    def wait(self) -> None:
-        """Until a backward pass over the layers is done, on the host where the head itself is there."""
-        self.waits = self.waits or self._host
-        self.d_head_VD = to_host(self.d_head_VD) if self.waits else self.d_head_VD
+        self.squares = squares(d_norm_D if passes.config.tied_head else (d_head_VD, d_norm_D))
+        self.on_host = waits and passes.plan.weights == "host"
+        self.d_head_VD = to_host(d_head_VD) if self.on_host else d_head_VD
 
     def d_head(self) -> Array:
         """The head's gradient, at hand."""
-        return to_device(self.d_head_VD) if self.waits else self.d_head_VD
+        return to_device(self.d_head_VD) if self.on_host else self.d_head_VD
 
 
 def part(tree: Any, name: str) -> Any:
@@ -160,17 +156,17 @@ def _gradients(passes: Passes, settings: TrainSettings, inputs: Any, top: Top, d
 
     def table(name: str, d_table_VD: Array) -> Any:
         grads = passes.tree(name, d_table_VD)
-        return on_host(clip_layers(settings, grads) if own else grads, to_host)
+        return of_matrices(clip_layers(settings, grads) if own else grads, to_host)
 
-    top.wait()
+    d_head = None if passes.config.tied_head else table("untied_head", top.d_head_VD)
     blocks = part(passes.params, "blocks")
     dx_BTD, total, grads = passes.backward(lambda _: blocks, inputs, dx_BTD, jnp.zeros(()), visit)
     d_embedding_VD = passes.d_embedding(dx_BTD, top)
-    total += top.squares + squares(d_embedding_VD)
-    grads = join(blocks if grads is None else grads, table("embedding", d_embedding_VD))
-    if not passes.config.tied_head:
-        grads = join(grads, table("untied_head", top.d_head()))
-    return join(grads, table("norm", top.d_norm_D)), jnp.sqrt(total)
+    rest = [table("embedding", d_embedding_VD), table("norm", top.d_norm_D), d_head]
+    grads = blocks if grads is None else grads  # without layers there is nothing in either
+    for one in rest:
+        grads = grads if one is None else join(grads, one)
+    return grads, jnp.sqrt(total + top.squares + squares(d_embedding_VD))
 
 
 def _norm(passes: Passes, inputs: Any, top: Top, dx_BTD: Array) -> Array:
@@ -205,7 +201,7 @@ def _in_backward(
     counters, moments = _apart(part(opt_state, "blocks"))
 
     def update_table(name: str, grads: Any, there: bool = False) -> tuple[Any, Any]:
-        # The norm of what waits on the host is known: it waits because the norm of all was taken first.
+        # Of what waited on the host no norm is taken: it waited because the norm of all came first.
         update = change.by_norm_of(grads)
         return in_turn(update, plan, grads, part(opt_state, name), part(params, name), grads_on_host=there)
 
@@ -219,7 +215,7 @@ def _in_backward(
 
     done: list[tuple[Any, Any]] = []
     if not passes.config.tied_head:  # now, so that its gradient need not stay
-        done.append(update_table("untied_head", passes.tree("untied_head", top.d_head_VD), top.waits))
+        done.append(update_table("untied_head", passes.tree("untied_head", top.d_head_VD), top.on_host))
     carry = part(params, "blocks"), moments, jnp.zeros(())
     dx_BTD, (blocks, moments, total), _ = passes.backward(lambda carry: carry[0], inputs, dx_BTD, carry, visit)
     d_embedding_VD = passes.d_embedding(dx_BTD, top)

@@ -1,0 +1,98 @@
+"""Stochastic rounding and clipping against NumPy in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import llamem
+from llamem import TrainSettings
+from llamem.train.optimizers import clip_layers, stochastically_rounded
+
+
+def test_rounding_takes_a_neighbour_and_on_average_the_number_itself():
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(60) * 10.0 ** rng.integers(-6, 6, 60)).astype(np.float32)
+    draws = 4000
+    keys = jax.random.split(jax.random.key(1), draws)
+    got = np.asarray(jax.vmap(lambda key: stochastically_rounded(jnp.asarray(x), key))(keys), np.float64)
+    bits = x.view(np.uint32)
+    toward_zero = (bits & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+    away = ((bits & np.uint32(0xFFFF0000)) + np.uint32(0x10000)).view(np.float32).astype(np.float64)
+    assert ((got == toward_zero) | (got == away)).all()
+    # The mean of so many draws: five standard errors of a number that is one neighbour or the other.
+    share = (x.astype(np.float64) - toward_zero) / (away - toward_zero)
+    spread = np.abs(away - toward_zero) * np.sqrt(share * (1 - share) / draws)
+    assert (np.abs(got.mean(0) - x.astype(np.float64)) <= 5 * spread + 1e-12 * np.abs(x)).all()
+    nearest = np.asarray(jnp.asarray(x).astype(jnp.bfloat16), np.float64)
+    assert np.abs(nearest - x).max() > 5 * spread.max()  # which rounding to the nearest does not pass
+
+
+def test_small_updates_add_up_where_rounding_to_the_nearest_loses_them():
+    steps, change = 2000, 2.0**-14  # a 128th of the distance between neighbours of 1
+    start = jnp.ones((64, 64), jnp.bfloat16)
+
+    def step(w, key):
+        return stochastically_rounded(w.astype(jnp.float32) + change, key), None
+
+    end, _ = jax.lax.scan(step, start, jax.random.split(jax.random.key(0), steps))
+    assert float((start + jnp.bfloat16(change) - start).max()) == 0
+    mean = float(np.asarray(end, np.float64).mean())
+    assert abs(mean - (1 + steps * change)) < 0.02 * steps * change
+
+
+def test_what_is_exact_or_not_finite_stays():
+    x = jnp.asarray([0.0, -0.0, 1.5, -(2.0**-100), jnp.inf, -jnp.inf, jnp.nan])
+    got = stochastically_rounded(x, jax.random.key(0))
+    np.testing.assert_array_equal(np.asarray(got, np.float32), x)
+    assert np.signbit(np.asarray(got, np.float32)[1])
+
+
+def test_a_part_is_rounded_as_in_the_whole():
+    x, key = jax.random.normal(jax.random.key(0), (7, 5)), jax.random.key(1)
+    whole = stochastically_rounded(x, key)
+    np.testing.assert_array_equal(stochastically_rounded(x[3:5], key, 3), whole[3:5])
+    assert (stochastically_rounded(x, jax.random.key(2)) != whole).any()
+
+
+def test_each_layer_is_clipped_by_its_own_norm():
+    config = llamem.LlamaConfig(
+        vocab_size=50, d_model=8, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=12, max_seq_len=16
+    )
+    params = nnx.state(llamem.Llama(config, rngs=nnx.Rngs(0)), nnx.Param)
+    grads = jax.tree.map(lambda a: jax.random.normal(jax.random.key(a.size), a.shape), params)
+    clipped = clip_layers(TrainSettings(clip="layer", clip_norm=3.0), grads)
+
+    def norms(tree, layer):
+        leaves = jax.tree.leaves(tree["blocks"])
+        return np.sqrt(sum(np.sum(np.asarray(a[layer], np.float64) ** 2) for a in leaves))
+
+    for layer in range(3):
+        before, after = norms(grads, layer), norms(clipped, layer)
+        assert before > 3 and after == pytest.approx(3.0, rel=1e-5)
+        one, other = (np.asarray(jax.tree.leaves(tree["blocks"]["w_up"])[0][layer]) for tree in (clipped, grads))
+        np.testing.assert_allclose(one / other, 3 / before, rtol=1e-5)
+    small = jax.tree.map(lambda a: 1e-3 * a, grads)
+    same = clip_layers(TrainSettings(clip="layer", clip_norm=3.0), small)
+    assert all((a == b).all() for a, b in zip(jax.tree.leaves(small), jax.tree.leaves(same), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [({"clip": "tensor"}, "expected 'global' or 'layer'"), ({"rounding": "up"}, "'nearest' or 'stochastic'")],
+)
+def test_unknown_words_are_refused(wrong, says, as_a_user):
+    with pytest.raises(ValueError, match=says):
+        TrainSettings(**wrong)
+
+
+@pytest.mark.parametrize("wrong", [{"clip": "layer"}, {"rounding": "stochastic"}])
+def test_what_is_for_one_device_is_refused_on_a_mesh(wrong):
+    config = llamem.LlamaConfig(
+        vocab_size=64, d_model=8, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=4, d_ff=16, max_seq_len=16
+    )
+    settings = TrainSettings(batch_size=2, seq_len=8, **wrong)
+    step, state, batch = llamem.abstract_step(config, settings, llamem.Plan(mesh={"fsdp": 2}))
+    with pytest.raises(ValueError, match="on a mesh"):
+        jax.eval_shape(step, state, batch)
