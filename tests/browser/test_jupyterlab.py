@@ -142,6 +142,8 @@ def check_pictures(page, within: str, words: bool = True) -> int:
 def test_a_notebook_opens_whole(browser, jupyter, path):
     address, place = jupyter
     page = opened(browser, address, path)
+    drawn = page.locator(".jp-OutputArea img")
+    (drawn if drawn.count() else page.locator(".jp-Cell")).first.scroll_into_view_if_needed()
     page.screenshot(path=PICTURES / f"{place}_{path.stem}.png")
     figures = sum("image/png" in o.get("data", {}) for o in _outputs(path))
     # JupyterLab shows no words for an output's picture, stored or not (jupyter/enhancement-proposals#120).

@@ -105,7 +105,7 @@ class Snapshots:
         for one that is damaged or cannot be read.
         """
         args = self._ocp.args
-        wanted = _flat(abstract_state)
+        wanted = {name: _here(leaf) for name, leaf in _flat(abstract_state).items()}
         try:
             stored = self._manager.restore(step, args=args.Composite(identity=args.JsonRestore()))["identity"]
             about = stored["about"]
@@ -215,6 +215,13 @@ def _differences(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def _flat(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def _here(leaf: Any) -> Any:
+    """A leaf of a state on one device says so: without a place Orbax asks for the devices that wrote the snapshot."""
+    if getattr(leaf, "sharding", None) is not None:
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
 
 def _checksum_of_json(about: dict[str, Any]) -> int:
