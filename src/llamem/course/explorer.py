@@ -125,8 +125,8 @@ class Explorer:
 
     def estimate(self) -> Estimate:
         """The estimate of what is chosen."""
-        seq_len, batch_size, chip = (self.controls[name].value for name in ("seq_len", "batch_size", "chip"))
-        return estimate(self.config, self.plan, chip, seq_len=seq_len, batch_size=batch_size)
+        seq_len, batch_size = (self.controls[name].value for name in ("seq_len", "batch_size"))
+        return estimate(self.config, self.plan, self.controls["chip"].value, seq_len=seq_len, batch_size=batch_size)
 
     def redraw(self) -> None:
         """Draws the estimate's bars anew; what cannot be is said instead."""
