@@ -45,8 +45,10 @@ class Plan:
     weights that are trained the gradients go to the host, too.
     `update`: when the weights change. "in_backward": each layer's as soon as its gradient is there, so that there are
     never gradients of two layers. Clipping by the norm of all gradients then takes a second backward pass, the first
-    being for the norm; `TrainSettings(clip="layer")` needs none. Both keep the layers' inputs for the backward pass
-    (on the host with `offload=("block_in",)`), and nothing else.
+    being for the norm; `TrainSettings(clip="layer")` needs none, and neither does `update="after"`, which has all
+    gradients on the host where weights are.
+    With either of these two fields only the layers' inputs are kept for the backward pass, on the host with
+    `offload=("block_in",)`.
 
     Raises, when it is made: ValueError for an unknown word, a count below 1 or tools that exclude each other, TypeError
     for a policy that is neither a name nor a `llamem.Policy`.

@@ -65,7 +65,8 @@ def _one_by_one(share: Share) -> dict[str, tuple[Line, ...]]:
     c, p, layer = share.compute_bytes, share.param_bytes, share.layer_weights
     residuals = Line("residuals", _residuals(share), _why_residuals(share))
     low = c * layer if p > c else 0
-    on_the_way = 2 * p * layer if share.plan.moments == "host" else 0
+    updated = share.plan.update == "in_backward"
+    on_the_way = 2 * p * layer if share.plan.moments == "host" and updated else 0
     fetched = p * layer if share.plan.weights == "host" else 0
     waits = 0 if share.tables == 1 and fetched else c * share.head
     backward = [

@@ -99,26 +99,31 @@ def _estimates(
 def streamed_estimates(
     config: LlamaConfig, chip: Target, seq_len: int, batch_size: int, clip: Clip
 ) -> tuple[Estimate, ...]:
-    """Estimates of plans that update layers in the backward pass, with weights on the chip or on the host.
+    """Estimates of plans that update layers in the backward pass, or fetch them from the host, or both.
 
     None for several chips, which share the weights out instead.
     """
     if chip.devices > 1:
         return ()
     heads = [n for n in ATTENTION_TILES if config.n_kv_heads % n == 0]
-    homes: tuple[Any, ...] = (("device", "device"), ("device", "host"), ("host", "host"))
-    choices = product(homes, heads, MLP_TILES, ((), ("block_in",)), LOSS_TILES)
+    ways: tuple[Any, ...] = (
+        ("device", "device", "in_backward"),
+        ("device", "host", "in_backward"),
+        ("host", "host", "in_backward"),
+        ("host", "host", "after"),  # gradients on the host as well: no second backward pass for their norm
+    )
+    choices = product(ways, heads, MLP_TILES, ((), ("block_in",)), LOSS_TILES)
     plans = [
         Plan(
             weights=weights,
             moments=moments,
-            update="in_backward",
+            update=update,
             attention_tiles=attention,
             mlp_tiles=rows,
             offload=offload,
             **_loss(loss, config, MeshShape()),
         )
-        for (weights, moments), attention, rows, offload, loss in choices
+        for (weights, moments, update), attention, rows, offload, loss in choices
     ]
     return tuple(estimate(config, p, chip.name, seq_len=seq_len, batch_size=batch_size, clip=clip) for p in plans)
 

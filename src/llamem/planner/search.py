@@ -39,9 +39,9 @@ def find_plan(
     of each question; None for silence.
 
     `host_bytes`: what the chip's host can hold of a run. Plans that need more are left out, and where nothing else
-    fits, and on one chip, weights go to the host and layers are updated in the backward pass:
-    `Plan(weights="host", update="in_backward")`. Without it no plan puts weights there. `clip`: see
-    `llamem.TrainSettings`; "global" takes two backward passes then.
+    fits, and on one chip, weights go to the host, or layers are updated in the backward pass, or both:
+    `Plan(weights="host", update="in_backward")`. Without it no plan does that. `clip`: see `llamem.TrainSettings`; with
+    "global" an update in the backward pass takes two of them, or gradients go to the host and come back.
 
     Raises NothingFits, a ValueError that names what comes closest; ValueError for bad sizes or an unknown chip;
     ImportError as `llamem.target` does.
