@@ -110,8 +110,9 @@ def streamed_estimates(
         ("device", "device", "in_backward"),
         ("device", "host", "in_backward"),
         ("host", "host", "in_backward"),
-        ("host", "host", "after"),  # gradients on the host as well: no second backward pass for their norm
     )
+    if clip == "global":  # gradients on the host as well: no second backward pass for their norm
+        ways += (("host", "host", "after"),)
     choices = product(ways, heads, MLP_TILES, ((), ("block_in",)), LOSS_TILES)
     plans = [
         Plan(
