@@ -106,25 +106,17 @@ def streamed_estimates(
     if chip.devices > 1:
         return ()
     heads = [n for n in ATTENTION_TILES if config.n_kv_heads % n == 0]
-    ways: tuple[Any, ...] = (
-        ("device", "device", "in_backward"),
-        ("device", "host", "in_backward"),
-        ("host", "host", "in_backward"),
-    )
+    ways: list[dict[str, Any]] = [
+        {"update": "in_backward"},
+        {"update": "in_backward", "moments": "host"},
+        {"update": "in_backward", "moments": "host", "weights": "host"},
+    ]
     if clip == "global":  # gradients on the host as well: no second backward pass for their norm
-        ways += (("host", "host", "after"),)
+        ways.append({"moments": "host", "weights": "host"})
     choices = product(ways, heads, MLP_TILES, ((), ("block_in",)), LOSS_TILES)
     plans = [
-        Plan(
-            weights=weights,
-            moments=moments,
-            update=update,
-            attention_tiles=attention,
-            mlp_tiles=rows,
-            offload=offload,
-            **_loss(loss, config, MeshShape()),
-        )
-        for (weights, moments, update), attention, rows, offload, loss in choices
+        Plan(attention_tiles=attention, mlp_tiles=rows, offload=offload, **way, **_loss(loss, config, MeshShape()))
+        for way, attention, rows, offload, loss in choices
     ]
     return tuple(estimate(config, p, chip.name, seq_len=seq_len, batch_size=batch_size, clip=clip) for p in plans)
 
