@@ -14,7 +14,7 @@ from flax import nnx
 
 
 @pytest.mark.weekly  # over a minute; on every push the notebook runs, with its own assert
-def test_rewards_rise_well_above_the_supervised_start():
+def test_rewards_rise_well_above_the_supervised_start(as_a_user):
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     chosen = [cell for cell in cells if {"parameters", "grpo"} & set(cell["metadata"].get("tags", []))]
     assert len(chosen) == 4
