@@ -341,7 +341,8 @@ def check_program(name, target):
     constants = sum(one.size for one in timeline.allocations.values() if one.kind == "constant")
     assert timeline.assigned_bytes == report.peak_bytes + constants
     assert timeline.peak_bytes + sum(timeline.gaps.values()) == timeline.assigned_bytes
-    assert min(timeline.gaps.values()) >= 0 and timeline.gaps["unnamed"] < 0.01 * timeline.assigned_bytes
+    # The most that no buffer's name explains: 1.06 %, of two micro-batches on a v5e (benchmarks/timeline_peaks.md).
+    assert min(timeline.gaps.values()) >= 0 and timeline.gaps["unnamed"] < 0.011 * timeline.assigned_bytes
     if timeline.gap_bytes > 0.005 * report.peak_bytes:
         assert timeline.difference in str(timeline) and timeline.difference.count("iB") > 2
     assert timeline.curve("host").max() <= report.host_bytes

@@ -265,12 +265,15 @@ class Llama(nnx.Module):
 
 
 def embed(
-    table_VD: Float[Array, "V D"],
+    table_VD: Float[Array, "V _"],
     tokens_BT: Int[Array, "B T"],
     config: LlamaConfig,
     mesh: MeshShape = MeshShape(),
 ) -> Float[Array, "B T D"]:
-    """The rows of an embedding, in the type of the products; NaN for an id that there is not."""
+    """The rows of an embedding, in the type of the products; NaN for an id that there is not.
+
+    On a mesh inside `shard_map` the table is this device's part, of the vocabulary and of D.
+    """
     ids_BT = tokens_BT.astype(jnp.promote_types(tokens_BT.dtype, jnp.int32))  # a narrow type cannot say V
     return look_up(table_VD.astype(config.compute_dtype), ids_BT, mesh.over("d_model"), mesh.tensor_axis)
 

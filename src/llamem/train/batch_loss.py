@@ -46,7 +46,7 @@ def local_loss(
 
 
 def loss_of_hidden(
-    plan: Plan, hidden_BTD: Float[Array, "B T D"], head_VD: Float[Array, "V D"], targets_BT: Int[Array, "B _"]
+    plan: Plan, hidden_BTD: Float[Array, "B T D"], head_VD: Float[Array, "V _"], targets_BT: Int[Array, "B _"]
 ) -> Float[Array, ""]:
     """`local_loss` from the model's last hidden states, normed, and the head as this device stores it."""
     mesh = MeshShape.of(plan.mesh)
