@@ -42,6 +42,12 @@ def test_a_policy_that_keeps_more_has_a_higher_peak_with_checkpoints_and_the_sam
         assert more > less if way in ("each layer", "nested") else more == less
 
 
+def test_a_group_keeps_its_input_alone_whatever_the_policy():
+    one = grids.play("nested", 64, 8)
+    # Seven groups' inputs, seven layers as the policy has it, one at work.
+    assert one.live(3, 20).max() == 7 + 7 * 3 + 20
+
+
 def test_the_figure_shows_the_peaks_of_its_arguments():
     fig = grids.layer_grid(8, 2, kept=3, everything=20)
     titles = [ax.get_title() for ax in fig.axes]
