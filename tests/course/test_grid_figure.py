@@ -54,9 +54,11 @@ def test_the_figure_shows_the_peaks_of_its_arguments():
     for way in grids.WAYS:
         one = grids.play(way, 8, 2)
         assert f"{way}: {len(one.runs)} steps" in titles and f"peak {one.live(3, 20).max():.0f}" in titles
-    drawn = fig.axes[4].collections[0]
-    assert isinstance(drawn, FillBetweenPolyCollection)
-    assert np.asarray(drawn.get_paths()[0].vertices)[:, 1].max() == 8 * 20
+    waiting, at_work = fig.axes[4].collections
+    assert isinstance(waiting, FillBetweenPolyCollection) and isinstance(at_work, FillBetweenPolyCollection)
+    assert np.asarray(at_work.get_paths()[0].vertices)[:, 1].max() == 8 * 20
+    inputs = fig.axes[5].collections[0].get_paths()[0].vertices  # eight have run forward, each kept its own
+    assert np.asarray(inputs)[:, 1].max() == 8 * 3
 
 
 @pytest.mark.parametrize(

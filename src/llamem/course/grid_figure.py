@@ -88,7 +88,9 @@ def layer_grid(
     for (way, one), top, bottom in zip(plays.items(), *axes, strict=True):
         _cells(top, one, f"{way}: {len(one.runs)} steps")
         live = one.live(kept, everything)
-        bottom.fill_between(range(len(live)), live, step="mid", color=_BLUES[1])
+        waiting = one.live(kept, 0.0)
+        bottom.fill_between(range(len(live)), waiting, step="mid", color=_BLUES[0])
+        bottom.fill_between(range(len(live)), waiting, live, step="mid", color=_BLUES[1])
         # Hills three times as high as that of a checkpoint in each layer leave the frame: the others would be flat.
         top_of_frame = 3 * plays["each layer"].live(kept, everything).max() if "each layer" in plays else None
         bottom.set(xlabel="step", ylim=(0, top_of_frame), title=f"peak {live.max():.4g}")
