@@ -1,10 +1,10 @@
 """Low-rank adapters of experts: what they add to a mixture's products, row by row, each row with its sequence's own.
 
-A row of a mixture meets one of E experts with one of A adapters: one of `E A` pairs of thin matrices. The mixture's rows
-are sorted by expert, and within an expert by adapter, so that the rows of one pair lie side by side. A loop goes over
-runs of such rows: it reads them, multiplies them with the two thin matrices of their pair, and adds the result in
-place. So the work is that of two thin products per row, whatever the number of adapters; nothing of an expert's
-`[in, out]` is made, no adapter is copied, and no row is sorted again.
+A row of a mixture meets one of E experts with one of A adapters: one of `E A` pairs of thin matrices. The rows are
+sorted by expert, and within an expert by adapter, so that the rows of one pair lie side by side. A loop goes over runs
+of such rows: it reads them, multiplies them with the two thin matrices of their pair, and adds the result in place. So
+the work is that of two thin products per row, whatever the number of adapters; nothing of an expert's `[in, out]` is
+made, no adapter is copied, and no row is sorted again.
 """
 
 import dataclasses
@@ -155,7 +155,7 @@ def _add(array_PD: Array, run: Any, rows_hD: Array) -> Array:
 
 
 def _where(array_PD: Array, run: Any, length: int) -> tuple[Array, Array]:
-    """Where to cut `length` rows that hold those of the run, also at the array's end; and which of them are the run's."""
+    """Where to cut `length` rows that hold the run's, also at the array's end; and which of them those are."""
     _, _, first, count = run
     start = jnp.minimum(first, len(array_PD) - length)
     row_h1 = (start + jnp.arange(length))[:, None]

@@ -72,8 +72,9 @@ class Adapters:
     `a` `[L, A, r, in]` and `b` `[L, A, r, out]`, f32, are trained; `scale` `[L, A]`, f32, and `rank` `[L, A]`, int32,
     are not. "embedding" (in: V, out: D) and "head" (in: D, out: V) are outside the layers, and without the axis L.
     Heads and their channels are one axis. Where gate, up and down are those of E experts, each expert has a pair of its
-    own, `a` `[L, A, E, r, in]` and `b` `[L, A, E, r, out]`, of the adapter's rank and scale. r is the largest rank: beyond its own an adapter is zero, and its gradients
-    there are zero as well, so padding stays what it is. Rank 0: this target is not adapted in this layer.
+    own, `a` `[L, A, E, r, in]` and `b` `[L, A, E, r, out]`, of the adapter's rank and scale. r is the largest rank:
+    beyond its own an adapter is zero, and its gradients there are zero as well, so padding stays what it is. Rank 0:
+    this target is not adapted in this layer.
     """
 
     a: dict[str, Any]

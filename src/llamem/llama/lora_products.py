@@ -1,8 +1,9 @@
 """What adapters add to a model's products, each sequence's its own: nothing of `[in, out]` is made for an adapter.
 
 Each sequence's `A` `[r, in]` and `B` `[r, out]` are gathered, then multiplied as a batch: two thin products per matrix,
-whatever the number of adapters. Those of experts: `llamem.layers.expert_adapters`. On a mesh every device holds all adapters whole, and slices what its part of a matrix
-meets; in "tensor" each computes a summand or a part, as it does of the frozen product.
+whatever the number of adapters. For those of experts see `llamem.layers.expert_adapters`. On a mesh every device holds
+all adapters whole, and slices what its part of a matrix meets; in "tensor" each computes a summand or a part, as it
+does of the frozen product.
 """
 
 import dataclasses
