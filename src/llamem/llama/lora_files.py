@@ -65,6 +65,7 @@ def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base:
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     targets: list[str] = []
+    arrays: dict[str, tuple[int, int, float]] = {}
     for target in one.a:
         a, b, scale, rank = (np.asarray(part[target]) for part in (one.a, one.b, one.scale, one.rank))
         if target not in IN_LAYERS:
@@ -81,7 +82,10 @@ def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base:
                 tensors[f"base_model.model.{path}.{name.format('B')}"] = np.ascontiguousarray(b[layer, expert, :r].T)
                 ranks[path] = r
                 alphas[path] = float(np.float32(scale[layer, 0] * np.float32(r)))
-    config = {
+                if experts:
+                    array, modules = ("down_proj", 1) if target == "down" else ("gate_up_proj", 2)
+                    arrays[f"model.layers.{layer}.mlp.experts.{array}"] = modules, r, alphas[path]
+    config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -94,6 +98,10 @@ def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base:
         **_with_pattern("r", "rank_pattern", ranks),
         **_with_pattern("lora_alpha", "alpha_pattern", alphas),
     }
+    # Over transformers 5 PEFT makes gate and up one adapter of twice the rank; told no other, of twice the field's.
+    for path, (modules, r, alpha) in arrays.items():
+        if (r, alpha) != (config["r"], config["lora_alpha"]):
+            config["rank_pattern"][path], config["alpha_pattern"][path] = modules * r, modules * alpha
     with whole_folder(folder) as unfinished:
         (unfinished / CONFIG).write_text(json.dumps(config, indent=2))
         safetensors.save_file(tensors, unfinished / WEIGHTS, {"format": "pt"})
