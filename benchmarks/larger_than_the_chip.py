@@ -81,8 +81,8 @@ ROWS = (
     Row("llama3.1-8b", BF16, 131_072, "v5e-1", "code", LORA.replace(mode="nested"), {}, IN_GROUPS, 16),
     Row("llama3.1-8b", BF16, 131_072, "v6e-1", plan=LORA.replace(mode="nested"), settings={}, note=IN_GROUPS, rank=16),
     Row("llama3.1-8b", F32, 131_072, "v5e-1", plan=STREAMED.replace(mode="nested"), note=IN_GROUPS),
-    Row("llama3.1-8b", F32, 8_192, "l4"),
-    Row("llama3.1-8b", F32, 8_192, "a100-40"),
+    Row("llama3.1-8b", F32, 8_192, "l4", "code"),
+    Row("llama3.1-8b", F32, 8_192, "a100-40", "code"),
 )
 
 
