@@ -1,6 +1,7 @@
 """Models larger than the chip: what a step needs with weights and moments on the host, by chips' compilers.
 
-    python benchmarks/larger_than_the_chip.py                    # writes larger_than_the_chip.md
+    python benchmarks/larger_than_the_chip.py                    # every row, into larger_than_the_chip.md
+    python benchmarks/larger_than_the_chip.py --rows 7 8         # these, beside what the table has of others
     python benchmarks/larger_than_the_chip.py --depth memory     # no row further than buffer assignment: quick
 
 Rows marked "code" are compiled to their end. Nothing runs on a chip, so seconds are a roofline's estimate. Answers are
@@ -21,7 +22,7 @@ import llamem
 from llamem import Plan
 from llamem.memory import GiB, Report
 
-HERE = Path(__file__)
+TABLE = Path(__file__).with_suffix(".md")
 STREAMED = Plan(
     weights="host",
     moments="host",
@@ -31,11 +32,12 @@ STREAMED = Plan(
     mlp_tiles=32,
 )
 RESIDENT = STREAMED.replace(weights="device")
+LORA = STREAMED.replace(moments="device", update="after")
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One step: what, where, and how far it is compiled."""
+    """One step: what, where, and how far it is compiled. `rank`: of adapters over frozen weights, if above 0."""
 
     model: str
     dtype: Any
@@ -45,9 +47,17 @@ class Row:
     plan: Plan = STREAMED
     settings: dict[str, Any] = dataclasses.field(default_factory=lambda: {"clip": "layer"})
     note: str = ""
+    rank: int = 0
+
+    @property
+    def name(self) -> tuple[str, str, str]:
+        """What, chip and tokens, as the table says them."""
+        kind = f"{self.model}, {jnp.dtype(self.dtype).name}" + (f", LoRA {self.rank}" if self.rank else "")
+        return kind + (f"; {self.note}" if self.note else ""), self.chip, f"{self.tokens:,}"
 
 
 F32, BF16 = jnp.float32, jnp.bfloat16
+IN_GROUPS = "nested: inputs of groups of layers are kept"
 STOCHASTIC = {"clip": "layer", "rounding": "stochastic"}
 ROWS = (
     Row("llama3.1-8b", F32, 131_072, "v5e-1", "code"),
@@ -67,61 +77,96 @@ ROWS = (
     Row("llama3.2-1b", F32, 131_072, "v5e-1", plan=RESIDENT, note="weights on the chip"),
     Row("llama3.2-1b", F32, 262_144, "v5e-1", note="beyond the 131,072 that RoPE was set up for"),
     Row("llama3.2-1b", BF16, 1_048_576, "v6e-1", settings=STOCHASTIC, note="beyond the 131,072 of RoPE"),
-    Row("llama3.1-8b", F32, 8_192, "l4"),
-    Row("llama3.1-8b", F32, 8_192, "a100-40"),
+    Row("llama3.1-8b", BF16, 131_072, "v5e-1", "code", LORA, {}, "", 16),
+    Row("llama3.1-8b", BF16, 131_072, "v5e-1", "code", LORA.replace(mode="nested"), {}, IN_GROUPS, 16),
+    Row("llama3.1-8b", BF16, 131_072, "v6e-1", plan=LORA.replace(mode="nested"), settings={}, note=IN_GROUPS, rank=16),
+    Row("llama3.1-8b", F32, 131_072, "v5e-1", plan=STREAMED.replace(mode="nested"), note=IN_GROUPS),
+    Row("llama3.1-8b", F32, 8_192, "l4", "code"),
+    Row("llama3.1-8b", F32, 8_192, "a100-40", "code"),
 )
 
 
-def step_of(row: Row) -> tuple[Any, ...]:
-    """The step, its arguments, and the model."""
+def report_of(row: Row, config: llamem.LlamaConfig, depth: Any) -> Report:
+    """What the compiler says. Raises RuntimeError, with the compiler's words, where it gives no answer."""
+    settings = llamem.TrainSettings(batch_size=1, seq_len=row.tokens, **row.settings)
+    if row.rank:
+        lora = llamem.LoraConfig(ranks=(row.rank,))
+        step, *shapes = llamem.abstract_lora_step(config, settings, row.plan, lora)
+    else:
+        step, *shapes = llamem.abstract_step(config, settings, row.plan)
+    return llamem.compile_report(step, *shapes, target=row.chip, donate=(0,), depth=depth)
+
+
+def line(row: Row, depth: Any) -> str:
+    """One line of the table."""
     config = llamem.LlamaConfig.from_name(row.model, param_dtype=row.dtype, compute_dtype=BF16)
     config = config.replace(max_seq_len=max(row.tokens, config.max_seq_len))
-    settings = llamem.TrainSettings(batch_size=1, seq_len=row.tokens, **row.settings)
-    return config, *llamem.abstract_step(config, settings, row.plan)
-
-
-def cells(row: Row, most: str) -> list[str]:
-    """One line of the table."""
-    config, step, state, batch = step_of(row)
-    depth = row.depth if most == "code" else "memory"
-    sizes = {"seq_len": row.tokens, "clip": row.settings.get("clip", "global")}
-    guess = llamem.estimate(config, row.plan, row.chip, **sizes)
     try:
-        report: Report | None = llamem.compile_report(step, state, batch, target=row.chip, donate=(0,), depth=depth)
+        report = report_of(row, config, depth)
+        peak, host = f"{report.peak_bytes / GiB:.2f}", f"{report.host_bytes / GiB:.1f}"
+        said = [peak if report.fits else f"**{peak}**", host, report.depth]
+        print(f"{row.name}: {report.compile_seconds:.0f} s", flush=True)
     except RuntimeError as error:
-        print(f"{row}: {error}", flush=True)
-        report = None
-    said = "the compiler died"
-    if report is not None:
-        said = f"{report.peak_bytes / GiB:.2f}" if report.fits else f"**{report.peak_bytes / GiB:.2f}**"
-        print(f"{row.model} {row.chip} {row.tokens}: {said}, {report.compile_seconds:.0f} s", flush=True)
-    host = "" if report is None else f"{report.host_bytes / GiB:.1f}"
-    kind = f"{row.model}, {jnp.dtype(row.dtype).name}" + (f"; {row.note}" if row.note else "")
-    shown = [kind, row.chip, f"{row.tokens:,}", said, f"{guess.peak_bytes / GiB:.2f}", host]
-    return [*shown, f"{guess.link_bytes / GiB:.0f}", f"{guess.seconds.total:,.0f}", depth]
+        print(f"{row.name}: {error}", flush=True)
+        said = ["no answer", "", depth]
+    guesses = ["", "", ""]  # of adapters there is no estimate
+    if not row.rank:
+        sizes = {"seq_len": row.tokens, "clip": row.settings.get("clip", "global")}
+        guess = llamem.estimate(config, row.plan, row.chip, **sizes)
+        guesses = [
+            f"{guess.peak_bytes / GiB:.2f}",
+            f"{guess.link_bytes / GiB:.0f}",
+            f"{guess.seconds.total:,.0f}",
+        ]
+    peak, host, compiled_to = said
+    return f"| {' | '.join([*row.name, peak, guesses[0], host, *guesses[1:], compiled_to])} |"
+
+
+def versions() -> str:
+    return f"jax {jax.__version__}, libtpu {metadata.version('libtpu')}"
+
+
+def earlier_lines() -> dict[tuple[str, str, str], str]:
+    """The lines of the table that is there, by what, chip and tokens; none of another compiler's."""
+    text = TABLE.read_text() if TABLE.exists() else ""
+    lines = [line for line in text.splitlines() if line.startswith("| ")][1:] if versions() in text else []
+    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
+    return {(what, chip, tokens): line for line, (_, what, chip, tokens, *_) in zip(lines, cells, strict=True)}
+
+
+def page(lines: dict[tuple[str, str, str], str]) -> str:
+    """The table, in the order of `ROWS`."""
+    return "\n".join(
+        [
+            "# Training what is larger than the chip",
+            "",
+            "One AdamW step of every parameter, one sequence; weights and moments in the type named, products in bf16.",
+            "Weights, moments and layer inputs are on the host, layers are updated in the backward pass and clipped",
+            "one by one, unless a row says otherwise. LoRA: adapters in f32 on all seven projections, with moments on",
+            "the chip, the frozen weights on the host. Bold: the chip has too little. GiB of the link: both ways, one",
+            "step. Seconds are a roofline's estimate, with assumed efficiencies: nothing was run.",
+            "",
+            "| what | chip | tokens | GiB | estimated | host GiB | link GiB | s a step, est. | compiled to |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *(lines[row.name] for row in ROWS if row.name in lines),
+            "",
+            f"{datetime.date.today()}, {versions()}, by `benchmarks/{TABLE.stem}.py`: compiled, and run on no chip.",
+            "",
+        ]
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    numbered = range(1, len(ROWS) + 1)
+    parser.add_argument("--rows", nargs="+", type=int, default=numbered, choices=numbered, metavar="N")
     parser.add_argument("--depth", choices=("memory", "code"), default="code")
     chosen = parser.parse_args()
-    lines = [
-        "# Training what is larger than the chip",
-        "",
-        "One AdamW step of every parameter, one sequence; weights and moments in the type named, products in bf16.",
-        "Weights, moments and layer inputs are on the host, layers are updated in the backward pass and clipped one by",
-        "one, unless a row says otherwise. Bold: the chip has too little. GiB of the link: both ways, one step.",
-        "Seconds are a roofline's estimate, with assumed efficiencies: nothing was run.",
-        "",
-        "| what | chip | tokens | GiB | estimated | host GiB | link GiB | s a step, est. | compiled to |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    versions = f"jax {jax.__version__}, libtpu {metadata.version('libtpu')}"
-    last = f"{datetime.date.today()}, {versions}, by `benchmarks/{HERE.name}`: compiled, and run on no chip."
-    for row in ROWS:
+    for number in chosen.rows:
+        row = ROWS[number - 1]
         if llamem.available(row.chip):
-            lines.append(f"| {' | '.join(cells(row, chosen.depth))} |")
-            HERE.with_suffix(".md").write_text("\n".join([*lines, "", last]) + "\n")
+            written = line(row, row.depth if chosen.depth == "code" else "memory")
+            TABLE.write_text(page(earlier_lines() | {row.name: written}))
 
 
 if __name__ == "__main__":

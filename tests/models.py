@@ -37,6 +37,16 @@ MOE = LlamaConfig(
     moe_d_ff=12,
 )
 
+# What steps with parts of their state on the host are tried on. 96 rows of a table are cut into six pieces; 101 are not
+# cut. Four layers are two groups of two, three are none.
+ON_HOST = {
+    "untied, 96 rows": SMALL.replace(vocab_size=96),
+    "tied, 101 rows": VARIANTS["qwen3"],
+    "four layers": SMALL.replace(n_layers=4),
+    "experts": MOE,
+    "no layers": VARIANTS["no layers"],
+}
+
 
 def model_of(config, seed=0, scale=2.0, **plan):
     """With weights far from their small initial values, and norms away from 1, so that every term counts."""

@@ -5,7 +5,9 @@ import pytest
 
 import llamem
 from llamem.layers.offload import name_in_pieces
-from llamem.memory.jaxprs import names_in
+from llamem.layers.stack import group_count
+from llamem.memory.jaxprs import equations, names_in
+from llamem.memory.shapes import on_host
 
 
 @pytest.mark.parametrize(("most", "pieces"), [(2**32, 1), (840, 1), (839, 2), (300, 4), (100, 10)])
@@ -20,6 +22,30 @@ def test_large_arrays_are_named_in_pieces_below_the_limit(most, pieces):
     )
     assert all(aval.size * 4 <= most for aval in named)
     np.testing.assert_array_equal(name_in_pieces(x, "block_in", most), x)
+
+
+def test_nested_the_inputs_of_groups_wait_on_the_host_too():
+    """Of six layers, the inputs of two or three groups, and those of one group's layers."""
+    scales, x = jnp.linspace(0.5, 1.5, 6 * 7).reshape(6, 7), jax.random.normal(jax.random.key(0), (2, 10, 7))
+
+    def gradient(**options):
+        def layer(scale_D, x_BTD):
+            return jnp.sin(name_in_pieces(x_BTD, "block_in") * scale_D)
+
+        return jax.grad(lambda s, x: jnp.sum(llamem.apply_stack(layer, s, x, **options) ** 2), argnums=(0, 1))
+
+    nested = gradient(mode="nested", remat=llamem.Policy(offload=("block_in",)))
+    for got, expected in zip(nested(scales, x), gradient()(scales, x), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6)
+    kept = [aval for aval in stacks(jax.make_jaxpr(nested)(scales, x).jaxpr) if aval.shape[1:] == x.shape]
+    groups = group_count(6, x.nbytes, scales[0].nbytes)
+    assert {aval.shape[0] for aval in kept} == {groups, 6 // groups} and all(map(on_host, kept))
+
+
+def stacks(jaxpr):
+    """What the loops of a program stack up."""
+    scans = [eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "scan"]
+    return [out.aval for eqn in scans for out in eqn.outvars[eqn.params["num_carry"] :]]
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from llamem import Llama, LlamaConfig, Plan, Policy
         ({"weights": "host", "mesh": {"fsdp": 2}}, "'fsdp' axis instead"),
         ({"update": "in_backward", "mesh": {"data": 2}}, "'fsdp' axis instead"),
         ({"weights": "host", "mode": "unroll"}, "one of them at hand at a time"),
-        ({"update": "in_backward", "mode": "nested"}, "one of them at hand at a time"),
+        ({"update": "in_backward", "mode": "unroll"}, "one of them at hand at a time"),
         ({"weights": "host", "remat": None}, "whatever else is kept would hold weights"),
         ({"weights": "host", "remat": "everything_saveable"}, "Choose remat='nothing'"),
         ({"update": "in_backward", "remat": "attn"}, "Choose remat='nothing'"),

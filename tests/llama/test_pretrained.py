@@ -1,3 +1,4 @@
+import gc
 import json
 import re
 import struct
@@ -15,6 +16,7 @@ from models import MOE, VARIANTS, model_of, tokens_of
 
 import llamem
 from llamem.llama.pretrained import _tensors
+from llamem.llama.safetensors_files import Stored
 from llamem.train.step import loss_fn
 
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -235,6 +237,29 @@ def test_the_host_holds_the_destination_and_one_tensor(tmp_path):
     run = subprocess.run([sys.executable, "-c", PEAK, *map(str, folders)], capture_output=True, text=True, check=True)
     largest = 300_000 * 256 * 4
     assert int(run.stdout) < large.n_params * 4 + 1.2 * largest, int(run.stdout) / largest
+
+
+def test_weights_of_the_host_are_put_there_one_by_one(tmp_path, monkeypatch):
+    model = model_of(VARIANTS["untied"])
+    folder = llamem.save_pretrained(model, tmp_path / "m")
+    gc.collect()
+    read, elsewhere = Stored.read, []
+
+    def watched(self):
+        arrays = [a for a in jax.live_arrays() if a.ndim > 1 and a.sharding.memory_kind != "pinned_host"]
+        elsewhere.append(sum(a.nbytes for a in arrays))
+        return read(self)
+
+    monkeypatch.setattr(Stored, "read", watched)
+    loaded = llamem.load_pretrained(folder, plan=llamem.Plan(weights="host"))
+    expected, got = (jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (model, loaded))
+    for one, other in zip(expected, got, strict=True):
+        np.testing.assert_array_equal(one, other)
+        assert (other.sharding.memory_kind == "pinned_host") == (other.ndim > 2 or 101 in other.shape)
+    away, here = ([a.nbytes for a in got if (a.sharding.memory_kind == "pinned_host") == it] for it in (True, False))
+    # The norms, and what is put together while a tensor is read; all of it would be many times that.
+    assert 0 < max(elsewhere) - min(elsewhere) <= max(away) + sum(here) < sum(away) / 4
+    np.testing.assert_allclose(loaded(tokens_of(model.config)), model(tokens_of(model.config)), rtol=1e-5, atol=1e-5)
 
 
 def test_sharded(tmp_path):

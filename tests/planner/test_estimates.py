@@ -95,6 +95,17 @@ def test_what_leaves_the_device_arrives_on_the_host():
     assert away.seconds.host_link == pytest.approx(2 * away.host_bytes / 16e9)
 
 
+def test_nested_the_host_holds_what_entered_the_groups_and_one_group_s_layers():
+    config = LlamaConfig.from_name("llama3.1-8b", **BF16)  # 32 layers, of which the longest sequences make 8 groups
+    plan = Plan(offload=("block_in",), mode="nested")
+    scan, nested = (estimate(config, p, "v5p-1", **LONG) for p in (plan.replace(mode="scan"), plan))
+    stream = 131_072 * 4096 * 2
+    assert (scan.host_bytes, nested.host_bytes) == (32 * stream, (8 + 4) * stream)
+    # Of groups there and back; of layers as well, though not from the first forward pass.
+    assert (scan.link_bytes, nested.link_bytes) == (2 * 32 * stream, 2 * (8 + 32) * stream)
+    assert line(nested, "residuals") == line(scan, "residuals") == 0
+
+
 @pytest.mark.parametrize("policy", ["attn", "qkv_attn", "minimal", None, Policy(save=("gate", "up"))])
 def test_what_is_kept_is_paid_for_in_bytes_and_saves_products(policy):
     config = LlamaConfig.from_name("llama3.1-8b", **BF16)

@@ -12,19 +12,12 @@ from flax import nnx
 
 import llamem
 from llamem import Plan, TrainSettings
+from llamem.llama.host_memory import host_sharding, waits_on_host
 from llamem.train.data import Corpus
 from llamem.train.loop import train
-from llamem.train.on_host import host_sharding, waits_on_host
 from llamem.train.snapshots import Snapshots
 from llamem.train.step import abstract_step, first_state, make_train_step
 
-# 96 rows of a table are cut into six pieces; 101 are not cut.
-CONFIGS = {
-    "untied, 96 rows": models.SMALL.replace(vocab_size=96),
-    "tied, 101 rows": models.VARIANTS["qwen3"],
-    "experts": models.MOE,
-    "no layers": models.VARIANTS["no layers"],
-}
 SETTINGS = TrainSettings(batch_size=2, seq_len=16, steps=5, learning_rate=1e-2, warmup_steps=1, clip_norm=0.5)
 
 
@@ -42,10 +35,10 @@ def run(config, plan, steps=3):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, jnp.float32) for name in CONFIGS), ("untied, 96 rows", jnp.bfloat16)]
+    ("name", "dtype"), [*((name, jnp.float32) for name in models.ON_HOST), ("untied, 96 rows", jnp.bfloat16)]
 )
 def test_parameters_moments_and_metrics_are_those_of_the_plain_update(name, dtype):
-    config = CONFIGS[name].replace(param_dtype=dtype, compute_dtype=dtype)
+    config = models.ON_HOST[name].replace(param_dtype=dtype, compute_dtype=dtype)
     (plain, expected), (mine, got) = run(config, Plan()), run(config, Plan(moments="host"))
     assert jax.tree.structure(plain) == jax.tree.structure(mine)
     tolerance = 1e-5 if dtype == jnp.float32 else 2**-8  # of one rounding
@@ -59,7 +52,7 @@ def test_parameters_moments_and_metrics_are_those_of_the_plain_update(name, dtyp
 
 
 def test_matrices_wait_on_the_host_and_vectors_do_not():
-    state = first_state(CONFIGS["untied, 96 rows"], SETTINGS, Plan(moments="host"))
+    state = first_state(models.ON_HOST["untied, 96 rows"], SETTINGS, Plan(moments="host"))
     there = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(state.opt_state) if waits_on_host(p)]
     assert len(there) == 2 * (7 + 2) and not any("norm" in name or "count" in name for name in there)
     assert host_sharding().memory_kind == "pinned_host"
@@ -80,7 +73,7 @@ def stopping_after(step):
 
 
 def test_a_run_stops_and_goes_on_with_its_moments_elsewhere(tmp_path, monkeypatch):
-    config = CONFIGS["untied, 96 rows"].replace(n_layers=1)
+    config = models.ON_HOST["untied, 96 rows"].replace(n_layers=1)
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, 2000).astype(np.uint32)
     corpus = Corpus(tokens[:1500], tokens[1500:], 1, config.vocab_size)
     losses, result = {}, None

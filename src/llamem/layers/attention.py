@@ -1,6 +1,7 @@
 """Causal grouped-query attention: one function over XLA's program, a tiled one, Splash (TPU) and cuDNN (GPU)."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -132,6 +133,26 @@ def _splash_kernel(n_heads: int, places: np.ndarray, axis: str | None) -> tuple[
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
+    mask = _causal_mask()((places.size, places.size))
+    mask.q_sequence = places.reshape(-1).astype(np.int32)
+    fields = dataclasses.fields(kernels.BlockSizes)
+    sizes: dict[str, Any] = {field.name: SPLASH_BLOCK for field in fields if field.name.startswith("block_")}
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([mask] * n_heads),
+        block_sizes=kernels.BlockSizes(**sizes),
+        head_shards=1,
+        q_seq_shards=len(places),
+        # Named in the kernel, with its logsumexp: a policy that saves "attn" spares the backward pass the forward one.
+        residual_checkpoint_name="attn",
+    )
+    return kernels, kernel if axis is None else _own_part(kernel, axis)  # pyrefly: ignore[bad-return]
+
+
+@functools.cache
+def _causal_mask() -> Any:
+    """The class of the masks. There is one: Splash remembers what it has read off a mask, by its class among others."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
     class Causal(masks.CausalMask):
         """Queries at any places. Of a block that is seen whole, or not at all, one element says so.
 
@@ -146,19 +167,7 @@ def _splash_kernel(n_heads: int, places: np.ndarray, axis: str | None) -> tuple[
                 return np.zeros((1, 1), bool)
             return super().__getitem__(idx)
 
-    mask = Causal((places.size, places.size))
-    mask.q_sequence = places.reshape(-1).astype(np.int32)
-    fields = dataclasses.fields(kernels.BlockSizes)
-    sizes: dict[str, Any] = {field.name: SPLASH_BLOCK for field in fields if field.name.startswith("block_")}
-    kernel = kernels.make_splash_mha(
-        masks.MultiHeadMask([mask] * n_heads),
-        block_sizes=kernels.BlockSizes(**sizes),
-        head_shards=1,
-        q_seq_shards=len(places),
-        # Named in the kernel, with its logsumexp: a policy that saves "attn" spares the backward pass the forward one.
-        residual_checkpoint_name="attn",
-    )
-    return kernels, kernel if axis is None else _own_part(kernel, axis)  # pyrefly: ignore[bad-return]
+    return Causal
 
 
 def _own_part(kernel: Any, axis: str) -> Any:

@@ -6,8 +6,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from llamem.layers.remat import Policy, check_names, checkpoint
+from llamem.layers.offload import name_in_pieces
+from llamem.layers.remat import Policy, check_names, check_policy, checkpoint
 
 Mode = Literal["scan", "unroll", "nested"]
 
@@ -31,10 +33,11 @@ def apply_stack(
     `mode`: "scan" compiles one layer and loops, "unroll" repeats it L times in the program, "nested" scans over groups
     of layers and rematerialises groups as well as layers, for one more forward pass; `group_count` chooses the groups.
     Nested holds the weights and gradients of one group a second time, so it pays where inputs outweigh weights: many
-    layers on long sequences. A prime L has no groups and is scanned. With `remat=None` nothing is rematerialised: the
-    nested loops are then a scan in another shape. `remat`: None, a name from `llamem.POLICIES` or a
-    `llamem.Policy`. Neither changes a value; both change what is stored for the backward pass. Unrolled, the last layer
-    is left as it is: its backward pass begins at once, so recomputing it saves nothing.
+    layers on long sequences. Under a policy that offloads, the inputs of all groups wait on the host, beside what one
+    group offloads. A prime L has no groups and is scanned. With `remat=None` nothing is rematerialised: the nested
+    loops are then a scan in another shape. `remat`: None, a name from `llamem.POLICIES` or a `llamem.Policy`. Neither
+    changes a value; both change what is stored for the backward pass. Unrolled, the last layer is left as it is: its
+    backward pass begins at once, so recomputing it saves nothing.
 
     Returns `x`, then (if asked) `aux` stacked to `[L, ...]`, then (if asked) the hidden states `[L + 1, ...]`: what
     entered each layer, and the result. Raises ValueError for unequal L, unknown modes and unknown names in a policy,
@@ -127,10 +130,21 @@ def _unroll(body: Callable, x: Any, xs: Any, n_layers: int, remat: str | Policy 
 
 def _nest(body: Callable, x: Any, xs: Any, groups: int, remat: str | Policy | None) -> tuple[Any, Any]:
     grouped = jax.tree.map(lambda a: a.reshape(groups, len(a) // groups, *a.shape[1:]), xs)
-    # The group keeps its input alone. A policy that saved more out here would save it for all L layers at once.
-    group = checkpoint(lambda x, xs: jax.lax.scan(checkpoint(body, remat), x, xs), None if remat is None else "nothing")
-    x, outs = jax.lax.scan(group, x, grouped)
+    away = isinstance(policy := check_policy(remat), Policy) and bool(policy.offload)
+
+    def group(x: Any, xs: Any) -> tuple[Any, Any]:
+        x = jax.tree.map(_named, x) if away else x
+        return jax.lax.scan(checkpoint(body, remat), x, xs)
+
+    # The group keeps its input alone, where the policy has room for it. One that saved more out here would save it for
+    # all L layers at once.
+    keep = Policy(offload=("group_in",)) if away else None if remat is None else "nothing"
+    x, outs = jax.lax.scan(checkpoint(group, keep), x, grouped)
     return x, jax.tree.map(lambda a: a.reshape(groups * a.shape[1], *a.shape[2:]), outs)
+
+
+def _named(x: jax.Array) -> jax.Array:
+    return name_in_pieces(x, "group_in") if x.ndim == 3 else checkpoint_name(x, "group_in")
 
 
 def _bytes(tree: Any) -> int:

@@ -1,7 +1,8 @@
 """A stack of layers that is larger than the chip: each layer is fetched, computed and put back inside a loop.
 
 `forward` keeps what entered each layer. `backward` goes back over them, computes each layer again and hands its
-gradient to a function that may use it up at once: then no two layers' gradients ever exist together.
+gradient to a function that may use it up at once: then no two layers' gradients ever exist together. With `groups`, as
+in a nested scan, only what entered each group of layers is kept, and a group is run again before it is gone back over.
 
 What a TPU's compiler (libtpu 0.0.51) cannot do decides some details. A matrix meets the host row-major, and no copy has
 4 GiB (`llamem.layers.offload`). Vectors stay on the device: one row of a bf16 `[L, D]` cannot be cut out of the host's
@@ -45,17 +46,27 @@ def put_back(stacked: PyTree, layer: PyTree, i: Array, on_host: bool) -> PyTree:
 
 
 def forward(
-    layer: Layer, stacked: PyTree, x_BTD: Float[Array, "B T D"], *, weights_on_host: bool, inputs_on_host: bool
+    layer: Layer,
+    stacked: PyTree,
+    x_BTD: Float[Array, "B T D"],
+    *,
+    weights_on_host: bool,
+    inputs_on_host: bool,
+    groups: int = 1,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """All layers, one after the other: the result, and what entered each of them, for `backward`."""
+    """All layers, one after the other: the result, and what entered each of them, or each group, for `backward`."""
     if not (n_layers := _length(stacked)):
         return x_BTD, None
 
-    def step(x_BTD: Array, i: Array) -> tuple[Array, list[Array]]:
-        kept = [to_host(piece) for piece in in_pieces(x_BTD)] if inputs_on_host else [x_BTD]
-        return layer(take(stacked, i, weights_on_host), x_BTD), kept
+    def step(x_BTD: Array, i: Array) -> tuple[Array, None]:
+        return layer(take(stacked, i, weights_on_host), x_BTD), None
 
-    return jax.lax.scan(step, x_BTD, jnp.arange(n_layers))
+    def keeping(x_BTD: Array, numbers: Array) -> tuple[Array, list[Array]]:
+        kept = _kept(x_BTD, inputs_on_host)
+        last_BTD, _ = step(x_BTD, numbers) if groups == 1 else jax.lax.scan(step, x_BTD, numbers)
+        return last_BTD, kept
+
+    return jax.lax.scan(keeping, x_BTD, _numbers(n_layers, groups))
 
 
 def backward(
@@ -68,6 +79,7 @@ def backward(
     *,
     weights_on_host: bool,
     inputs_on_host: bool,
+    groups: int = 1,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
     """From the last layer to the first: the gradient of what entered the stack, the last carry, what `visit` stacked.
 
@@ -79,15 +91,41 @@ def backward(
 
     def step(state: tuple[Array, Any], at: tuple[Array, list[Array]]) -> tuple[tuple[Array, Any], Any]:
         (dx_BTD, carry), (i, kept) = state, at
-        x_BTD = jnp.concatenate([to_device(piece) for piece in kept], axis=1) if inputs_on_host else kept[0]
+        x_BTD = _at_hand(kept, inputs_on_host)
         params = take(stacked_of(carry), i, weights_on_host)
         _, pull = jax.vjp(layer, params, x_BTD)
         d_params, dx_BTD = pull(dx_BTD)
         carry, out = visit(carry, i, params, d_params)
         return (dx_BTD, carry), out
 
-    (dx_BTD, carry), out = jax.lax.scan(step, (dx_BTD, carry), (jnp.arange(n_layers), inputs), reverse=True)
+    def group(state: tuple[Array, Any], at: tuple[Array, list[Array]]) -> tuple[tuple[Array, Any], Any]:
+        numbers, kept = at
+        stacked = stacked_of(state[1])  # of this group's layers none is changed yet
+
+        def again(x_BTD: Array, i: Array) -> tuple[Array, list[Array]]:
+            return layer(take(stacked, i, weights_on_host), x_BTD), _kept(x_BTD, inputs_on_host)
+
+        _, inputs = jax.lax.scan(again, _at_hand(kept, inputs_on_host), numbers)
+        return jax.lax.scan(step, state, (numbers, inputs), reverse=True)
+
+    body = step if groups == 1 else group
+    (dx_BTD, carry), out = jax.lax.scan(body, (dx_BTD, carry), (_numbers(n_layers, groups), inputs), reverse=True)
+    if groups > 1:
+        out = jax.tree.map(lambda a: a.reshape(n_layers, *a.shape[2:]), out)
     return dx_BTD, carry, out
+
+
+def _numbers(n_layers: int, groups: int) -> Array:
+    """The layers' numbers `[L]`, or `[groups, L / groups]`."""
+    return jnp.arange(n_layers) if groups == 1 else jnp.arange(n_layers).reshape(groups, -1)
+
+
+def _kept(x_BTD: Array, on_host: bool) -> list[Array]:
+    return [to_host(piece) for piece in in_pieces(x_BTD)] if on_host else [x_BTD]
+
+
+def _at_hand(kept: list[Array], on_host: bool) -> Array:
+    return jnp.concatenate([to_device(piece) for piece in kept], axis=1) if on_host else kept[0]
 
 
 def _length(stacked: PyTree) -> int:

@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int
 from llamem.layers.attention import causal_attention
 from llamem.layers.collectives import look_up
 from llamem.layers.context import local_positions
-from llamem.layers.offload import to_device
 from llamem.layers.stack import apply_stack
 from llamem.layers.streaming import fetch
 from llamem.llama.block import Block, rms_norm, rope_tables
@@ -78,8 +77,7 @@ class Llama(nnx.Module):
 
     def table(self, name: str) -> Float[Array, "V D"]:
         """The embedding or the untied head, by its name; with weights on the host it is fetched."""
-        table_VD = getattr(self, name)[...]
-        return to_device(table_VD) if self.plan.weights == "host" else table_VD
+        return self._at_hand(getattr(self, name)[...])
 
     def hidden(
         self,
@@ -123,7 +121,7 @@ class Llama(nnx.Module):
 
         def layer(params: nnx.State, x_BTD: Array, part: Any = None) -> Array:
             lora = LayerAdapters.of(part, adapter_B, mesh.tensor_axis)
-            return compute(fetch(params) if self.plan.weights == "host" else params, x_BTD, lora)
+            return compute(self._at_hand(params), x_BTD, lora)
 
         result = apply_stack(
             layer,
@@ -211,7 +209,7 @@ class Llama(nnx.Module):
         def layer(
             params: nnx.State, carry: tuple[Array, Array, Array], per_layer: tuple[Array, Any]
         ) -> tuple[Array, Array, Array]:
-            block = nnx.merge(graphdef, fetch(params) if self.plan.weights == "host" else params)
+            block = nnx.merge(graphdef, self._at_hand(params))
             i, part = per_layer
             lora = LayerAdapters.of(part, adapter_B)
             x_BTD, k_LBSKh, v_LBSKh = carry
@@ -230,6 +228,10 @@ class Llama(nnx.Module):
         x_BTD = rms_norm(x_BTD[:, -1:], self.norm[...], self.config.norm_eps)
         logits_BV = jnp.where(cache.length + T <= places, self._logits(x_BTD, adapters, adapter_B)[:, 0], jnp.nan)
         return logits_BV, KVCache(k_LBSKh, v_LBSKh, cache.length + T)
+
+    def _at_hand(self, params: Any) -> Any:
+        """Parameters, or one of them, where they are computed with: fetched, if the weights are on the host."""
+        return fetch(params) if self.plan.weights == "host" else params
 
     def _logits(self, x_BTD: Array, adapters: Adapters | None, adapter_B: Array | None) -> Array:
         head_VD = self.head.astype(self.config.compute_dtype)

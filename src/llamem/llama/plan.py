@@ -48,7 +48,7 @@ class Plan:
     being for the norm; `TrainSettings(clip="layer")` needs none, and neither does `update="after"`, which has all
     gradients on the host where weights are.
     With either of these two fields only the layers' inputs are kept for the backward pass, on the host with
-    `offload=("block_in",)`.
+    `offload=("block_in",)`; with `mode="nested"` those of groups of layers, and of one group's layers at a time.
 
     Raises, when it is made: ValueError for an unknown word, a count below 1 or tools that exclude each other, TypeError
     for a policy that is neither a name nor a `llamem.Policy`.
@@ -123,10 +123,10 @@ class Plan:
                 f"Plan({why}, mesh={mesh.axes}): layers are fetched and updated one by one on one device. Give the "
                 "mesh an 'fsdp' axis instead: it shares weights, gradients and moments out among its devices."
             )
-        if self.mode != "scan":
+        if self.mode == "unroll":
             raise ValueError(
-                f"Plan({why}, mode={self.mode!r}): only in a loop over layers is one of them at hand at a time; "
-                "mode='unroll' and 'nested' have several. Leave mode='scan'."
+                f"Plan({why}, mode='unroll'): only in a loop over layers is one of them at hand at a time. Choose "
+                "mode='scan', or 'nested', which keeps fewer inputs and computes layers once more."
             )
         inputs_only = policy in (Policy(), Policy(offload=("block_in",)), POLICIES["nothing_saveable"])
         if self.remat is None or not inputs_only:

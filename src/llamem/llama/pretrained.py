@@ -18,6 +18,7 @@ from llamem._extras import import_extra
 from llamem._files import whole_folder
 from llamem.llama.config import LlamaConfig
 from llamem.llama.hf_config import read_config
+from llamem.llama.host_memory import host_sharding, waits_on_host
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.safetensors_files import INDEX, WEIGHTS, Stored, few, stored_tensors
@@ -64,14 +65,15 @@ def load_pretrained(
     """A model with the weights of a Hugging Face folder, or of the hub's `"owner/name"`: Llama, Qwen3, Qwen3-MoE.
 
     `dtype` is what parameters are stored in (default: what `config.json` says), `compute_dtype` what matrix products
-    read (default: `dtype`). `plan` says how it is computed. `sharding`: None for the plan's mesh, or the default
-    device where it has none; one `jax.sharding.Sharding` for all parameters, or a dict of them in the structure of
-    `nnx.to_pure_dict(nnx.state(model))`.
+    read (default: `dtype`). `plan` says how it is computed. `sharding`: None for where the plan says, on its mesh, on
+    the default device or in the host's memory; one `jax.sharding.Sharding` for all parameters, or a dict of them in the
+    structure of `nnx.to_pure_dict(nnx.state(model))`.
 
     Every tensor's name, shape and length is checked before anything is allocated; then each is read alone and written
     into the stacked parameters on the device, so that the host holds the destination (where it is the device) and one
-    tensor. Raises ValueError for what does not fit together, FileNotFoundError for what is not there, PermissionError
-    for a model whose licence was not accepted. Pickles (`pytorch_model.bin`) are never read.
+    tensor. With `Plan(weights="host")` no matrix is on the device at any time, and the host holds one parameter of all
+    layers twice. Raises ValueError for what does not fit together, FileNotFoundError for what is not there,
+    PermissionError for a model whose licence was not accepted. Pickles (`pytorch_model.bin`) are never read.
     """
     if not isinstance(plan, Plan):
         raise TypeError(f"load_pretrained(plan={plan!r}): expected llamem.Plan().")
@@ -87,6 +89,8 @@ def load_pretrained(
     if sharding is None and mesh.devices > 1:
         sharding = shardings(parameter_specs(abstract, mesh), mesh)
     places = {path: _sharding_of(path, sharding) for path, _ in jax.tree.leaves_with_path(abstract)}
+    if sharding is None and plan.weights == "host":
+        places = {path: host_sharding() if waits_on_host(path) else None for path in places}
     of_path: dict[tuple[str, ...], list[_Tensor]] = {}
     for tensor in tensors:
         of_path.setdefault(tensor.path, []).append(tensor)
@@ -161,6 +165,10 @@ def _tensors(params: Mapping[str, Any]) -> Iterator[_Tensor]:
 
 
 def _fill(leaf: jax.ShapeDtypeStruct, pieces: list[tuple[_Tensor, Stored]], sharding: Any) -> jax.Array:
+    if sharding is not None and sharding.memory_kind == "pinned_host":
+        # Nothing is written in place there: the CPU puts the parameter together, and no device sees it.
+        on_cpu = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+        return jax.block_until_ready(jax.device_put(_fill(leaf, pieces, on_cpu), sharding))
     array = jnp.zeros(leaf.shape, leaf.dtype, device=sharding)
 
     def put(array: jax.Array, piece: jax.Array, index: tuple[Any, ...]) -> jax.Array:

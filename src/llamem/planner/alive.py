@@ -120,7 +120,8 @@ def _residuals(share: Share) -> int:
     saved = sum(activation_bytes(share, name) for name in share.saved - {"block_in", "mlp_out"})
     inputs = 0 if "block_in" in share.offloaded else activation_bytes(share, "block_in")
     if share.groups > 1:  # the inputs of all groups, and all that one group's layers keep
-        return share.groups * inputs + (share.L // share.groups) * (inputs + saved)
+        of_groups = 0 if share.offloaded else share.groups * inputs
+        return of_groups + (share.L // share.groups) * (inputs + saved)
     return share.L * (inputs + saved)
 
 

@@ -6,7 +6,8 @@ from llamem.planner.share import Share, activation_bytes
 def host_bytes(share: Share) -> int:
     """Bytes in the host's memory where most of it is in use."""
     plan, p, c = share.plan, share.param_bytes, share.compute_bytes
-    total = share.L * sum(activation_bytes(share, name) for name in share.offloaded)
+    layers, groups = (share.L, 0) if share.groups == 1 else (share.L // share.groups, share.groups)
+    total = layers * _offloaded(share) + groups * _group_input(share)
     if plan.moments == "host":
         total += 2 * p * share.matrices
     if plan.weights == "host":
@@ -19,20 +20,31 @@ def host_bytes(share: Share) -> int:
 def link_bytes(share: Share) -> int:
     """Bytes that cross the link between the device and its host in a step, both ways."""
     plan, p, passes = share.plan, share.param_bytes, share.backward_passes
-    inputs = share.L * sum(activation_bytes(share, name) for name in share.offloaded)
-    total = inputs * (1 + passes)
+    nested = share.groups > 1
+    total = share.L * _offloaded(share) * (2 * passes if nested else 1 + passes)
+    total += share.groups * _group_input(share) * (1 + passes) if nested else 0
     if plan.moments == "host":
         total += 2 * 2 * p * share.matrices  # there and back
     if plan.weights == "host":
         stack = p * share.L * share.layer_weights
-        total += stack * (1 + passes) + 2 * p * share.head  # read forward and backward; the embedding, the head
+        reads = 1 + passes * (2 if nested else 1)  # forward and backward, a group twice
+        total += stack * reads + 2 * p * share.head  # and the embedding, the head
         total += 2 * p * share.tables * share.head + stack  # changed: tables are read once more, layers are at hand
         if plan.update == "after":  # layers are read once more, too; gradients go and come
             total += stack + 2 * (stack + _table_gradients(share))
         if _head_waits(share):
-            reads = passes if share.tables == 1 else 1
-            total += share.compute_bytes * share.head * (1 + reads)
+            total += share.compute_bytes * share.head * (1 + (passes if share.tables == 1 else 1))
     return total
+
+
+def _offloaded(share: Share) -> int:
+    """Bytes of a layer's activations that wait on the host."""
+    return sum(activation_bytes(share, name) for name in share.offloaded)
+
+
+def _group_input(share: Share) -> int:
+    """Bytes of what enters a group of layers, where it waits on the host: wherever anything does."""
+    return activation_bytes(share, "block_in") if share.offloaded else 0
 
 
 def _head_waits(share: Share) -> bool:

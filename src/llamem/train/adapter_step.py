@@ -15,13 +15,13 @@ from jaxtyping import Array, Float, Int
 from llamem.layers.context import local_positions
 from llamem.layers.offload import is_on_host
 from llamem.llama.config import LlamaConfig
+from llamem.llama.host_memory import host_sharding, of_matrices
 from llamem.llama.lora import IN_LAYERS, Adapters, LoraConfig
 from llamem.llama.lora_products import adapted_head
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, gather_weight, parameter_specs, shardings
 from llamem.losses.choice import choose_tiles
 from llamem.losses.cross_entropy import tiled_cross_entropy
-from llamem.train.on_host import host_sharding, of_matrices
 from llamem.train.optimizers import make_optimizer
 from llamem.train.sharded_step import batch_spec, check_sizes, on_mesh
 from llamem.train.step import TrainSettings, TrainState, make_model

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from llamem.layers.offload import is_on_host, to_device, to_host
+from llamem.llama.host_memory import of_matrices, waits_on_host
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import PARAMETERS, parameter_name
+from llamem.llama.sharding import parameter_name
 
 # Tables of the vocabulary are cut into up to so many pieces of rows, whose size this divides: rows of a bf16 array lie
 # 16 together in a TPU's memory.
@@ -23,24 +24,6 @@ PIECES, ROWS = 16, 16
 # Of gradients, the optimizer's state and parameters, and of the number of their first row or layer: new parameters and
 # the new state.
 Update = Callable[..., tuple[Any, Any]]
-
-
-def waits_on_host(path: tuple[Any, ...]) -> bool:
-    """Whether a leaf of parameters or moments is a matrix's. Vectors are small and stay: the TPU compiler dies of
-    fetching one row of a bf16 `[L, D]`.
-    """
-    name = parameter_name(path)
-    return name is not None and len(PARAMETERS[name]) > 1
-
-
-def host_sharding() -> jax.sharding.Sharding:
-    """Where they lie between steps. Raises ValueError where this backend has no such memory."""
-    return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
-
-
-def of_matrices(tree: Any, put: Callable[[Any], Any]) -> Any:
-    """`put` of every leaf that is a matrix's, the others as they are."""
-    return jax.tree.map_with_path(lambda path, a: put(a) if waits_on_host(path) else a, tree)
 
 
 def said(params: Any, opt_state: Any, plan: Plan) -> tuple[Any, Any]:

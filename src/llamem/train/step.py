@@ -13,11 +13,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from llamem.llama.config import LlamaConfig
+from llamem.llama.host_memory import host_sharding, of_matrices
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, parameter_specs, shardings
 from llamem.train.batch_loss import local_loss, loss_and_grads, loss_fn
-from llamem.train.on_host import host_sharding, of_matrices, said, update_in_turn
+from llamem.train.on_host import said, update_in_turn
 from llamem.train.optimizers import (
     check_elementwise,
     check_mesh,

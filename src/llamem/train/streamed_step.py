@@ -15,17 +15,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array
 
 from llamem.layers.offload import to_device, to_host
+from llamem.layers.stack import group_count
 from llamem.layers.streaming import backward, forward, put_back, send, take
 from llamem.llama.block import rms_norm
+from llamem.llama.host_memory import of_matrices
 from llamem.llama.model import Llama, embed
 from llamem.llama.sharding import parameter_name
 from llamem.train.batch_loss import loss_of_hidden
-from llamem.train.on_host import in_blocks, in_turn, join, of_matrices, select, update_in_turn
+from llamem.train.on_host import in_blocks, in_turn, join, select, update_in_turn
 from llamem.train.optimizers import clip_layers, clipped_by, make_update, norm_of, squares
 from llamem.train.settings import TrainSettings
 
@@ -81,12 +84,20 @@ class Passes:
         self.plan, self.config, self.params = model.plan, model.config, params
         self._embed, self._inputs_BT = model.embed, inputs_BT
         self._layer = model.layer(inputs_BT.shape[1])
-        self._on_host = {"weights_on_host": self.plan.weights == "host", "inputs_on_host": self.plan.inputs_on_host}
+        blocks = jax.tree.leaves(part(params, "blocks"))
+        layer_bytes = sum(a.size * a.dtype.itemsize for a in blocks) // max(self.config.n_layers, 1)
+        stream_bytes = inputs_BT.size * self.config.d_model * np.dtype(self.config.compute_dtype).itemsize
+        grouped = self.plan.mode == "nested"
+        self._how = {
+            "weights_on_host": self.plan.weights == "host",
+            "inputs_on_host": self.plan.inputs_on_host,
+            "groups": group_count(self.config.n_layers, stream_bytes, layer_bytes) if grouped else 1,
+        }
         self.head = "embedding" if self.config.tied_head else "untied_head"
 
     def forward(self) -> tuple[Array, Any]:
         """What leaves the last layer, and what entered each."""
-        return forward(self.layer, part(self.params, "blocks"), self._embed(self._inputs_BT), **self._on_host)
+        return forward(self.layer, part(self.params, "blocks"), self._embed(self._inputs_BT), **self._how)
 
     def layer(self, tree: Any, x_BTD: Array) -> Array:
         """One layer; the tree has its parameters in the place of the blocks'."""
@@ -106,7 +117,7 @@ class Passes:
 
     def backward(self, stacked_of: Callable[[Any], Any], inputs: Any, dx_BTD: Array, carry: Any, visit: Any) -> Any:
         """`llamem.layers.streaming.backward` of these layers."""
-        return backward(self.layer, stacked_of, inputs, dx_BTD, carry, visit, **self._on_host)
+        return backward(self.layer, stacked_of, inputs, dx_BTD, carry, visit, **self._how)
 
     def d_embedding(self, dx_BTD: Array, top: "Top") -> Array:
         """The gradient of the embedding, with the head's share where they are tied."""
