@@ -10,7 +10,7 @@ import pytest
 
 from llamem import LlamaConfig, Plan, Policy, TrainSettings, estimate
 from llamem.memory import TARGETS
-from llamem.planner.alive import LINES
+from llamem.planner.lines import LINES
 from llamem.planner.share import share_of
 from llamem.train import abstract_state
 
