@@ -27,34 +27,44 @@ MODELS = ("llama3.2-1b", "llama3.2-1b", "llama3.2-3b", "llama3.1-8b", "qwen3-0.6
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
 
 
+# Of each seed the draw that is taken: the first, when the table was begun, that some chip could nearly hold. Written
+# down, for an estimate that changes must not change what it is asked.
+DRAWS = (
+    "70a1023101064153142403013503004000411041310716010013002021000400012112022300120221122021110240051220"
+    "0081001220120000217404001100c12001011712013230000002026113020031101001214805022410131011040441020120"
+)
+
+
 def case(number: int) -> Estimate:
-    """The random case of this number that comes within 1.9 % to 120 % of its chip's memory."""
+    """The random case of this number: it came within 1.9 % to 120 % of its chip's memory."""
     rng = random.Random(number)
-    while True:
-        dtype = rng.choice((jnp.bfloat16, jnp.bfloat16, jnp.float32))
-        config = llamem.LlamaConfig.from_name(rng.choice(MODELS), param_dtype=dtype, compute_dtype=jnp.bfloat16)
-        seq_len, batch_size = rng.choice(LENGTHS), rng.choice((1, 1, 1, 2, 4, 8))
-        chip = rng.choice(CHIPS)
-        try:
-            plan = llamem.Plan(
-                mode=rng.choice(("scan", "scan", "scan", "nested")),
-                remat=rng.choice(
-                    ("nothing", "nothing", "attn", "qkv_attn", "minimal", Policy(save=("attn_out",)), None)
-                ),
-                loss_tiles=rng.choice(("auto", "auto", 4, 16, 64)),
-                loss_axis=rng.choice(("auto", "tokens", "vocab")),
-                attention_tiles=rng.choice((1, 1, 2, 4, 8)),
-                mlp_tiles=rng.choice((1, 1, 4, 16, 64)),
-                offload=rng.choice(((), (), ("block_in",))),
-                moments=rng.choice(("device", "device", "host")),
-            )
-        except ValueError:  # tools that exclude each other
-            continue
-        if seq_len > config.max_seq_len or batch_size * seq_len > 262_144:
-            continue
-        found = llamem.estimate(config, plan, chip, seq_len=seq_len, batch_size=batch_size)
-        if 0.019 < found.peak_bytes / (found.capacity_bytes or 1) < 1.2:
-            return found
+    found = [draw(rng) for _ in range(int(DRAWS[number], 16) + 1)][-1]
+    assert found is not None
+    return found
+
+
+def draw(rng: random.Random) -> Estimate | None:
+    """A model, a chip, a length, a batch and a plan; None where they exclude each other."""
+    dtype = rng.choice((jnp.bfloat16, jnp.bfloat16, jnp.float32))
+    config = llamem.LlamaConfig.from_name(rng.choice(MODELS), param_dtype=dtype, compute_dtype=jnp.bfloat16)
+    seq_len, batch_size = rng.choice(LENGTHS), rng.choice((1, 1, 1, 2, 4, 8))
+    chip = rng.choice(CHIPS)
+    try:
+        plan = llamem.Plan(
+            mode=rng.choice(("scan", "scan", "scan", "nested")),
+            remat=rng.choice(("nothing", "nothing", "attn", "qkv_attn", "minimal", Policy(save=("attn_out",)), None)),
+            loss_tiles=rng.choice(("auto", "auto", 4, 16, 64)),
+            loss_axis=rng.choice(("auto", "tokens", "vocab")),
+            attention_tiles=rng.choice((1, 1, 2, 4, 8)),
+            mlp_tiles=rng.choice((1, 1, 4, 16, 64)),
+            offload=rng.choice(((), (), ("block_in",))),
+            moments=rng.choice(("device", "device", "host")),
+        )
+    except ValueError:
+        return None
+    if seq_len > config.max_seq_len or batch_size * seq_len > 262_144:
+        return None
+    return llamem.estimate(config, plan, chip, seq_len=seq_len, batch_size=batch_size)
 
 
 def question(number: int, found: Estimate) -> str:
@@ -98,10 +108,10 @@ def earlier_answers() -> dict[int, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--count", type=int, default=len(DRAWS))
     parser.add_argument("--first", type=int, default=0)
     given = parser.parse_args()
-    for number in range(given.first, given.first + given.count):
+    for number in range(given.first, min(given.first + given.count, len(DRAWS))):
         if number not in earlier_answers():
             found = case(number)
             answer = compiled(found)
