@@ -191,8 +191,12 @@ def _attention(share: Share) -> list[Line]:
 
 
 def _waiting(share: Share) -> list[Line]:
-    """What waits for the products that make the feed-forward's gradients: a GPU's come after all groups of heads."""
-    if share.target.platform == "tpu" or share.plan.attention_tiles == 1 or share.plan.mlp_tiles > 1:
+    """What waits for the products that make the feed-forward's gradients: a GPU's come after all groups of heads.
+
+    Seen where moments are on the device, and not where they are on the host.
+    """
+    tiles = share.plan.attention_tiles > 1 and share.plan.mlp_tiles == 1
+    if share.target.platform == "tpu" or share.plan.moments == "host" or not tiles:
         return []
     c, inner = share.compute_bytes, (2 if share.kept else 4) * share.F
     return [

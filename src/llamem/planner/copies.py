@@ -15,7 +15,8 @@ def layer_copies(share: Share) -> list[Line]:
     # A TPU narrows all layers at once, a GPU one by one, unless the backward pass reads the forward pass's copies.
     if p > c and (tpu or share.kept):
         lines.append(Line("layer weights", c * share.stack, "of all layers, in the type of the products"))
-    # Moments that are fetched dictate a layout that fills rows of 128 with heads of fewer channels: XLA compresses.
+    # Moments that are fetched dictate a layout that pads heads of fewer than 128 channels. XLA compresses some of them:
+    # counted here as they are without padding.
     if tpu and plan.moments == "host" and share.h < share.lanes:
         numbers = share.L * share.D * (share.H + 2 * share.K) * share.h // share.split
         lines.append(Line("layer weights", p * numbers, "wq, wk and wv in a second layout"))
