@@ -68,13 +68,15 @@ def cases():
 THIRTY = list(cases())
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id="-".join(map(str, case)), marks=[] if i < 3 else [pytest.mark.weekly])
+def thirty(each_push):
+    """The first few on each push, all of them every week."""
+    return [
+        pytest.param(case, id="-".join(map(str, case)), marks=[] if i < each_push else [pytest.mark.weekly])
         for i, case in enumerate(THIRTY)
-    ],
-)
+    ]
+
+
+@pytest.mark.parametrize("case", thirty(each_push=3))
 def test_the_found_plan_is_within_5_percent_of_a_finer_grids_best(case):
     model, chip, seq_len, batch_size = case
     config = LlamaConfig.from_name(model, **BF16)
@@ -109,7 +111,7 @@ def every_plan(config, chip, seq_len, batch_size):
             yield llamem.estimate(config, plan, chip, seq_len=seq_len, batch_size=batch_size)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, id="-".join(map(str, case))) for case in THIRTY])
+@pytest.mark.parametrize("case", thirty(each_push=10))
 def test_the_found_plan_is_within_5_percent_of_the_exhaustive_best(case, compiler):
     model, chip, seq_len, batch_size = case
     config = LlamaConfig.from_name(model, **BF16)
