@@ -13,7 +13,7 @@ def kept_for_backward(share: Share) -> int:
     saved = sum(activation_bytes(share, name) for name in share.saved - {"block_in", "mlp_out"})
     inputs = 0 if "block_in" in share.offloaded else activation_bytes(share, "block_in")
     if share.groups > 1:  # the inputs of all groups, and all that one group's layers keep
-        return share.groups * inputs + (share.L // share.groups) * (inputs + saved)
+        return _group_inputs(share) + (share.L // share.groups) * (inputs + saved)
     return share.L * (inputs + saved)
 
 
@@ -21,6 +21,11 @@ def left_by_forward(share: Share) -> int:
     """The same before the backward pass begins: of groups of layers their inputs alone, the rest is computed again."""
     if share.kept or share.groups == 1:
         return kept_for_backward(share)
+    return _group_inputs(share)
+
+
+def _group_inputs(share: Share) -> int:
+    """Bytes of what enters the groups of a nested stack."""
     return 0 if "block_in" in share.offloaded else share.groups * activation_bytes(share, "block_in")
 
 
