@@ -64,7 +64,7 @@ def measured(number: int) -> str:
         cold, again = (in_a_process("find", number, cache) for _ in range(2))
         drawn = in_a_process("redraw", number, cache)
     seconds = f"{cold['seconds']:.1f} | {cold['asked']} | {again['seconds']:.1f} | {again['imports']:.1f}"
-    redraws = f"{1000 * drawn['seconds']:.0f} | {1000 * drawn['longest']:.0f}"
+    redraws = f"{1000 * drawn['seconds']:.1f} | {1000 * drawn['longest']:.1f}"
     return f"| {model} | {chip} | {seq_len:,} | {seconds} | {redraws} | {busy:.1f} |"
 
 

@@ -94,17 +94,14 @@ def test_the_found_plan_is_within_5_percent_of_a_finer_grids_best(case):
 
 def every_plan(config, chip, seq_len, batch_size):
     """The estimates of all combinations of the settings that a search tries, by brute force, with none left out."""
-    for (mode, remat), heads, rows, offload, moments, loss in itertools.product(
-        candidates.KEPT,
-        candidates.ATTENTION_TILES,
-        candidates.MLP_TILES,
-        candidates.OFFLOADS,
-        candidates.MOMENTS,
-        ({}, {"loss_tiles": None}, {"loss_tiles": -(-config.vocab_size // 512), "loss_axis": "vocab"}),
-    ):
-        tools = {"attention_tiles": heads, "mlp_tiles": rows, "offload": offload, "moments": moments}
+    losses = {}, {"loss_tiles": None}, {"loss_tiles": -(-config.vocab_size // 512), "loss_axis": "vocab"}
+    tiles = itertools.product(candidates.ATTENTION_TILES, candidates.MLP_TILES)
+    homes = itertools.product(candidates.OFFLOADS, candidates.MOMENTS)
+    settings: Any = itertools.product(candidates.KEPT, tiles, homes, losses)
+    for (mode, remat), (heads, rows), (offload, moments), loss in settings:
+        tools: Any = {"attention_tiles": heads, "mlp_tiles": rows, "offload": offload, "moments": moments} | loss
         try:
-            plan = Plan(mode=mode, remat=remat, **tools, **loss)
+            plan = Plan(mode=mode, remat=remat, **tools)
         except ValueError:
             continue
         if config.n_kv_heads % heads == 0:
