@@ -15,9 +15,9 @@ from jax import lax
 from llamem.course.exercises import vocabulary_tiling_on_a_mesh as mesh
 
 
-def arriving(line, n, trips, *, read=r" = (.*?) ([a-z-]+)\(", shares=None, arrays=lambda found: found, bits=None):
-    """The right answer, but for how a line is read, what arrives of a result, which arrays count, and their bits."""
-    result, kind = re.search(read, line).groups()
+def arriving(line, n, trips, *, shares=None, arrays=lambda found: found, bits=None):
+    """The right answer, but for what arrives of a result, which arrays count, and their bits."""
+    ((result, kind),) = re.findall(r" = (.*?) ([a-z-]+)\(", line)
     share = {"all-gather": (n - 1) / n, "reduce-scatter": n - 1, "all-reduce": 2 * (n - 1) / n} | (shares or {})
     found = arrays(re.findall(r"[a-z](\d+)\[([\d,]*)\]", result))
     sizes = [int(bits or own) // 8 * math.prod(int(size) for size in sizes.split(",") if size) for own, sizes in found]
@@ -25,9 +25,8 @@ def arriving(line, n, trips, *, read=r" = (.*?) ([a-z-]+)\(", shares=None, array
 
 
 def by_its_name(line, n, trips):
-    kind = (
-        re.search("all.gather|reduce.scatter|psum|all.reduce", line)[0].replace("_", "-").replace("psum", "all-reduce")
-    )
+    kind, *_ = re.findall("all.gather|reduce.scatter|psum|all.reduce", line)
+    kind = kind.replace("_", "-").replace("psum", "all-reduce")
     return arriving(re.sub(r" [a-z-]+\(", f" {kind}(", line), n, trips)
 
 
