@@ -182,6 +182,22 @@ def test_a_wrong_answer_gets_the_hint_that_fits(answer):
         check(fn)
 
 
+def test_the_loss_falls_in_spite_of_the_mistake():
+    """As exercise 2 says of what is to be repaired."""
+    layer, (state, inputs_LND, target_ND) = larger_than_the_chip._layer, larger_than_the_chip._given()
+
+    def update(state, grads):
+        return {"w": jax.tree.map(lambda w, g: w - 0.003 * g, state["w"], grads), "m": state["m"]}
+
+    def step(state, _):
+        y_ND, entered_LND = jax.lax.scan(lambda x, w: (layer(w, x), x), inputs_LND[0], state["w"])
+        loss, dy_ND = jax.value_and_grad(lambda y: jnp.mean((y - target_ND) ** 2))(y_ND)
+        return new_weights_in_the_vjp(layer, update, state, entered_LND, dy_ND)[1], loss
+
+    _, losses = jax.jit(lambda state: jax.lax.scan(step, state, length=100))(state)
+    assert losses[-1] < 0.7 * losses[0], losses
+
+
 def test_other_right_answers_are_accepted(capsys):
     """Gradients are linear in what arrives: whoever makes that smaller has clipped them all."""
 
