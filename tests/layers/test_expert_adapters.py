@@ -80,7 +80,7 @@ def test_values_and_every_gradient_equal_merged_weights_in_float64(B, T, E, k, A
     for (path, one), want, arg in leaves:
         assert one.dtype == arg.dtype, path
         # With one expert per token its share is 1 whatever the router says.
-        near = tolerance * np.linalg.norm(want) + 2e-5 * (k == 1)
+        near = tolerance * np.linalg.norm(want) + 2e-5 * (B * T) ** 0.5 * (k == 1)
         assert np.linalg.norm(np.asarray(one, np.float64) - want) <= near, jax.tree_util.keystr(path)
     for t in targets:
         absent = np.setdiff1d(np.arange(A), ids)
@@ -98,14 +98,15 @@ def test_all_rows_of_one_expert_and_adapter_up_to_the_very_end():
 
 def test_an_unknown_adapter_gives_nan_and_no_other_sequence_sees_it():
     args, a, b, scale = made(4, 6, 3, 2, 2)
-    expected = adapted(args, a, b, scale, [1, 0, 1, 0], 2)
+
+    def total(pairs, ids):
+        out = adapted(args, *pairs, scale, ids, 2)
+        return jnp.nansum(out), out
+
+    gradients = jax.jit(jax.grad(total, has_aux=True))
+    _, expected = gradients((a, b), jnp.array([1, 0, 1, 0]))
     for wrong in (2, -1, -2, 2**31 - 1):
-
-        def total(pairs, wrong=wrong):
-            out = adapted(args, *pairs, scale, [1, wrong, 1, 0], 2)
-            return jnp.nansum(out), out
-
-        grads, out = jax.grad(total, has_aux=True)((a, b))
+        grads, out = gradients((a, b), jnp.array([1, wrong, 1, 0]))
         assert np.isnan(out[1]).all() and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
         np.testing.assert_allclose(np.delete(out, 1, 0), np.delete(expected, 1, 0), rtol=1e-5, atol=1e-5)
 
