@@ -30,7 +30,9 @@ def made(B, T, E, A, r, targets=TARGETS, dtype=jnp.float32, seed=0):
 
 
 def adapted(args, a, b, scale, ids, k):
-    return mixture(*args, k, ExpertAdapters(a, b, scale, jnp.asarray(ids), len(next(iter(a.values())))))
+    x, router, gate, up, down = args
+    adapters = ExpertAdapters(a, b, scale, jnp.asarray(ids), len(next(iter(a.values()))))
+    return mixture(x, router, gate, up, down, k, adapters)
 
 
 def merged(args, a, b, scale, ids, k):
@@ -38,11 +40,11 @@ def merged(args, a, b, scale, ids, k):
     x_BTD, router, *weights = args
     out = []
     for x_TD, i in zip(x_BTD, ids, strict=True):
-        mine = [
+        gate, up, down = (
             w + scale[t][i] * jnp.einsum("erd,erf->edf", a[t][i], b[t][i]) if t in a else w
             for t, w in zip(TARGETS, weights, strict=True)
-        ]
-        out.append(reference.mixture(x_TD, router, *mine, k))
+        )
+        out.append(reference.mixture(x_TD, router, gate, up, down, k))
     return jnp.stack(out)
 
 
@@ -100,7 +102,8 @@ def test_an_unknown_adapter_gives_nan_and_no_other_sequence_sees_it():
     args, a, b, scale = made(4, 6, 3, 2, 2)
 
     def total(pairs, ids):
-        out = adapted(args, *pairs, scale, ids, 2)
+        a, b = pairs
+        out = adapted(args, a, b, scale, ids, 2)
         return jnp.nansum(out), out
 
     gradients = jax.jit(jax.grad(total, has_aux=True))
@@ -116,12 +119,12 @@ def test_many_adapters_cost_little_more_than_one_and_frozen_experts_have_no_grad
     ids = np.arange(B)
 
     def program(A, frozen=True):
-        (x, *weights), *pairs, scale = made(B, T, E, A, r)
+        (x, *weights), a, b, scale = made(B, T, E, A, r)
 
-        def loss(pairs, x, weights):
-            return jnp.sum(adapted((x, *weights), *pairs, scale, ids % A, k) ** 2)
+        def loss(a, b, x, weights):
+            return jnp.sum(adapted((x, *weights), a, b, scale, ids % A, k) ** 2)
 
-        return jax.make_jaxpr(jax.grad(loss, (0, 1) if frozen else (0, 1, 2)))(pairs, x, weights).jaxpr
+        return jax.make_jaxpr(jax.grad(loss, (0, 1, 2) if frozen else (0, 1, 2, 3)))(a, b, x, weights).jaxpr
 
     one, many, trained = program(1), program(64), program(1, frozen=False)
     rows = B * T * k
