@@ -11,13 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import reference
-from adapters import MIXED, adapters_of, relative_error, wide
+from adapters import MIXED, adapters_of, expected_gradients, relative_error
 from flax import nnx
 from jax.flatten_util import ravel_pytree
 from models import MOE, SMALL, model_of, tokens_of
 
-from llamem import Adapters, Llama, LoraConfig, Plan, TrainSettings, abstract_lora_step, compile_report
+from llamem import Adapters, LoraConfig, Plan, TrainSettings, abstract_lora_step, compile_report
 from llamem.llama import IN_LAYERS, TARGETS
 from llamem.memory.compiling import matmul_flops
 from llamem.train import init_lora_state, make_lora_step
@@ -75,34 +74,25 @@ def test_together_as_one_by_one(count):
 
 
 def test_gradients_are_as_near_to_float64_together_as_alone():
-    """What differs between them is rounding: in float64 they are the same, and in f32 neither is the nearer."""
+    """What differs between them is the rounding of sums in another order: neither way is the nearer to the truth."""
     adapters, (tokens, ids) = adapters_of(CONFIG, mixed(3)), next(steps_of(3, 1))
-    model = model_of(CONFIG)
+    graphdef, base = nnx.split(model_of(CONFIG))
+    _, truth = expected_gradients(CONFIG, model_of(CONFIG), adapters, np.asarray(tokens), ids)
 
-    def each(config, base, adapters):
-        """Of every adapter the gradients: from the whole batch, and from its own sequences."""
-        graphdef = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), plan=model.plan)))
+    @jax.jit
+    def gradients(adapters, tokens, ids):
+        batch = tokens[:, :-1], tokens[:, 1:], ids
+        return adapters.with_weights(losses_and_grads(graphdef, SETTINGS, base, adapters, batch)[1])
 
-        @jax.jit
-        def gradients(adapters, tokens, ids):
-            batch = tokens[:, :-1], tokens[:, 1:], ids
-            return adapters.with_weights(losses_and_grads(graphdef, SETTINGS, base, adapters, batch)[1])
-
-        together = gradients(adapters, tokens, jnp.asarray(ids))
-        mine = [tokens[ids == i] for i in range(3)]
-        alone = [gradients(adapters.select([i]), mine[i], jnp.zeros(len(mine[i]), jnp.int32)) for i in range(3)]
-        return [
-            jax.tree.map(np.asarray, [a.weights for a in way])
-            for way in ([together.select([i]) for i in range(3)], alone)
-        ]
-
-    together, alone = each(CONFIG, nnx.state(model), adapters)
-    with reference.float64():
-        wide_config = CONFIG.replace(compute_dtype=jnp.float64, param_dtype=jnp.float64)
-        truth, also = each(wide_config, wide(nnx.state(model)), wide(adapters))
-    assert max(relative_error(also, truth).values()) < 1e-12
-    off = [relative_error(way, truth).values() for way in (together, alone)]
-    assert max(map(max, off)) < 4e-6 and max(off[0]) < 2 * max(off[1])
+    together, off = gradients(adapters, tokens, jnp.asarray(ids)), {"together": [], "alone": []}
+    for i in range(3):
+        mine = tokens[ids == i]
+        alone = gradients(adapters.select([i]), mine, jnp.zeros(len(mine), jnp.int32))
+        exact = adapters.with_weights(truth).select([i]).weights
+        for name, way in (("together", together.select([i])), ("alone", alone)):
+            off[name] += relative_error(way.weights, exact).values()
+    # Measured: 2e-6 for the worst array of either.
+    assert max(off["together"]) < 5e-6 and max(off["together"]) < 2 * max(off["alone"])
 
 
 @pytest.mark.parametrize("config", [CONFIG, MOE.replace(n_layers=1)], ids=["dense", "experts"])
