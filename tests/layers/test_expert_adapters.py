@@ -30,7 +30,9 @@ def made(B, T, E, A, r, targets=TARGETS, dtype=jnp.float32, seed=0):
 
 
 def adapted(args, a, b, scale, ids, k):
-    return mixture(*args, k, ExpertAdapters(a, b, scale, jnp.asarray(ids), len(next(iter(a.values())))))
+    x, router, gate, up, down = args
+    adapters = ExpertAdapters(a, b, scale, jnp.asarray(ids), len(next(iter(a.values()))))
+    return mixture(x, router, gate, up, down, k, adapters)
 
 
 def merged(args, a, b, scale, ids, k):
@@ -38,11 +40,11 @@ def merged(args, a, b, scale, ids, k):
     x_BTD, router, *weights = args
     out = []
     for x_TD, i in zip(x_BTD, ids, strict=True):
-        mine = [
+        gate, up, down = (
             w + scale[t][i] * jnp.einsum("erd,erf->edf", a[t][i], b[t][i]) if t in a else w
             for t, w in zip(TARGETS, weights, strict=True)
-        ]
-        out.append(reference.mixture(x_TD, router, *mine, k))
+        )
+        out.append(reference.mixture(x_TD, router, gate, up, down, k))
     return jnp.stack(out)
 
 
@@ -80,7 +82,7 @@ def test_values_and_every_gradient_equal_merged_weights_in_float64(B, T, E, k, A
     for (path, one), want, arg in leaves:
         assert one.dtype == arg.dtype, path
         # With one expert per token its share is 1 whatever the router says.
-        near = tolerance * np.linalg.norm(want) + 2e-5 * (k == 1)
+        near = tolerance * np.linalg.norm(want) + 2e-5 * (B * T) ** 0.5 * (k == 1)
         assert np.linalg.norm(np.asarray(one, np.float64) - want) <= near, jax.tree_util.keystr(path)
     for t in targets:
         absent = np.setdiff1d(np.arange(A), ids)
@@ -98,14 +100,16 @@ def test_all_rows_of_one_expert_and_adapter_up_to_the_very_end():
 
 def test_an_unknown_adapter_gives_nan_and_no_other_sequence_sees_it():
     args, a, b, scale = made(4, 6, 3, 2, 2)
-    expected = adapted(args, a, b, scale, [1, 0, 1, 0], 2)
+
+    def total(pairs, ids):
+        a, b = pairs
+        out = adapted(args, a, b, scale, ids, 2)
+        return jnp.nansum(out), out
+
+    gradients = jax.jit(jax.grad(total, has_aux=True))
+    _, expected = gradients((a, b), jnp.array([1, 0, 1, 0]))
     for wrong in (2, -1, -2, 2**31 - 1):
-
-        def total(pairs, wrong=wrong):
-            out = adapted(args, *pairs, scale, [1, wrong, 1, 0], 2)
-            return jnp.nansum(out), out
-
-        grads, out = jax.grad(total, has_aux=True)((a, b))
+        grads, out = gradients((a, b), jnp.array([1, wrong, 1, 0]))
         assert np.isnan(out[1]).all() and all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
         np.testing.assert_allclose(np.delete(out, 1, 0), np.delete(expected, 1, 0), rtol=1e-5, atol=1e-5)
 
@@ -115,12 +119,12 @@ def test_many_adapters_cost_little_more_than_one_and_frozen_experts_have_no_grad
     ids = np.arange(B)
 
     def program(A, frozen=True):
-        (x, *weights), *pairs, scale = made(B, T, E, A, r)
+        (x, *weights), a, b, scale = made(B, T, E, A, r)
 
-        def loss(pairs, x, weights):
-            return jnp.sum(adapted((x, *weights), *pairs, scale, ids % A, k) ** 2)
+        def loss(a, b, x, weights):
+            return jnp.sum(adapted((x, *weights), a, b, scale, ids % A, k) ** 2)
 
-        return jax.make_jaxpr(jax.grad(loss, (0, 1) if frozen else (0, 1, 2)))(pairs, x, weights).jaxpr
+        return jax.make_jaxpr(jax.grad(loss, (0, 1, 2) if frozen else (0, 1, 2, 3)))(a, b, x, weights).jaxpr
 
     one, many, trained = program(1), program(64), program(1, frozen=False)
     rows = B * T * k
@@ -134,6 +138,6 @@ def test_many_adapters_cost_little_more_than_one_and_frozen_experts_have_no_grad
     assert thin > 0 and abs(matmul_flops(many) - matmul_flops(one)) < 0.02 * thin, "as many rows, in shorter runs"
     for jaxpr, A in ((one, 1), (many, 64)):
         shapes = {tuple(v.aval.shape) for eqn, _ in equations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "shape")}
-        dense = [s for s in shapes if s[-2:] in ((D, F), (F, D)) and len(s) > 2]
+        dense = [s for s in shapes if len(s) > 2 and s[0] > 1 and s[-2:] in ((D, F), (F, D))]
         assert not dense, "neither an expert's gradient nor an adapter as a matrix"
         assert not [s for s in shapes if A > 1 and s[-1:] == (A * r,)], "no row meets all adapters"

@@ -108,15 +108,14 @@ def test_experts_merged_selected_joined_and_sampled_from():
     jax.tree.map(np.testing.assert_array_equal, Adapters.join(singles), adapters)
     text = generate(model, tokens, 4, temperature=0, adapters=adapters, **A)
     logits = model(tokens, adapters=adapters, **A)
-    for i in (0, 2):
-        merged, mine = merge_adapter(model, adapters, i), i == IDS
-        plain = merged(tokens[mine])
-        np.testing.assert_allclose(logits[mine], plain, rtol=1e-4, atol=1e-4 * np.abs(plain).max())
-        np.testing.assert_array_equal(text[mine], generate(merged, tokens[mine], 4, temperature=0))
+    merged, mine = merge_adapter(model, adapters, 2), IDS == 2
+    plain = merged(tokens[mine])
+    np.testing.assert_allclose(logits[mine], plain, rtol=1e-4, atol=1e-4 * np.abs(plain).max())
+    np.testing.assert_array_equal(text[mine], generate(merged, tokens[mine], 4, temperature=0))
     other = adapters_of(EXPERTS, LoraConfig(ranks=(2,), targets=("up",)))
-    both = Adapters.join([other, adapters]).select([0])
-    expected = model(tokens, adapters=other)
-    np.testing.assert_allclose(model(tokens, adapters=both), expected, rtol=1e-4, atol=1e-4)
+    both = Adapters.join([other, adapters])
+    assert both.a["up"].shape == (2, 4, 3, 5, 24) and not both.rank["down"][:, 0].any()
+    jax.tree.map(np.testing.assert_array_equal, both.select([0]).a["up"], other.a["up"])
     with pytest.raises(ValueError, match="adapters of another model: A and B of 'up'"):
         model_of(SMALL)(tokens, adapters=other)
 

@@ -139,7 +139,7 @@ def test_outputs_gradients_and_folders_of_experts(tmp_path, kind):
             each = [np.asarray(grads[part][t][layer, 0]) for t in wanted]
             # Gate and up read one A, whose gradient is the sum, and halves of B. A: [E r, in]; B: [out, r E].
             if part == "a":
-                mine_grad = sum(each).reshape(-1, each[0].shape[-1])
+                mine_grad = np.sum(each, axis=0).reshape(-1, each[0].shape[-1])
             else:
                 whole_ErO = np.concatenate(each, axis=-1)
                 mine_grad = whole_ErO.transpose(2, 1, 0).reshape(whole_ErO.shape[-1], -1)
