@@ -12,7 +12,7 @@ from llamem.memory.report import Report
 from llamem.memory.timeline import CATEGORIES, Span, Timeline
 
 # Of petroff10, so that neighbours in the stack stay distinct for colour-blind readers.
-COLOURS = dict(
+COLOURS: dict[str, str] = dict(
     zip(
         CATEGORIES,
         (
