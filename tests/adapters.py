@@ -22,7 +22,8 @@ def adapters_of(config, lora=MIXED, seed=3, size=0.3):
     rng = np.random.default_rng(seed)
 
     def stirred(target, array):
-        within = np.arange(array.shape[-2])[:, None] < np.asarray(made.rank[target])[..., None, None]
+        rank = np.asarray(made.rank[target])
+        within = np.arange(array.shape[-2])[:, None] < rank.reshape(*rank.shape, *(1,) * (array.ndim - rank.ndim))
         return jnp.asarray(within * size * rng.standard_normal(array.shape), jnp.float32)
 
     weights = {name: {t: stirred(t, x) for t, x in part.items()} for name, part in made.weights.items()}
@@ -36,7 +37,7 @@ def put_together(params, adapters, i):
     for target, a in adapters.a.items():
         b, scale = adapters.b[target], adapters.scale[target]
         if target in IN_LAYERS:
-            added = jnp.stack([a[layer, i].T @ b[layer, i] * scale[layer, i] for layer in range(len(a))])
+            added = jnp.stack([a[layer, i].mT @ b[layer, i] * scale[layer, i] for layer in range(len(a))])
             name = PARAMETERS[target]
             params["blocks"][name] = params["blocks"][name] + added.reshape(params["blocks"][name].shape)
         elif target == "embedding":

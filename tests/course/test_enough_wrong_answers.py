@@ -11,6 +11,7 @@ import test_wrong_answers_08 as long
 import test_wrong_answers_09 as policy
 import test_wrong_answers_10 as fourth
 import test_wrong_answers_11 as hosts
+import test_wrong_answers_12 as streamed
 
 ENOUGH = 6
 
@@ -27,6 +28,7 @@ def wrong_answers() -> Counter[str]:
         long.WRONG,
         policy.WRONG,
         hosts.WRONG,
+        streamed.WRONG,
     ):
         found.update(check.__name__ for check, _, _ in table.values())
     found.update(f"check_{name}" for name, _, _ in test_exercises.WRONG.values())

@@ -72,15 +72,14 @@ def test_a_wrong_answer_gets_a_hint(exercise):
     assert len(str(error.value).split()) > 3, "the hint says nothing"
 
 
-SCANNED = "    return jnp.mean(jax.lax.scan(lambda x, w: (body(w, x), None), x, w)[0] ** 2)"
 STACKED = """
     remat = {policy} if remat else None
     return jnp.mean(llamem.apply_stack(layer, w, x{keys}, remat=remat) ** 2)
 """
 WRONG = {
-    "the last layer skipped": ("cured_loss", "    w = jax.tree.map(lambda a: a[:-1], w)", "last layer is left out"),
-    "layers reversed": ("cured_loss", "    w = jax.tree.map(lambda a: a[::-1], w)", "in reverse order"),
-    "always on": ("cured_loss", "    remat = True", "whatever the flag says"),
+    "the last layer skipped": ("cured_dropout", "    w = jax.tree.map(lambda a: a[:-1], w)", "last layer is left out"),
+    "layers reversed": ("cured_dropout", "    w = jax.tree.map(lambda a: a[::-1], w)", "in reverse order"),
+    "always on": ("cured_dropout", "    remat = True", "whatever the flag says"),
     "one key broadcast": ("cured_dropout", "    keys = jnp.broadcast_to(key, (6,))", "are copies"),
     "the step's key ignored": ("cured_dropout", "    keys = jax.random.split(jax.random.key(0), 6)", "in every step"),
     "pairs share keys": ("cured_dropout", "    keys = jnp.repeat(jax.random.split(key, 3), 2)", "are copies"),
@@ -94,10 +93,9 @@ def test_mistakes_in_notebook_10_get_the_hint_that_fits(mistake):
     (path,) = [path for path in NOTEBOOKS if path.name.startswith("10_")]
     (exercise,) = [exercise for exercise in exercises_of(path) if exercise.name == name]
     signature = exercise.stub.partition("\n")[0]
-    if name == "cured_loss":
-        code = f"{line}\n    body = jax.checkpoint(layer) if remat else layer\n{SCANNED}"
-    elif name == "cured_dropout":
-        code = line + STACKED.format(policy="'nothing'", keys=", keys")
+    if name == "cured_dropout":
+        keys = "" if "keys" in line else "\n    keys = jax.random.split(key, len(w['up']))"
+        code = line + keys + STACKED.format(policy="'nothing'", keys=", keys")
     else:
         code = "    keys = jax.random.split(key, 6)" + STACKED.format(policy=line, keys=", keys")
     with pytest.raises(AssertionError, match=hint):

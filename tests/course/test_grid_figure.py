@@ -42,15 +42,23 @@ def test_a_policy_that_keeps_more_has_a_higher_peak_with_checkpoints_and_the_sam
         assert more > less if way in ("each layer", "nested") else more == less
 
 
+def test_a_group_keeps_its_input_alone_whatever_the_policy():
+    one = grids.play("nested", 64, 8)
+    # Seven groups' inputs, seven layers as the policy has it, one at work.
+    assert one.live(3, 20).max() == 7 + 7 * 3 + 20
+
+
 def test_the_figure_shows_the_peaks_of_its_arguments():
     fig = grids.layer_grid(8, 2, kept=3, everything=20)
     titles = [ax.get_title() for ax in fig.axes]
     for way in grids.WAYS:
         one = grids.play(way, 8, 2)
         assert f"{way}: {len(one.runs)} steps" in titles and f"peak {one.live(3, 20).max():.0f}" in titles
-    drawn = fig.axes[4].collections[0]
-    assert isinstance(drawn, FillBetweenPolyCollection)
-    assert np.asarray(drawn.get_paths()[0].vertices)[:, 1].max() == 8 * 20
+    waiting, at_work = fig.axes[4].collections
+    assert isinstance(waiting, FillBetweenPolyCollection) and isinstance(at_work, FillBetweenPolyCollection)
+    assert np.asarray(at_work.get_paths()[0].vertices)[:, 1].max() == 8 * 20
+    inputs = fig.axes[5].collections[0].get_paths()[0].vertices  # eight have run forward, each kept its own
+    assert np.asarray(inputs)[:, 1].max() == 8 * 3
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,18 @@ rejected, with a hint that leads on and does not give the answer away.
 """
 
 import importlib
+import itertools
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import llamem
+from llamem.course.exercises.checkpoint_policies import priced
+from llamem.memory.compiling import matmul_flops
 
 # By module and check: what no hint may hold, and the wrong answers by the mistake that they make.
 WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
@@ -115,24 +119,27 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "jax.checkpoint(layer), layer, w[:size], x, size)",
         },
     ),
-    ("checkpoint_policies", "check_frontier"): (
-        ("any(", "b, e", "a, b", "'a', 'b'"),
+    ("checkpoint_policies", "check_best_policy"): (
+        ("combinations", "itertools", "max(", "sum("),
         {
-            "all of them": "lambda t: list(t)",
-            "beaten in both": "lambda t: [n for n, m in t.items() "
-            "if not any(o[0] < m[0] and o[1] < m[1] for o in t.values())]",
-            "ties dropped": "lambda t: [n for n, m in t.items() if not any("
-            "k != n and o[0] <= m[0] and o[1] <= m[1] for k, o in t.items())]",
-            "one per row": "lambda t: list({m: n for n, m in t.items() if not any("
-            "o != m and o[0] <= m[0] and o[1] <= m[1] for o in t.values())}.values())",
-            "the least memory": "lambda t: [min(t, key=lambda n: t[n][0])]",
-            "the two ends": "lambda t: [min(t, key=lambda n: t[n][0]), min(t, key=lambda n: t[n][1])]",
-            "a sweep that wants less each time": "lambda t: sweep(t)",
-            "the convex hull": "lambda t: [n for n in ('a', 'b', 'e', 'f', 'g')]",
-            "the other side": "lambda t: [n for n, m in t.items() if not any("
-            "o != m and o[0] >= m[0] and o[1] >= m[1] for o in t.values())]",
-            "rows, not names": "lambda t: [m for m in t.values()]",
-            "memory alone": "lambda t: [n for n, m in t.items() if not any(o[0] < m[0] for o in t.values())]",
+            "nothing": "lambda t, b: llamem.Policy()",
+            "all names": "lambda t, b: llamem.Policy(save=tuple(n for n in t if n not in ('gate', 'up')))",
+            "the chart's line": "lambda t, b: llamem.Policy(save=('q', 'k', 'v', 'attn'))",
+            "cheapest first": "lambda t, b: in_order(t, b, lambda n: t[n][0])",
+            "the greatest saving first": "lambda t, b: in_order(t, b, lambda n: -t[n][1])",
+            "the most for a byte first": "lambda t, b: in_order(t, b, lambda n: (-t[n][1] / t[n][0], -t[n][0]))",
+            "the most for a byte first, then the cheapest": "lambda t, b: "
+            "in_order(t, b, lambda n: (-t[n][1] / t[n][0], t[n][0]))",
+            "as the table has them": "lambda t, b: in_order(t, b, lambda n: 0)",
+            "the fullest budget": "lambda t, b: llamem.Policy(save=max(fitting(t, b), key=lambda s: total(t, s, 0)))",
+            "the most names": "lambda t, b: llamem.Policy(save=max(fitting(t, b), key=len))",
+            "one name": "lambda t, b: llamem.Policy(save=max((s for s in fitting(t, b) if len(s) < 2), "
+            "key=lambda s: total(t, s, 1)))",
+            "a budget for each layer": "lambda t, b: llamem.Policy(save=max(fitting(t, 16 * b), "
+            "key=lambda s: total(t, s, 1)))",
+            "names, not a policy": "lambda t, b: max(fitting(t, b), key=lambda s: total(t, s, 1))",
+            "all of it to the host": "lambda t, b: llamem.Policy(offload=tuple(t))",
+            "the inputs as well": "lambda t, b: llamem.Policy(save=('block_in',))",
         },
     ),
     ("checkpoint_policies", "check_residual_bytes"): (
@@ -212,12 +219,22 @@ def kept(f, *args):
     return jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *args))
 
 
-def sweep(table):
-    names, best = [], float("inf")
-    for name, (_, flops) in sorted(table.items(), key=lambda item: item[1]):
-        if flops < best:
-            names, best = [*names, name], flops
-    return names
+def total(table, names, column):
+    return sum(table[name][column] for name in names)
+
+
+def fitting(table, budget):
+    choices = [names for n in range(len(table) + 1) for names in itertools.combinations(table, n)]
+    return [names for names in choices if total(table, names, 0) <= budget]
+
+
+def in_order(table, budget, key):
+    """Names in an order, each that still fits."""
+    names = []
+    for name in sorted(table, key=key):
+        if total(table, [*names, name], 0) <= budget:
+            names.append(name)
+    return llamem.Policy(save=tuple(names))
 
 
 def elements(c, tokens, names, **other):
@@ -286,3 +303,26 @@ def test_right_answers_in_other_words_are_accepted(topic, check, answer, capsys)
     module = importlib.import_module(f"llamem.course.exercises.{topic}")
     getattr(module, check)(eval(answer, {"jax": jax, "jnp": jnp, "llamem": llamem, **globals()}))
     assert "correct" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "names", [("q",), ("k",), ("attn",), ("attn_out",), ("gate",), ("v", "attn", "attn_out", "up")]
+)
+def test_the_table_of_notebook_02_says_what_saved_names_keep_and_spare(names):
+    config = llamem.LlamaConfig.from_name("tiny").replace(n_layers=3, head_dim=24)
+    tokens_BT = jax.ShapeDtypeStruct((1, 40), jnp.int32)
+
+    def flops_and_bytes(remat):
+        plan = llamem.Plan(remat=remat, attention="xla")
+        graphdef, params = nnx.split(nnx.eval_shape(lambda: llamem.Llama(config, rngs=nnx.Rngs(0), plan=plan)))
+
+        def loss(params, tokens_BT):
+            return jnp.sum(nnx.merge(graphdef, params).hidden(tokens_BT))
+
+        flops = matmul_flops(jax.make_jaxpr(jax.grad(loss))(params, tokens_BT).jaxpr)
+        return flops, llamem.saved_residuals(loss, params, tokens_BT).bytes
+
+    nothing, saved = flops_and_bytes("nothing"), flops_and_bytes(llamem.Policy(save=names))
+    n_bytes, spared = (total(priced(config, 40), names, column) for column in (0, 1))
+    assert nothing[0] - saved[0] == spared
+    assert saved[1] - nothing[1] == n_bytes

@@ -3,6 +3,8 @@
 Each hint is checked for what it must lead to (a pattern) and for what it must not give away.
 """
 
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,26 @@ import pytest
 from jax import lax
 
 from llamem.course.exercises import vocabulary_tiling_on_a_mesh as mesh
+
+
+def arriving(line, n, trips, *, shares=None, arrays=lambda found: found, bits=None):
+    """The right answer, but for what arrives of a result, which arrays count, and their bits."""
+    ((result, kind),) = re.findall(r" = (.*?) ([a-z-]+)\(", line)
+    share = {"all-gather": (n - 1) / n, "reduce-scatter": n - 1, "all-reduce": 2 * (n - 1) / n} | (shares or {})
+    found = arrays(re.findall(r"[a-z](\d+)\[([\d,]*)\]", result))
+    sizes = [int(bits or own) // 8 * math.prod(int(size) for size in sizes.split(",") if size) for own, sizes in found]
+    return trips * share[kind] * sum(sizes)
+
+
+def by_its_name(line, n, trips):
+    kind, *_ = re.findall("all.gather|reduce.scatter|psum|all.reduce", line)
+    kind = kind.replace("_", "-").replace("psum", "all-reduce")
+    return arriving(re.sub(r" [a-z-]+\(", f" {kind}(", line), n, trips)
+
+
+def one_type(line, n, trips):
+    (first, *_) = re.findall(r"[a-z](\d+)\[", line)
+    return arriving(line, n, trips, bits=first)
 
 
 def merged(m, s, mix, axis, *, scale=lambda m, top: jnp.exp(m - top), meet=lax.psum):
@@ -68,7 +90,52 @@ def stay(a, axis):
     return a
 
 
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
 WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
+    # A line of a compiled program.
+    "the result's bytes": (
+        mesh.check_bytes_that_arrive,
+        lambda line, n, trips: arriving(line, n, trips, shares=dict.fromkeys(KINDS, 1)),
+        "have already",
+    ),
+    "one share for all": (
+        mesh.check_bytes_that_arrive,
+        lambda line, n, trips: arriving(line, n, trips, shares=dict.fromkeys(KINDS, (n - 1) / n)),
+        "added into it",
+    ),
+    "an all-reduce as a gather": (
+        mesh.check_bytes_that_arrive,
+        lambda line, n, trips: arriving(line, n, trips, shares={"all-reduce": (n - 1) / n}),
+        "followed by another",
+    ),
+    "a scalar is nothing": (
+        mesh.check_bytes_that_arrive,
+        lambda line, n, trips: arriving(line, n, trips, arrays=lambda found: [row for row in found if row[1]]),
+        "without sizes",
+    ),
+    "once": (mesh.check_bytes_that_arrive, lambda line, n, trips: arriving(line, n, 1), "body of a loop"),
+    "the first of a tuple": (
+        mesh.check_bytes_that_arrive,
+        lambda line, n, trips: arriving(line, n, trips, arrays=lambda found: found[:1]),
+        "How many arrays",
+    ),
+    "all in 32 bits": (
+        mesh.check_bytes_that_arrive,
+        lambda line, n, trips: arriving(line, n, trips, bits=32),
+        "bytes has one element",
+    ),
+    "always eight devices": (
+        mesh.check_bytes_that_arrive,
+        lambda line, n, trips: arriving(line, 8, trips),
+        "how many devices",
+    ),
+    "bits for bytes": (
+        mesh.check_bytes_that_arrive,
+        lambda line, n, trips: 8 * arriving(line, n, trips),
+        "8.000 times",
+    ),
+    "what the name says": (mesh.check_bytes_that_arrive, by_its_name, "is a name"),
+    "one type for a tuple": (mesh.check_bytes_that_arrive, one_type, "type of its own"),
     # The softmax over devices.
     "sums added as they are": (
         mesh.check_merge_devices,
@@ -153,33 +220,6 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     ),
     "all logits": (mesh.check_target_logit, lambda x, w, ids, axis: lax.psum(x @ w.T, axis), "one number per token"),
     "the head gathered": (mesh.check_target_logit, with_the_head_gathered, "right, but"),
-    # The mean.
-    "a mean of means": (
-        mesh.check_mean_over_devices,
-        lambda a, c, axis: lax.pmean(jnp.sum(jnp.where(c, a, 0)) / jnp.maximum(jnp.sum(c), 1), axis),
-        "greater weight",
-    ),
-    "a mean of means, one of them empty": (
-        mesh.check_mean_over_devices,
-        lambda a, c, axis: lax.pmean(jnp.sum(a * c) / jnp.sum(c), axis),
-        "NaN",
-    ),
-    "all tokens": (
-        mesh.check_mean_over_devices,
-        lambda a, c, axis: lax.pmean(jnp.mean(a), axis),
-        "do not count are in",
-    ),
-    "divided by all tokens": (
-        mesh.check_mean_over_devices,
-        lambda a, c, axis: lax.pmean(jnp.mean(jnp.where(c, a, 0)), axis),
-        "still count below",
-    ),
-    "its own mean": (
-        mesh.check_mean_over_devices,
-        lambda a, c, axis: jnp.sum(jnp.where(c, a, 0)) / jnp.maximum(jnp.sum(c), 1),
-        "different means",
-    ),
-    "an array": (mesh.check_mean_over_devices, lambda a, c, axis: jnp.where(c, a, 0), "one number"),
 }
 
 
@@ -190,7 +230,9 @@ def test_a_wrong_answer_about_a_mesh_is_refused_with_its_hint(name):
         check(answer)
     hint = str(refused.value)
     assert len(hint.split()) > 8, "the hint says too little"
-    assert not any(word in hint for word in ("psum", "pmax", "exp(", "axis_index", "scatter")), "the hint is the answer"
+    of_lines = check is mesh.check_bytes_that_arrive  # whose hints quote a line
+    answers = ("n - 1", "/ n", "16 bits") if of_lines else ("psum", "pmax", "exp(", "axis_index", "scatter")
+    assert not any(word in hint for word in answers), "the hint is the answer"
 
 
 def ring(dw, axis):
@@ -211,10 +253,7 @@ def ring(dw, axis):
         (mesh.check_transpose, lambda dw, axis: lax.all_to_all(dw, axis, 1, 0, tiled=True).reshape(4, 5, 2).sum(0)),
         (mesh.check_transpose, ring),
         (mesh.check_target_logit, logit),
-        (
-            mesh.check_mean_over_devices,
-            lambda a, c, axis: lax.pmean(jnp.sum(jnp.where(c, a, 0)), axis) / lax.pmean(jnp.sum(c), axis),
-        ),
+        (mesh.check_bytes_that_arrive, lambda line, n, trips: round(arriving(line, n, trips))),
     ],
 )
 def test_a_right_answer_about_a_mesh_in_other_words_is_accepted(check, answer, capsys):

@@ -41,23 +41,55 @@ def all_in_f32(w, x_ND, tiles):
     return one_tile({k: v.astype(jnp.float32) for k, v in w.items()}, x_ND.astype(jnp.float32))
 
 
-WAITING, ROWS, BETTER = (
-    long_context.check_waiting_bytes,
+def lines(
+    config,
+    tokens,
+    plan,
+    *,
+    size=None,
+    layers=None,
+    at_work=1,
+    offload=True,
+    tiles=None,
+    arrays=3,
+    sums=lambda D, F, tiles: 12 * D * F if tiles > 1 else 0,
+):
+    """The right lines, but for what is named."""
+    size, D, F = size or config.compute_dtype.itemsize, config.d_model, config.d_ff
+    inputs = 0 if offload and "block_in" in plan.offload else (layers or config.n_layers) * tokens * D * size
+    tile = arrays * (tokens // (tiles or plan.mlp_tiles)) * F * size
+    return {"residuals": inputs, "feed-forward": at_work * (tile + sums(D, F, plan.mlp_tiles))}
+
+
+def but(**mistake):
+    return lambda config, tokens, plan: lines(config, tokens, plan, **mistake)
+
+
+LEDGER, ROWS, BETTER = (
+    long_context.check_ledger_lines,
     long_context.check_feed_forward,
     long_context.check_better_plan,
 )
 WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
-    "one byte a number": (WAITING, lambda L, D, n, g: (L if g == 1 else g + L // g) * n * D, "How many bytes"),
-    "groups ignored": (WAITING, lambda L, D, n, g: L * n * D * 2, "What do groups keep"),
-    "the group at work forgotten": (WAITING, lambda L, D, n, g: (L if g == 1 else g) * n * D * 2, "inside the group"),
-    "weights instead": (WAITING, lambda L, D, n, g: L * D * D * 2, "tokens x D"),
-    "four bytes a number": (WAITING, lambda L, D, n, g: (L if g == 1 else g + L // g) * n * D * 4, ""),
-    "every layer of every group": (WAITING, lambda L, D, n, g: (L if g == 1 else g * L) * n * D * 2, ""),
+    "one byte a number": (LEDGER, but(size=1), "How many bytes"),
+    "always 16 bits": (LEDGER, but(size=2), "float32, 4,096 tokens.*How many bytes"),
+    "one layer's input": (LEDGER, but(layers=1), "How many layers leave"),
+    "still on the chip": (LEDGER, but(offload=False), "Where do the inputs wait"),
+    "every layer at work": (LEDGER, but(at_work=16), "at work at one moment"),
+    "gate and up alone": (LEDGER, but(arrays=2), "has a third"),
+    "all rows together": (LEDGER, but(tiles=1), "exist together"),
+    "all rows together, and no sums": (LEDGER, but(tiles=1, sums=lambda D, F, tiles: 0), "exist together"),
+    "no sums": (LEDGER, but(sums=lambda D, F, tiles: 0), "what is added up"),
+    "sums in bfloat16": (LEDGER, but(sums=lambda D, F, tiles: 6 * D * F if tiles > 1 else 0), "128 terms"),
+    "one matrix": (LEDGER, but(sums=lambda D, F, tiles: 4 * D * F if tiles > 1 else 0), "How many matrices"),
+    "a sum for each tile": (LEDGER, but(sums=lambda D, F, tiles: 12 * D * F // tiles if tiles > 1 else 0), "smaller"),
+    "sums without tiles": (LEDGER, but(sums=lambda D, F, tiles: 12 * D * F), "what is there to add up"),
+    "two numbers": (LEDGER, lambda *given: tuple(lines(*given).values()), "a dictionary"),
     "nothing tiled": (ROWS, lambda w, x, tiles: one_tile(w, x), "2048 x 64 numbers"),
     "all at once in f32": (ROWS, all_in_f32, "2048 x 64 numbers"),
     "tiles without a checkpoint": (ROWS, without_checkpoint, "2048 x 64 numbers"),
     "a checkpoint around the loop": (ROWS, checkpoint_around_the_loop, "2048 x 64 numbers"),
-    "sums in bfloat16": (ROWS, narrow_sum, "In which type is the sum"),
+    "rows summed in bfloat16": (ROWS, narrow_sum, "In which type is the sum"),
     "the gate left out": (ROWS, no_gate, "is not silu"),
     "rows left in tiles": (ROWS, lambda w, x, tiles: rows_of(x, tiles), "one row for every row"),
     "the same plan": (BETTER, lambda: long_context.GIVEN, "that is the plan"),
@@ -72,5 +104,6 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
 @pytest.mark.parametrize("answer", WRONG)
 def test_a_wrong_answer_gets_the_hint_that_fits(answer):
     check, fn, hint = WRONG[answer]
-    with pytest.raises(AssertionError, match=hint):
+    with pytest.raises(AssertionError, match=hint) as refused:
         check(fn)
+    assert not any(told in str(refused.value) for told in ("3 *", "* 4", "d_model *")), "the hint is the answer"

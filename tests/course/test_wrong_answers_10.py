@@ -1,6 +1,9 @@
 """Wrong answers to the exercises of notebook 10, the silent failures that it shows among them: each is rejected."""
 
+import inspect
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -8,9 +11,20 @@ import jax.numpy as jnp
 import pytest
 
 import llamem
+from llamem.course.exercises import suspects
 from llamem.course.exercises import trust_but_verify as exercises
+from llamem.verify.case import Title
 
 policies = jax.checkpoint_policies
+ROOT = Path(__file__).resolve().parent.parent.parent
+OFF = {Title.CHECKPOINTS, Title.RUNS, Title.MEMORY}
+DIFFERENT = {Title.LOSS, Title.GRADIENTS}
+RIGHT = {"ada": set(), "ben": {Title.MEMORY}, "cleo": OFF, "dan": DIFFERENT, "eve": {Title.GRADIENTS}}
+
+
+def saying(**other):
+    """The right diagnosis, but for these suspects."""
+    return lambda: RIGHT | other
 
 
 def scan(body, w, x):
@@ -19,13 +33,6 @@ def scan(body, w, x):
 
 def mean_square(x):
     return jnp.mean(x**2)
-
-
-def with_policy(policy):
-    def answer(layer, w, x, remat):
-        return mean_square(scan(jax.checkpoint(layer, policy=policy) if remat else layer, w, x))
-
-    return answer
 
 
 def keeping(policy, keys_of=lambda key: jax.random.split(key, 6)):
@@ -43,13 +50,6 @@ def unrolled(layer, w, x, key, remat):
     for i, own in enumerate(jax.random.split(key, 6)):
         x = body(jax.tree.map(lambda a, i=i: a[i], w), x, own)
     return mean_square(x)
-
-
-def around(layer, w, x, remat):
-    def whole(w, x):
-        return scan(layer, w, x)
-
-    return mean_square((jax.checkpoint(whole) if remat else whole)(w, x))
 
 
 def dropped(keys_of):
@@ -76,6 +76,21 @@ def dropout(remat_of):
     return answer
 
 
+def after(change, result=mean_square, remat_of=lambda remat: "nothing" if remat else None):
+    """A right stack with dropout, of weights and start as `change(w, x, remat)` returns them; and what is returned."""
+
+    def answer(layer, w, x, key, remat):
+        w, x = change(w, x, remat)
+        keys = jax.random.split(key, len(w["up"]))
+        return result(llamem.apply_stack(layer, w, x, keys, remat=remat_of(remat)))
+
+    return answer
+
+
+def same(w, x, remat):
+    return w, x
+
+
 def dropout_around(layer, w, x, key, remat):
     def whole(w, x):
         return llamem.apply_stack(layer, w, x, jax.random.split(key, 6), remat=None)
@@ -85,33 +100,52 @@ def dropout_around(layer, w, x, key, remat):
 
 # By mistake: the check, the answer, and what the hint is expected to speak of.
 WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
-    "the flag ignored": (exercises.check_cured_loss, lambda f, w, x, r: mean_square(scan(f, w, x)), "0 of them"),
-    "around the scan": (exercises.check_cured_loss, around, "memory falls"),
-    "a policy that keeps everything": (
-        exercises.check_cured_loss,
-        with_policy(policies.everything_saveable),
-        "policies|runs again|memory falls",
+    "sound, all of them": (exercises.check_diagnosis, lambda: {name: set() for name in RIGHT}, "ben: it is not sound"),
+    "ada, by looking up case 3": (
+        exercises.check_diagnosis,
+        saying(ada={Title.RANDOMNESS}),
+        "ada: .* does not fail. .* second layer",
     ),
+    "ben, by looking up case 1": (exercises.check_diagnosis, saying(ben={Title.OPTIONS}), "Does the layer give"),
+    "ben, as if nothing ran again": (exercises.check_diagnosis, saying(ben={Title.RUNS, Title.MEMORY}), "run again"),
+    "cleo: memory alone": (exercises.check_diagnosis, saying(cleo={Title.MEMORY}), "not all.*on, right and worth it"),
+    "cleo: sound": (exercises.check_diagnosis, saying(cleo=set()), "Which function does the loop run"),
+    "cleo: other numbers": (exercises.check_diagnosis, saying(cleo=OFF | {Title.LOSS}), "Can their numbers differ"),
+    "dan, by looking up case 4": (
+        exercises.check_diagnosis,
+        saying(dan=DIFFERENT | {Title.RANDOMNESS}),
+        "What is left of NumPy",
+    ),
+    "dan, by looking up case 9": (exercises.check_diagnosis, saying(dan={Title.CHOICES}), "What is left of NumPy"),
+    "dan: the loss alone": (exercises.check_diagnosis, saying(dan={Title.LOSS}), "not all. When does NumPy draw"),
+    "dan: sound": (exercises.check_diagnosis, saying(dan=set()), "When does NumPy draw"),
+    "eve: sound": (exercises.check_diagnosis, saying(eve=set()), "on the way back"),
+    "eve: the loss as well": (exercises.check_diagnosis, saying(eve=DIFFERENT), "what does `scaled` return"),
+    "eve: memory": (exercises.check_diagnosis, saying(eve={Title.MEMORY}), "inside the loop"),
+    "a number of a case": (exercises.check_diagnosis, saying(ben={"case 2"}), "is no proof"),
+    "one name, no set": (exercises.check_diagnosis, saying(ben="memory falls"), "a set of names"),
+    "four of five": (exercises.check_diagnosis, lambda: {n: RIGHT[n] for n in list(RIGHT)[:4]}, "one entry for each"),
     "the sum of squares": (
-        exercises.check_cured_loss,
-        lambda f, w, x, r: jnp.sum(scan(jax.checkpoint(f) if r else f, w, x) ** 2),
+        exercises.check_cured_dropout,
+        after(same, lambda x: jnp.sum(x**2)),
         "mean of the squares",
     ),
-    "what leaves the last layer": (
-        exercises.check_cured_loss,
-        lambda f, w, x, r: scan(jax.checkpoint(f) if r else f, w, x),
-        "one number",
-    ),
+    "what leaves the last layer": (exercises.check_cured_dropout, after(same, lambda x: x), "one number"),
     "the first layer skipped": (
-        exercises.check_cured_loss,
-        lambda f, w, x, r: with_policy(None)(f, jax.tree.map(lambda a: a[1:], w), x, r),
+        exercises.check_cured_dropout,
+        after(lambda w, x, remat: (jax.tree.map(lambda a: a[1:], w), x)),
         "first layer is left out",
     ),
-    "no layer at all": (exercises.check_cured_loss, lambda f, w, x, r: mean_square(x), "no layer runs"),
+    "no layer at all": (exercises.check_cured_dropout, lambda f, w, x, key, r: mean_square(x), "no layer runs"),
     "gradients stopped": (
-        exercises.check_cured_loss,
-        lambda f, w, x, r: with_policy(None)(f, jax.lax.stop_gradient(w) if r else w, x, r),
+        exercises.check_cured_dropout,
+        after(lambda w, x, remat: (jax.lax.stop_gradient(w) if remat else w, x)),
         "gradient|runs again",
+    ),
+    "a policy that keeps everything": (
+        exercises.check_cured_dropout,
+        after(same, remat_of=lambda remat: "everything_saveable" if remat else None),
+        "policies|runs again|memory falls",
     ),
     "one key closed over": (exercises.check_cured_dropout, closed_over, "are copies"),
     "the first of the keys": (
@@ -155,4 +189,20 @@ def test_a_wrong_answer_is_rejected_and_the_hint_is_no_answer(name):
     check, answer, _ = WRONG[name]
     with pytest.raises(AssertionError, match="not yet") as error:
         check(answer)
-    assert "jax.checkpoint(layer)" not in str(error.value) and "split(key" not in str(error.value)
+    hint = str(error.value)
+    assert "jax.checkpoint(layer)" not in hint and "split(key" not in hint
+    if check is exercises.check_diagnosis:
+        told = [title for title in Title if title in hint and title not in str(answer())]
+        assert not told, f"the hint names {told}, which the answer did not"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_the_diagnosis_names_what_fails(name):
+    assert {proof.name for proof in exercises._verified(name).failed} == RIGHT[name]
+
+
+def test_the_notebook_shows_the_suspects_as_they_are():
+    cells = json.loads((ROOT / "notebooks/10_trust_but_verify.ipynb").read_text(encoding="utf-8"))["cells"]
+    text = "\n".join("".join(cell["source"]) for cell in cells)
+    for one in (*suspects.SUSPECTS, suspects.dropped):
+        assert inspect.getsource(one).replace(": Any", "").replace(" -> Any", "") in text, one.__name__

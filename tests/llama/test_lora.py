@@ -82,11 +82,43 @@ def test_bfloat16_is_as_near_as_the_plain_model_in_bfloat16():
     assert max(relative_error(got, expected).values()) < 0.05
 
 
-def test_experts_beside_adapters_of_attention():
-    lora = LoraConfig(ranks=(2, 3, 1), targets=("q", "o", "embedding", "head"))
-    adapters, tokens = adapters_of(MOE, lora), tokens_of(MOE, T=9, B=4)
-    _, expected = expected_gradients(MOE, model_of(MOE), adapters, np.asarray(tokens), IDS)
-    assert max(relative_error(gradients(MOE, adapters, tokens)[1], expected).values()) < 1e-4
+EXPERTS = MOE.replace(n_layers=2, n_experts=3)
+
+
+def test_experts_have_an_adapter_each():
+    """All nine targets: of gate, up and down a pair for each of three experts."""
+    adapters, tokens = adapters_of(EXPERTS), tokens_of(EXPERTS, T=9, B=4)
+    assert adapters.a["down"].shape == (2, 3, 3, 5, 12) and adapters.rank["down"].shape == (2, 3)
+    losses, expected = expected_gradients(EXPERTS, model_of(EXPERTS), adapters, np.asarray(tokens), IDS)
+    plans: list[dict[str, Any]] = [
+        {"loss_tiles": 3, "loss_axis": "tokens"},
+        {"loss_tiles": 3, "loss_axis": "vocab", "mlp_tiles": 3, "mode": "nested", "accumulate": 2},
+    ]
+    for plan in plans:
+        metrics, got = gradients(EXPERTS, adapters, tokens, **plan)
+        np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
+        errors = relative_error(got, expected)
+        assert len(errors) == 18 and max(errors.values()) < 1e-4, (plan, errors)
+
+
+def test_experts_merged_selected_joined_and_sampled_from():
+    model, tokens = model_of(EXPERTS), tokens_of(EXPERTS, T=7, B=4)
+    adapters = adapters_of(EXPERTS, LoraConfig(ranks=(3, 5, 1), targets=("v", "up", "down")))
+    singles = [adapters.select([i]) for i in range(3)]
+    jax.tree.map(np.testing.assert_array_equal, Adapters.join(singles), adapters)
+    text = generate(model, tokens, 4, temperature=0, adapters=adapters, **A)
+    logits = model(tokens, adapters=adapters, **A)
+    for i in (0, 2):
+        merged, mine = merge_adapter(model, adapters, i), i == IDS
+        plain = merged(tokens[mine])
+        np.testing.assert_allclose(logits[mine], plain, rtol=1e-4, atol=1e-4 * np.abs(plain).max())
+        np.testing.assert_array_equal(text[mine], generate(merged, tokens[mine], 4, temperature=0))
+    other = adapters_of(EXPERTS, LoraConfig(ranks=(2,), targets=("up",)))
+    both = Adapters.join([other, adapters]).select([0])
+    expected = model(tokens, adapters=other)
+    np.testing.assert_allclose(model(tokens, adapters=both), expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="adapters of another model: A and B of 'up'"):
+        model_of(SMALL)(tokens, adapters=other)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -246,8 +278,6 @@ def test_adapters_that_do_not_fit_are_refused():
         ):
             with pytest.raises(error, match=words):
                 call(tokens, **given)
-    with pytest.raises(ValueError, match="gate, up and down belong to 5 experts"):
-        Adapters.create(MOE, LoraConfig(ranks=(2,)), rngs=nnx.Rngs(0))
     for indices in ([], [3], [-1], ["q"]):
         with pytest.raises(ValueError, match="0 to 2, at least one"):
             Adapters.select(adapters, indices)

@@ -10,7 +10,7 @@ import pytest
 
 from llamem import LlamaConfig, Plan, Policy, TrainSettings, estimate
 from llamem.memory import TARGETS
-from llamem.planner.alive import LINES
+from llamem.planner.lines import LINES
 from llamem.planner.share import share_of
 from llamem.train import abstract_state
 
@@ -82,6 +82,41 @@ def test_each_tool_lowers_its_line_and_the_time_grows(tool, chip):
     assert largest(after) < 0.7 * largest(before)
     assert after.peak_bytes <= before.peak_bytes
     assert after.seconds.total > before.seconds.total or tool == "mlp_tiles"
+
+
+def of_moment(found, moment, name):
+    return sum(part.bytes for part in found.moments[moment] if part.name == name)
+
+
+def test_groups_of_layers_leave_their_inputs_and_one_group_the_rest_while_it_is_at_work():
+    config = LlamaConfig.from_name("llama3.2-1b", **BF16)
+    found = estimate(config, Plan(mode="nested", remat=Policy(save=("attn_out",))), "a100-80", **LONG)
+    stream, groups = 131_072 * 2048 * 2, 4
+    at_loss, backward = "a tile of the loss", "a layer's backward pass, attention"
+    assert of_moment(found, at_loss, "residuals") == groups * stream
+    assert of_moment(found, backward, "residuals") == groups * stream + 4 * 2 * stream
+
+
+def test_a_large_tile_of_logits_is_narrowed_in_memory_and_a_small_one_in_the_product():
+    config = LlamaConfig.from_name("llama3.2-1b", **BF16)
+    tiles = {
+        rows: of_moment(
+            estimate(config, Plan(loss_tiles=8192 // rows, loss_axis="tokens"), chip, seq_len=8192),
+            "a tile of the loss",
+            "loss tiles",
+        )
+        / (rows * config.vocab_size)
+        for chip, rows in (("v5e-1", 512), ("v5e-1", 4096))
+    }
+    assert tiles == {512: 4, 4096: 6}
+
+
+def test_a_tpus_memory_has_gaps_and_the_margin_for_them_is_told_apart():
+    config = LlamaConfig.from_name("llama3.2-1b", **BF16)
+    tpu, gpu = (estimate(config, Plan(), chip, seq_len=8192) for chip in ("v5e-1", "a100-80"))
+    state = sum(line(tpu, name) for name in ("weights", "moments", "batch"))
+    others = tpu.peak_bytes - state - line(tpu, "gaps")
+    assert line(tpu, "gaps") == pytest.approx(0.04 * others) and line(gpu, "gaps") == 0
 
 
 def test_what_leaves_the_device_arrives_on_the_host():

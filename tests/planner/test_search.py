@@ -10,7 +10,7 @@ import pytest
 import llamem
 from llamem import LlamaConfig, NothingFits, Plan, Policy, find_plan, largest_batch, longest_context, smallest_chip
 from llamem.llama import MeshShape
-from llamem.planner import search
+from llamem.planner import candidates, search
 from llamem.planner.candidates import words
 
 BF16 = {"param_dtype": jnp.bfloat16, "compute_dtype": jnp.bfloat16}
@@ -68,13 +68,15 @@ def cases():
 THIRTY = list(cases())
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id="-".join(map(str, case)), marks=[] if i < 3 else [pytest.mark.weekly])
+def thirty(each_push):
+    """The first few on each push, all of them every week."""
+    return [
+        pytest.param(case, id="-".join(map(str, case)), marks=[] if i < each_push else [pytest.mark.weekly])
         for i, case in enumerate(THIRTY)
-    ],
-)
+    ]
+
+
+@pytest.mark.parametrize("case", thirty(each_push=3))
 def test_the_found_plan_is_within_5_percent_of_a_finer_grids_best(case):
     model, chip, seq_len, batch_size = case
     config = LlamaConfig.from_name(model, **BF16)
@@ -88,6 +90,57 @@ def test_the_found_plan_is_within_5_percent_of_a_finer_grids_best(case):
         return
     assert found.estimate.fits and found.report is None
     assert best is None or found.estimate.seconds.total <= 1.05 * best.seconds.total, words(best.plan)
+
+
+def every_plan(config, chip, seq_len, batch_size):
+    """The estimates of all combinations of the settings that a search tries, by brute force, with none left out."""
+    losses = {}, {"loss_tiles": None}, {"loss_tiles": -(-config.vocab_size // 512), "loss_axis": "vocab"}
+    tiles = itertools.product(candidates.ATTENTION_TILES, candidates.MLP_TILES)
+    homes = itertools.product(candidates.OFFLOADS, candidates.MOMENTS)
+    settings: Any = itertools.product(candidates.KEPT, tiles, homes, losses)
+    for (mode, remat), (heads, rows), (offload, moments), loss in settings:
+        tools: Any = {"attention_tiles": heads, "mlp_tiles": rows, "offload": offload, "moments": moments} | loss
+        try:
+            plan = Plan(mode=mode, remat=remat, **tools)
+        except ValueError:
+            continue
+        if config.n_kv_heads % heads == 0:
+            yield llamem.estimate(config, plan, chip, seq_len=seq_len, batch_size=batch_size)
+
+
+@pytest.mark.parametrize("case", thirty(each_push=10))
+def test_the_found_plan_is_within_5_percent_of_the_exhaustive_best(case, compiler):
+    model, chip, seq_len, batch_size = case
+    config = LlamaConfig.from_name(model, **BF16)
+    sizes = {"seq_len": min(seq_len, config.max_seq_len), "batch_size": batch_size}
+    fitting = [one.seconds.total for one in every_plan(config, chip, **sizes) if one.fits]
+    agreeing = compiler()
+    if not fitting:
+        with pytest.raises(NothingFits):
+            find_plan(config, chip, **sizes, progress=None)
+        return
+    found = find_plan(config, chip, **sizes, progress=None)
+    assert found.report is not None and found.report.fits and len(agreeing.asked) == 1
+    assert found.estimate.seconds.total <= 1.05 * min(fitting)
+
+
+@pytest.mark.weekly
+@pytest.mark.parametrize(
+    ("model", "chip", "seq_len"),
+    [
+        pytest.param("llama3.2-1b", "v5e-1", 131_072, marks=[pytest.mark.tpu_compile, pytest.mark.slow]),
+        pytest.param("llama3.1-8b", "v5p-1", 8192, marks=[pytest.mark.tpu_compile, pytest.mark.slow]),
+        pytest.param("llama3.2-1b", "h100", 32_768, marks=[pytest.mark.gpu_compile, pytest.mark.slow]),
+    ],
+)
+def test_and_so_it_is_with_the_chips_own_compiler(model, chip, seq_len):
+    if not llamem.available(chip):
+        pytest.skip(f"no compiler for {chip} here")
+    config = LlamaConfig.from_name(model, **BF16)
+    best = min(one.seconds.total for one in every_plan(config, chip, seq_len, 1) if one.fits)
+    found = find_plan(config, chip, seq_len=seq_len, progress=None)
+    assert found.report is not None and found.report.fits
+    assert found.estimate.seconds.total <= 1.05 * best
 
 
 class Compiler:

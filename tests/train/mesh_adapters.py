@@ -49,6 +49,12 @@ def main():
                 "errors": {**relative_error(got.opt_state, want.opt_state), **relative_error(metrics, expected)},
                 "steps": np.asarray(got.step).tolist(),
             }
+    experts = CONFIG.replace(n_layers=1, n_experts=3, experts_per_token=2, moe_d_ff=12)
+    (want, expected), (got, metrics) = stepped(experts, {}), stepped(experts, MESHES["all but data"])
+    seen["experts"] = {
+        "errors": {**relative_error(got.opt_state, want.opt_state), **relative_error(metrics, expected)},
+        "steps": np.asarray(got.step).tolist(),
+    }
     print(json.dumps(seen))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from adapters import MIXED, adapters_of, relative_error
 from flax import nnx
-from models import SMALL, model_of, tokens_of
+from models import MOE, SMALL, model_of, tokens_of
 
 from llamem import Adapters, LoraConfig, Plan, TrainSettings, abstract_lora_step, compile_report
 from llamem.llama import IN_LAYERS, TARGETS
@@ -63,10 +63,11 @@ def test_together_as_one_by_one(count):
         assert one.step == 3 == state.step[i]
 
 
-def test_an_absent_adapter_keeps_every_bit_and_the_base_is_never_touched():
-    step = stepper(model_of(CONFIG))
-    state = init_lora_state(adapters_of(CONFIG), SETTINGS)
-    tokens = tokens_of(CONFIG, T=9, B=4)
+@pytest.mark.parametrize("config", [CONFIG, MOE.replace(n_layers=1)], ids=["dense", "experts"])
+def test_an_absent_adapter_keeps_every_bit_and_the_base_is_never_touched(config):
+    step = stepper(model_of(config))
+    state = init_lora_state(adapters_of(config), SETTINGS)
+    tokens = tokens_of(config, T=9, B=4)
     state, _ = step(state, tokens, [0, 1, 2, 0])
     ignored = tokens[:, 1:].at[3].set(-100)  # no target of it counts: as if it were not there
     after, metrics = step(state, tokens, [0, 0, 0, 2], ignored)
@@ -171,7 +172,7 @@ def test_on_a_mesh_every_moment_and_metric_is_that_of_one_device():
     done = subprocess.run(command, env={**os.environ, **path}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     seen = json.loads(done.stdout.splitlines()[-1])
-    assert len(seen) == 4
+    assert len(seen) == 5
     for name, case in seen.items():
         wrong = {leaf: error for leaf, error in case["errors"].items() if not error < 2e-5}
         assert not wrong and len(case["errors"]) >= 40 and case["steps"] == [1, 1, 1], (name, wrong)

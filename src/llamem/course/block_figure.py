@@ -64,7 +64,7 @@ def block(config: LlamaConfig, tokens: int) -> Figure:
         ax.axis("off")
     _attention(above, flows)
     _feed_forward(below, flows)
-    title = f"One layer of {config.n_layers}, {tokens:,} tokens: activations in blue, weights in boxes"
+    title = f"One of {config.n_layers} layers, reading {tokens:,} tokens: activations in blue, weights in boxes"
     fig.suptitle(title, fontsize=11)
     return fig
 

@@ -15,18 +15,18 @@ from llamem.llama import PRESETS, LlamaConfig
 from llamem.llama.plan import Plan
 from llamem.memory import TARGETS, GiB
 from llamem.planner import Estimate, ask, estimate
-from llamem.planner.alive import LINES
 from llamem.planner.candidates import words
+from llamem.planner.lines import LINES
 
 __all__ = ["Explorer", "estimate_bars", "estimate_bars_alt"]
 
-# petroff10, and a shade for the eleventh line; neighbours in the stack stay distinct for colour-blind readers.
+# petroff10, and shades for two more; neighbours in the stack stay distinct for colour-blind readers.
 COLOURS = dict(
     zip(
         LINES,
         (
             "#3f90da", "#92dadd", "#b9ac70", "#a96b59", "#ffa90e", "#e76300",
-            "#bd1f01", "#832db6", "#94a4a2", "#717581", "#333333",
+            "#bd1f01", "#832db6", "#94a4a2", "#717581", "#333333", "#dddddd",
         ),
         strict=True,
     )

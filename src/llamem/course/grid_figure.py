@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 Way = Literal["no checkpoint", "each layer", "whole loss", "nested"]
 WAYS: tuple[Way, ...] = get_args(Way)
 
-_NOTHING, _KEPT, _EVERYTHING = 0, 1, 2
+_NOTHING, _KEPT, _EVERYTHING, _INPUT = 0, 1, 2, 3
 _BLUES = ("#a8c8e8", "#1f5f9f")
 _RUNS = {"forward": "black", "again": "C1", "backward": "C2"}
 
@@ -25,7 +25,8 @@ class Play:
     """One forward and backward pass, one layer at a time.
 
     `stored` says what each layer has in memory at each step: 0 nothing, 1 what its checkpoint keeps, 2 everything that
-    its backward pass needs. `runs` are the layer at work in each step, and how: forward, again or backward.
+    its backward pass needs, 3 the input alone, for its whole group. `runs` are the layer at work in each step, and how:
+    forward, again or backward.
     """
 
     stored: Int[np.ndarray, "steps layers"]
@@ -33,7 +34,7 @@ class Play:
 
     def live(self, kept: float, everything: float) -> np.ndarray:
         """Memory at each step, in units of a layer's input: `kept` by a checkpoint, `everything` by a layer at work."""
-        return np.array([0.0, kept, everything])[self.stored].sum(axis=1)
+        return np.array([0.0, kept, everything, 1.0])[self.stored].sum(axis=1)
 
 
 def play(way: str, n_layers: int = 16, group: int = 4) -> Play:
@@ -56,8 +57,8 @@ def play(way: str, n_layers: int = 16, group: int = 4) -> Play:
             stored[layer] = _NOTHING
 
     for i in range(n_layers):
-        has_input = way == "each layer" or (way == "nested" and i % group == 0)
-        run(i, "forward", _EVERYTHING if way == "no checkpoint" else _KEPT if has_input else _NOTHING)
+        keeps = {"no checkpoint": _EVERYTHING, "each layer": _KEPT, "nested": _NOTHING if i % group else _INPUT}
+        run(i, "forward", keeps.get(way, _NOTHING))
     size = group if way == "nested" else n_layers
     for start in reversed(range(0, n_layers, size)):
         part = range(start, min(start + size, n_layers))
@@ -87,8 +88,12 @@ def layer_grid(
     for (way, one), top, bottom in zip(plays.items(), *axes, strict=True):
         _cells(top, one, f"{way}: {len(one.runs)} steps")
         live = one.live(kept, everything)
-        bottom.fill_between(range(len(live)), live, step="mid", color=_BLUES[1])
-        bottom.set(xlabel="step", ylim=(0, None), title=f"peak {live.max():.4g}")
+        waiting = one.live(kept, 0.0)
+        bottom.fill_between(range(len(live)), waiting, step="mid", color=_BLUES[0])
+        bottom.fill_between(range(len(live)), waiting, live, step="mid", color=_BLUES[1])
+        # Hills three times as high as that of a checkpoint in each layer leave the frame: the others would be flat.
+        top_of_frame = 3 * plays["each layer"].live(kept, everything).max() if "each layer" in plays else None
+        bottom.set(xlabel="step", ylim=(0, top_of_frame), title=f"peak {live.max():.4g}")
     axes[0, 0].set_ylabel("layer")
     axes[1, 0].set_ylabel("in memory, in inputs")
     patches = [Rectangle((0, 0), 1, 1, color=colour) for colour in (*_BLUES, *_RUNS.values())]
@@ -118,8 +123,8 @@ def _check(kept: float, everything: float) -> None:
 
 
 def _cells(ax: Axes, one: Play, title: str) -> None:
-    colours = ListedColormap(["0.95", *_BLUES])
-    ax.imshow(one.stored.T, aspect="auto", origin="lower", cmap=colours, vmin=_NOTHING, vmax=_EVERYTHING)
+    colours = ListedColormap(["0.95", *_BLUES, _BLUES[0]])
+    ax.imshow(one.stored.T, aspect="auto", origin="lower", cmap=colours, vmin=_NOTHING, vmax=_INPUT)
     for how, colour in _RUNS.items():
         steps = [(step, layer) for step, (layer, kind) in enumerate(one.runs) if kind == how]
         if steps:

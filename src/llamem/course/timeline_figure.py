@@ -141,9 +141,10 @@ def _areas(ax: Axes, one: Timeline, n_bytes: int) -> None:
     height = ax.get_ylim()[1]
     for category, sizes in one.by_category().items():
         upper = base + sizes / n_bytes
-        if sizes.max() / n_bytes > 0.004 * height:
+        if sizes.any():
             lower_edge, upper_edge = np.append(base, base[-1]), np.append(upper, upper[-1])
-            style = {"color": COLOURS[category], "linewidth": 0, "label": category}
+            named = sizes.max() / n_bytes > 0.004 * height  # else too thin for the legend
+            style = {"color": COLOURS[category], "linewidth": 0, "label": category if named else None}
             ax.fill_between(steps, lower_edge, upper_edge, step="post", **style)
             _name_area(ax, category, base, upper)
         base = upper
@@ -188,11 +189,12 @@ def _passes(ax: Axes, one: Timeline) -> None:
 
 
 def _capacity(ax: Axes, one: Timeline, n_bytes: int, unit: str) -> None:
-    if line := drawn_capacity(one):
-        capacity = line / n_bytes
+    capacity = (one.capacity_bytes or 0) / n_bytes
+    if 0 < capacity <= ax.get_ylim()[1]:
         ax.axhline(capacity, color="black", linestyle="--", linewidth=1.2)
         steps = ax.get_xlim()[1]
-        left = one.peak_step < 0.5 * steps  # where `_peak` does not write
+        high = capacity > 0.7 * ax.get_ylim()[1]  # just under what `_peak` writes; else the side away from the peak
+        left = (one.peak_step < 0.5 * steps) == high
         place = {"ha": "left" if left else "right", "va": "bottom", "fontsize": 8}
         frame = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.8}
         label = f"{one.target}: {capacity:.2f} {unit}"

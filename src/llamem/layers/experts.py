@@ -1,11 +1,14 @@
 """A mixture of experts in place of a feed-forward: every token goes to the k experts that its router prefers."""
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
+
+from llamem.layers.expert_adapters import ExpertAdapters
 
 MAX_GROUP = 512  # rows of one expert that are multiplied at once
 
@@ -26,13 +29,15 @@ def mixture(
     w_up_EDF: Float[Array, "E D F"],
     w_down_EFD: Float[Array, "E F D"],
     experts_per_token: int,
+    adapters: ExpertAdapters | None = None,
 ) -> Float[Array, "B T D"]:
     """The shares' mean of k SwiGLU experts per token. No token is dropped, and only chosen experts are computed.
 
     Tokens are sorted by expert and padded to groups of equal size, one expert each; a loop multiplies group by group.
     So the work is that of k experts per token plus at most one group per expert, on every kind of chip. Named for
     `llamem.Policy`: "router" (the router's logits: saved, rematerialisation cannot route differently), "gate", "up".
-    Raises ValueError where there is no token.
+    With `adapters` each sequence's own low-rank pairs are added to its experts' matrices; NaN for those of no adapter.
+    Weights that are not differentiated cost no gradient work. Raises ValueError where there is no token.
     """
     B, T, D = x_BTD.shape
     if B * T == 0:
@@ -41,20 +46,27 @@ def mixture(
     x_ND = x_BTD.reshape(-1, D)
     logits_NE = jnp.einsum("ND,DE->NE", x_ND, w_router_DE, preferred_element_type=jnp.float32)
     shares_Nk, experts_Nk = route(checkpoint_name(logits_NE, "router"), k)
-    place_Nk, expert_G, group = _places(experts_Nk, E)
+    adapter_Nk = None if adapters is None else jnp.broadcast_to(adapters.of_rows(T)[:, None], experts_Nk.shape)
+    place_Nk, expert_G, group = _places(experts_Nk, E, adapter_Nk)
+    add = (lambda _, x_GgI, out_GgO: out_GgO) if adapters is None else adapters.adder(experts_Nk, place_Nk, group)
     # Every place reads one token; those that pad a group read past the end, which gives zeros.
     token_P = jnp.full(expert_G.size * group, B * T).at[place_Nk].set(jnp.arange(B * T)[:, None])
     x_GgD = x_ND.at[token_P].get(mode="fill", fill_value=0).reshape(-1, group, D)
-    gate_GgF = checkpoint_name(grouped_matmul(x_GgD, w_gate_EDF, expert_G), "gate")
-    up_GgF = checkpoint_name(grouped_matmul(x_GgD, w_up_EDF, expert_G), "up")
-    out_GgD = grouped_matmul(jax.nn.silu(gate_GgF) * up_GgF, w_down_EFD, expert_G)
+    gate_GgF = checkpoint_name(add("gate", x_GgD, grouped_matmul(x_GgD, w_gate_EDF, expert_G)), "gate")
+    up_GgF = checkpoint_name(add("up", x_GgD, grouped_matmul(x_GgD, w_up_EDF, expert_G)), "up")
+    inner_GgF = jax.nn.silu(gate_GgF) * up_GgF
+    out_GgD = add("down", inner_GgF, grouped_matmul(inner_GgF, w_down_EFD, expert_G))
     out_NkD = out_GgD.reshape(-1, D)[place_Nk]
     mixed_ND = jnp.einsum("NkD,Nk->ND", out_NkD, shares_Nk.astype(x_BTD.dtype), preferred_element_type=jnp.float32)
-    return mixed_ND.astype(x_BTD.dtype).reshape(B, T, D)
+    mixed_BTD = mixed_ND.astype(x_BTD.dtype).reshape(B, T, D)
+    return mixed_BTD if adapters is None else adapters.nan_where_unknown(mixed_BTD)
 
 
-def _places(experts_Nk: Array, E: int) -> tuple[Array, Array, int]:
-    """For each choice its place among the sorted and padded rows; for each group its expert; the rows of a group."""
+def _places(experts_Nk: Array, E: int, adapter_Nk: Array | None = None) -> tuple[Array, Array, int]:
+    """For each choice its place among the sorted and padded rows; for each group its expert; the rows of a group.
+
+    Rows of one expert are in the order of their adapters, where there are any.
+    """
     choices_A = experts_Nk.reshape(-1)
     A = choices_A.size
     group = min(MAX_GROUP, 8 * -(-A // (8 * E)))
@@ -62,7 +74,7 @@ def _places(experts_Nk: Array, E: int) -> tuple[Array, Array, int]:
     counts_E = jnp.bincount(choices_A, length=E)
     last_group_E = jnp.cumsum(-(-counts_E // group))
     first_place_E = (last_group_E - -(-counts_E // group)) * group
-    order_A = jnp.argsort(choices_A)
+    order_A = jnp.argsort(choices_A) if adapter_Nk is None else jnp.lexsort((adapter_Nk.reshape(-1), choices_A))
     sorted_A = choices_A[order_A]
     rank_A = jnp.arange(A) - (jnp.cumsum(counts_E) - counts_E)[sorted_A]
     place_A = jnp.zeros(A, jnp.int32).at[order_A].set((first_place_E[sorted_A] + rank_A).astype(jnp.int32))
@@ -81,22 +93,29 @@ def grouped_matmul(
     return jax.lax.map(lambda group: group[0] @ w_EDF[group[1]], (x_GgD, expert_G))
 
 
-def _grouped_fwd(x_GgD, w_EDF, expert_G):
-    return grouped_matmul(x_GgD, w_EDF, expert_G), (x_GgD, w_EDF, expert_G)
+def _grouped_fwd(x_GgD: Any, w_EDF: Any, expert_G: Any) -> tuple[Array, Any]:
+    # Frozen weights need no rows: none are kept, and that says so.
+    rows_GgD = x_GgD.value if w_EDF.perturbed else x_GgD.value[:0]
+    return grouped_matmul(x_GgD.value, w_EDF.value, expert_G.value), (rows_GgD, w_EDF.value, expert_G.value)
 
 
-def _grouped_bwd(residuals, d_GgF):
+def _grouped_bwd(residuals: Any, d_GgF: Array) -> tuple[Array, Array | None, None]:
     x_GgD, w_EDF, expert_G = residuals
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
+    def back(d_gF: Array, expert: Array) -> Array:
+        return product("gF,DF->gD", d_gF, w_EDF[expert]).astype(x_GgD.dtype)
+
+    if not x_GgD.size:
+        return jax.lax.map(lambda group: back(*group), (d_GgF, expert_G)), None, None
+
     # Left to itself, autodiff would add a gradient of all experts, mostly zeros, for every group.
-    def step(dw_EDF, group):
+    def step(dw_EDF: Array, group: tuple[Array, Array, Array]) -> tuple[Array, Array]:
         x_gD, d_gF, expert = group
-        dx_gD = product("gF,DF->gD", d_gF, w_EDF[expert]).astype(x_gD.dtype)
-        return dw_EDF.at[expert].add(product("gD,gF->DF", x_gD, d_gF)), dx_gD
+        return dw_EDF.at[expert].add(product("gD,gF->DF", x_gD, d_gF)), back(d_gF, expert)
 
     dw_EDF, dx_GgD = jax.lax.scan(step, jnp.zeros(w_EDF.shape, jnp.float32), (x_GgD, d_GgF, expert_G))
     return dx_GgD, dw_EDF.astype(w_EDF.dtype), None
 
 
-grouped_matmul.defvjp(_grouped_fwd, _grouped_bwd)
+grouped_matmul.defvjp(_grouped_fwd, _grouped_bwd, symbolic_zeros=True)

@@ -212,7 +212,8 @@ class Block(nnx.Module):
     def _mlp(self, y_BTD: Array, lora: LayerAdapters = NO_ADAPTERS) -> Array:
         w_gate, w_up, w_down = map(self._compute, (self.w_gate, self.w_up, self.w_down))
         if k := self.config.experts_per_token:
-            return mixture(y_BTD, self._compute(self.w_router), w_gate, w_up, w_down, k)
+            experts = lora.of_experts(w_up.shape[-1])
+            return mixture(y_BTD, self._compute(self.w_router), w_gate, w_up, w_down, k, experts)
         gate_BTF = checkpoint_name(lora.add("gate", y_BTD, y_BTD @ w_gate), "gate")
         up_BTF = checkpoint_name(lora.add("up", y_BTD, y_BTD @ w_up), "up")
         inner_BTF = jax.nn.silu(gate_BTF) * up_BTF

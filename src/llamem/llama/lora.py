@@ -17,6 +17,7 @@ from flax import nnx
 from llamem.llama.config import LlamaConfig
 
 IN_LAYERS = ("q", "k", "v", "o", "gate", "up", "down")
+IN_EXPERTS = ("gate", "up", "down")  # of each expert, where a model has any
 TARGETS = (*IN_LAYERS, "embedding", "head")
 
 
@@ -70,8 +71,10 @@ class Adapters:
 
     `a` `[L, A, r, in]` and `b` `[L, A, r, out]`, f32, are trained; `scale` `[L, A]`, f32, and `rank` `[L, A]`, int32,
     are not. "embedding" (in: V, out: D) and "head" (in: D, out: V) are outside the layers, and without the axis L.
-    Heads and their channels are one axis. r is the largest rank: beyond its own an adapter is zero, and its gradients
-    there are zero as well, so padding stays what it is. Rank 0: this target is not adapted in this layer.
+    Heads and their channels are one axis. Where gate, up and down are those of E experts, each expert has a pair of its
+    own, `a` `[L, A, E, r, in]` and `b` `[L, A, E, r, out]`, of the adapter's rank and scale. r is the largest rank:
+    beyond its own an adapter is zero, and its gradients there are zero as well, so padding stays what it is. Rank 0:
+    this target is not adapted in this layer.
     """
 
     a: dict[str, Any]
@@ -83,7 +86,7 @@ class Adapters:
     def create(cls, config: LlamaConfig, lora: LoraConfig, *, rngs: nnx.Rngs) -> "Adapters":
         """New adapters for models of this shape, which change nothing yet: of `A` and `B` one is random, one zero.
 
-        Under `jax.eval_shape` shapes only. Raises ValueError for adapters on experts, which are not computed.
+        Under `jax.eval_shape` shapes only.
         """
         if not isinstance(config, LlamaConfig) or not isinstance(lora, LoraConfig) or not isinstance(rngs, nnx.Rngs):
             raise TypeError(
@@ -94,16 +97,18 @@ class Adapters:
         rank_A = np.asarray(lora.ranks, np.int32)
         scale_A = np.asarray(lora.alphas, np.float32) / rank_A
         mine_Ar1 = (np.arange(rank_A.max()) < rank_A[:, None])[..., None]
+        A, r = mine_Ar1.shape[:2]
         a, b, scale, rank = {}, {}, {}, {}
         for target in lora.targets:
-            layers, n_in, n_out = shape_of(config, target)
-            a_shape, b_shape = ((*layers, *mine_Ar1.shape[:2], size) for size in (n_in, n_out))
+            layers, experts, n_in, n_out = shape_of(config, target)
+            mine = jnp.expand_dims(mine_Ar1, 1) if experts else mine_Ar1
+            a_shape, b_shape = ((*layers, A, *experts, r, size) for size in (n_in, n_out))
             if target == "embedding":
                 a[target] = jnp.zeros(a_shape)
-                b[target] = mine_Ar1 * jax.random.normal(rngs.params(), b_shape)
+                b[target] = mine * jax.random.normal(rngs.params(), b_shape)
             else:
                 bound = n_in**-0.5
-                a[target] = mine_Ar1 * jax.random.uniform(rngs.params(), a_shape, minval=-bound, maxval=bound)
+                a[target] = mine * jax.random.uniform(rngs.params(), a_shape, minval=-bound, maxval=bound)
                 b[target] = jnp.zeros(b_shape)
             scale[target] = jnp.broadcast_to(scale_A, (*layers, len(scale_A)))
             rank[target] = jnp.broadcast_to(rank_A, (*layers, len(rank_A)))
@@ -168,21 +173,16 @@ class Adapters:
         return joined
 
 
-def shape_of(config: LlamaConfig, target: str) -> tuple[tuple[int, ...], int, int]:
-    """What stands before the adapters' axis, `(L,)` or nothing, and the sizes in and out of the adapted matrix.
-
-    Raises ValueError for experts, whose adapters are not computed.
-    """
+def shape_of(config: LlamaConfig, target: str) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+    """What stands before the adapters' axis, `(L,)` or nothing, and after it, `(E,)` or nothing; sizes in and out."""
     c = config
     D, H, K = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    if c.n_experts and target in ("gate", "up", "down"):
-        raise ValueError(
-            f"targets={target!r}: in this model gate, up and down belong to {c.n_experts} experts, and adapters on "
-            "experts are not computed. Adapt q, k, v, o, embedding or head."
-        )
-    sizes = {"q": (D, H), "k": (D, K), "v": (D, K), "o": (H, D), "gate": (D, c.d_ff), "up": (D, c.d_ff)}
-    sizes |= {"down": (c.d_ff, D), "embedding": (c.vocab_size, D), "head": (D, c.vocab_size)}
-    return ((c.n_layers,) if target in IN_LAYERS else (), *sizes[target])
+    F = c.moe_d_ff if c.n_experts else c.d_ff
+    sizes = {"q": (D, H), "k": (D, K), "v": (D, K), "o": (H, D), "gate": (D, F), "up": (D, F), "down": (F, D)}
+    sizes |= {"embedding": (c.vocab_size, D), "head": (D, c.vocab_size)}
+    layers = (c.n_layers,) if target in IN_LAYERS else ()
+    experts = (c.n_experts,) if c.n_experts and target in IN_EXPERTS else ()
+    return layers, experts, *sizes[target]
 
 
 def check_adapters(adapters: Any, adapter_B: Any, batch_size: int, config: LlamaConfig) -> Any:
@@ -199,9 +199,9 @@ def check_adapters(adapters: Any, adapter_B: Any, batch_size: int, config: Llama
         raise TypeError(f"adapters of type {type(adapters).__name__}: expected llamem.Adapters.")
     A = adapters.count
     for target in adapters.a:
-        layers, n_in, n_out = shape_of(config, target)
+        layers, experts, n_in, n_out = shape_of(config, target)
         found, r = (adapters.a[target].shape, adapters.b[target].shape), adapters.a[target].shape[-2]
-        expected = ((*layers, A, r, n_in), (*layers, A, r, n_out))
+        expected = ((*layers, A, *experts, r, n_in), (*layers, A, *experts, r, n_out))
         if found != expected:
             raise ValueError(
                 f"adapters of another model: A and B of {target!r} have the shapes {found}, and this model needs "

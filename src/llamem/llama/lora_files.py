@@ -17,24 +17,17 @@ import numpy as np
 from llamem._extras import import_extra
 from llamem._files import read_json, whole_folder
 from llamem.llama.lora import IN_LAYERS, Adapters, check_adapters, shape_of
+from llamem.llama.lora_tensors import MODULES, WEIGHTS, module_path, pairs_in
 from llamem.llama.model import Llama
-from llamem.llama.safetensors_files import Stored, few, tensors_in
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-_MODULES = {target: f"self_attn.{target}_proj" for target in ("q", "k", "v", "o")}
-_MODULES |= {target: f"mlp.{target}_proj" for target in ("gate", "up", "down")}
-_MODULES |= {"embedding": "model.embed_tokens", "head": "lm_head"}
-_TARGETS = {module: target for target, module in _MODULES.items()}
-_TENSOR = re.compile(
-    r"base_model\.model\.(?:model\.layers\.(?P<layer>\d{1,5})\.)?(?P<module>[a-z_.]+?)"
-    r"\.(?:lora_(?:embedding_)?(?P<part>[AB])(?:\.weight)?|(?P<base>(?:base_layer\.)?weight))"
-)
+CONFIG = "adapter_config.json"
 # Fields that say nothing about what is computed, or are read here. Any other must be off: it changes the computation.
 _READ = {
     *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights"),
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
+    "target_parameters",
 }
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that take something from the weights
 
@@ -72,23 +65,27 @@ def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base:
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     targets: list[str] = []
+    arrays: dict[str, tuple[int, int, float]] = {}
     for target in one.a:
         a, b, scale, rank = (np.asarray(part[target]) for part in (one.a, one.b, one.scale, one.rank))
-        paths = [_MODULES[target]]
-        if target in IN_LAYERS:
-            paths = [f"model.layers.{layer}.{_MODULES[target]}" for layer in range(len(a))]
-        else:
+        if target not in IN_LAYERS:
             a, b, scale, rank = a[None], b[None], scale[None], rank[None]
-        adapted = [path for path, r in zip(paths, rank[:, 0], strict=True) if r]
-        targets += [_MODULES[target].split(".")[-1]] if len(adapted) == len(paths) else adapted
-        for layer, path in enumerate(paths):
+        experts = a.shape[2] if a.ndim > 4 else 0
+        a, b = (x.reshape(len(x), max(experts, 1), *x.shape[-2:]) for x in (a, b))
+        paths = {(i, e): module_path(target, i, e if experts else None) for i, e in np.ndindex(a.shape[:2])}
+        adapted = [path for (layer, _), path in paths.items() if rank[layer, 0]]
+        targets += [MODULES[target].split(".")[-1]] if len(adapted) == len(paths) else adapted
+        for (layer, expert), path in paths.items():
             if r := int(rank[layer, 0]):
                 name = "lora_embedding_{}" if target == "embedding" else "lora_{}.weight"
-                tensors[f"base_model.model.{path}.{name.format('A')}"] = np.ascontiguousarray(a[layer, 0, :r])
-                tensors[f"base_model.model.{path}.{name.format('B')}"] = np.ascontiguousarray(b[layer, 0, :r].T)
+                tensors[f"base_model.model.{path}.{name.format('A')}"] = np.ascontiguousarray(a[layer, expert, :r])
+                tensors[f"base_model.model.{path}.{name.format('B')}"] = np.ascontiguousarray(b[layer, expert, :r].T)
                 ranks[path] = r
                 alphas[path] = float(np.float32(scale[layer, 0] * np.float32(r)))
-    config = {
+                if experts:
+                    array, modules = ("down_proj", 1) if target == "down" else ("gate_up_proj", 2)
+                    arrays[f"model.layers.{layer}.mlp.experts.{array}"] = modules, r, alphas[path]
+    config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -101,6 +98,10 @@ def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base:
         **_with_pattern("r", "rank_pattern", ranks),
         **_with_pattern("lora_alpha", "alpha_pattern", alphas),
     }
+    # Over transformers 5 PEFT makes gate and up one adapter of twice the rank; told no other, of twice the field's.
+    for path, (modules, r, alpha) in arrays.items():
+        if (r, alpha) != (config["r"], config["lora_alpha"]):
+            config["rank_pattern"][path], config["alpha_pattern"][path] = modules * r, modules * alpha
     with whole_folder(folder) as unfinished:
         (unfinished / CONFIG).write_text(json.dumps(config, indent=2))
         safetensors.save_file(tensors, unfinished / WEIGHTS, {"format": "pt"})
@@ -120,40 +121,41 @@ def _load(model: Llama, folder: Path, dtype: Any) -> Adapters:
             raise FileNotFoundError(f"There is no {folder / name}: expected a folder written by PEFT, with {WEIGHTS}.")
     peft = read_json(folder / CONFIG, 10_000_000)
     _check_config(peft, folder)
-    found: dict[str, dict[int, dict[str, Stored]]] = {}
-    unknown = []
-    for name, stored in tensors_in(folder / WEIGHTS).items():
-        match = _TENSOR.fullmatch(name)
-        target = _TARGETS.get(match["module"]) if match else None
-        if match is None or target is None or (match["layer"] is not None) != (target in IN_LAYERS):
-            unknown.append(name)
-        elif match["base"]:
-            _check_same(model, target, stored, name, folder)
-        else:
-            found.setdefault(target, {}).setdefault(int(match["layer"] or 0), {})[match["part"]] = stored
-    if unknown or not found:
-        raise ValueError(
-            f"{folder / WEIGHTS} holds {few(unknown) or 'no tensor'}: expected low-rank matrices of "
-            f"{', '.join(_MODULES.values())} alone."
-        )
+    found = pairs_in(model, folder, peft)
     one = Adapters({}, {}, {}, {})
-    for target, by_layer in found.items():
-        layers, n_in, n_out = shape_of(model.config, target)
-        n_layers = math.prod(layers)
-        width = max(_rank(pair, n_in, n_out, f"{target} of layer {i} in {folder}") for i, pair in by_layer.items())
-        a, b = np.zeros((n_layers, 1, width, n_in), dtype), np.zeros((n_layers, 1, width, n_out), dtype)
-        scale, rank = np.zeros((n_layers, 1), np.float32), np.zeros((n_layers, 1), np.int32)
-        for layer, pair in by_layer.items():
-            if layer >= n_layers:
-                raise ValueError(f"{folder} adapts layer {layer}, and the model has {n_layers}: it has another base.")
-            r = pair["A"].shape[0]
-            path = f"model.layers.{layer}.{_MODULES[target]}" if target in IN_LAYERS else _MODULES[target]
-            a[layer, 0, :r], b[layer, 0, :r] = pair["A"].read(), pair["B"].read().T
-            scale[layer, 0], rank[layer, 0] = _scale(peft, path, r, folder), r
-        arrays = (a, b, scale, rank) if layers else (a[0], b[0], scale[0], rank[0])
+    for target in dict.fromkeys(target for target, _, _ in found):
+        mine = {(layer, expert or 0): pair for (t, layer, expert), pair in found.items() if t == target}
+        arrays = _stacked(model, target, mine, folder, peft, dtype)
         for part, array in zip((one.a, one.b, one.scale, one.rank), arrays, strict=True):
             part[target] = jnp.asarray(array)
     return one
+
+
+def _stacked(
+    model: Llama, target: str, pairs: Mapping[tuple[int, int], Any], folder: Path, peft: Mapping[str, Any], dtype: Any
+) -> tuple[np.ndarray, ...]:
+    """`a`, `b`, `scale` and `rank` of one target, from the pairs of its layers and experts."""
+    layers, experts, n_in, n_out = shape_of(model.config, target)
+    n_layers, n_experts = math.prod(layers), math.prod(experts)
+    width = max(_rank(pair, n_in, n_out, f"{pair['path']} in {folder}") for pair in pairs.values())
+    a, b = (np.zeros((n_layers, n_experts, width, size), dtype) for size in (n_in, n_out))
+    scale, rank = np.zeros((n_layers, 1), np.float32), np.zeros((n_layers, 1), np.int32)
+    for layer in sorted({layer for layer, _ in pairs}):
+        if layer >= n_layers:
+            raise ValueError(f"{folder} adapts layer {layer}, and the model has {n_layers}: it has another base.")
+        here = {expert: pair for (i, expert), pair in pairs.items() if i == layer}
+        kinds = {(len(pair["A"]), _scale(peft, pair["path"], len(pair["A"]), folder)) for pair in here.values()}
+        if set(here) != set(range(n_experts)) or len(kinds) > 1:
+            raise ValueError(
+                f"{folder} adapts {target!r} of {len(here)} experts in layer {layer}, with (rank, scale) of "
+                f"{sorted(kinds)[:4]}: expected all of {n_experts} experts, with one rank and one scale."
+            )
+        ((rank[layer, 0], scale[layer, 0]),) = kinds
+        for expert, pair in here.items():
+            r = len(pair["A"])
+            a[layer, expert, :r], b[layer, expert, :r] = pair["A"], pair["B"].T
+    a, b = (x.reshape(*layers, 1, *experts, *x.shape[-2:]) for x in (a, b))
+    return a, b, scale.reshape(*layers, 1), rank.reshape(*layers, 1)
 
 
 def _check_config(peft: Mapping[str, Any], folder: Path) -> None:
@@ -170,20 +172,8 @@ def _check_config(peft: Mapping[str, Any], folder: Path) -> None:
             raise ValueError(f"{name}={str(value)[:60]} in {folder / CONFIG}: not computed here, only plain LoRA.")
 
 
-def _check_same(model: Llama, target: str, stored: Stored, name: str, folder: Path) -> None:
-    """PEFT repeats a base matrix beside its adapter: it must be the model's."""
-    if target not in ("embedding", "head"):
-        raise ValueError(f"{name} in {folder}: a whole matrix, not an adapter. It is not read.")
-    mine = model.head if target == "head" else model.embedding[...]
-    if stored.shape != mine.shape or not np.array_equal(stored.read().astype(mine.dtype), np.asarray(mine)):
-        raise ValueError(
-            f"{name} in {folder}, of shape {stored.shape}, is not the model's {target}, of shape {mine.shape}: the "
-            "adapter was trained over another base, or a resized one. Take the model that it belongs to."
-        )
-
-
-def _rank(pair: Mapping[str, Stored], n_in: int, n_out: int, what: str) -> int:
-    shapes = {part: stored.shape for part, stored in sorted(pair.items())}
+def _rank(pair: Mapping[str, Any], n_in: int, n_out: int, what: str) -> int:
+    shapes = {part: pair[part].shape for part in ("A", "B") if part in pair}
     r = shapes.get("A", (0,))[0]
     if shapes != {"A": (r, n_in), "B": (n_out, r)} or r < 1:
         raise ValueError(
@@ -212,7 +202,7 @@ def _value(peft: Mapping[str, Any], field: str, pattern: str, path: str) -> Any:
         raise ValueError(f"{pattern}={str(patterns)[:60]} in an adapter's config: expected an object.")
     for key, value in patterns.items():
         # PEFT takes any regular expression; one from a file could take forever to match, or not be one.
-        if not re.fullmatch(r"\^?(\w|\.|\\\.|-)+\$?", key):
+        if not re.fullmatch(r"\^?(\.\*\\\.)?(\w|\.|\\\.|-)+\$?", key):
             raise ValueError(f"{pattern} names {key[:60]!r}: expected a module's name, such as self_attn.q_proj.")
         if re.match(rf"(.*\.)?({key})$", path):
             return value

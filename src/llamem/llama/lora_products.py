@@ -1,8 +1,9 @@
 """What adapters add to a model's products, each sequence's its own: nothing of `[in, out]` is made for an adapter.
 
 Each sequence's `A` `[r, in]` and `B` `[r, out]` are gathered, then multiplied as a batch: two thin products per matrix,
-whatever the number of adapters. On a mesh every device holds all adapters whole, and slices what its part of a matrix
-meets; in "tensor" each computes a summand or a part, as it does of the frozen product.
+whatever the number of adapters. For those of experts see `llamem.layers.expert_adapters`. On a mesh every device holds
+all adapters whole, and slices what its part of a matrix meets; in "tensor" each computes a summand or a part, as it
+does of the frozen product.
 """
 
 import dataclasses
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from llamem.llama.lora import IN_LAYERS, Adapters
+from llamem.layers.expert_adapters import ExpertAdapters
+from llamem.llama.lora import IN_EXPERTS, IN_LAYERS, Adapters
 
 
 def layers_of(adapters: Adapters | None) -> Any:
@@ -29,7 +31,10 @@ def layers_of(adapters: Adapters | None) -> Any:
 @partial(jax.tree_util.register_dataclass, data_fields=("a", "b", "scale", "adapter_B"), meta_fields=("tensor_axis",))
 @dataclasses.dataclass(frozen=True)
 class LayerAdapters:
-    """One layer's adapters, `a` `[A, r, in]`, `b` `[A, r, out]`, `scale` `[A]` by target; each sequence's choice."""
+    """One layer's adapters, `a` `[A, r, in]`, `b` `[A, r, out]`, `scale` `[A]` by target; each sequence's choice.
+
+    Those of experts are `[A, E, r, ..]`.
+    """
 
     a: Mapping[str, Any]  # arrays; what JAX puts into trees while it traces them, too
     b: Mapping[str, Any]
@@ -56,6 +61,17 @@ class LayerAdapters:
         z_BTr = project_in(x_BTI, a_ArI, self.scale[target], self.adapter_B)
         delta_BTO = jnp.einsum("BTr,BrO->BTO", z_BTr, chosen(b_ArO, self.adapter_B).astype(out.dtype))
         return out + delta_BTO.reshape(out.shape)
+
+    def of_experts(self, F: int) -> ExpertAdapters | None:
+        """Those of the experts, of whose F channels this device has so many; None where no expert is adapted."""
+        mine = [target for target in IN_EXPERTS if target in self.a]
+        if not mine:
+            return None
+        a, b, scale = ({t: part[t] for t in mine} for part in (self.a, self.b, self.scale))
+        for part, target in ((b, "gate"), (b, "up"), (a, "down")):
+            if target in part:
+                part[target] = _own(part[target], F, self.tensor_axis)
+        return ExpertAdapters(a, b, scale, self.adapter_B, len(scale[mine[0]]))
 
     def in_groups_of_heads(self, groups: int, sizes: Mapping[str, int]) -> tuple["LayerAdapters", "LayerAdapters"]:
         """What of q, k, v and o has heads, cut into groups of them, `[groups, A, r, ..]`; and what all groups read.

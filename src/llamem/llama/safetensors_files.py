@@ -108,10 +108,15 @@ def _place(name: str, entry: Any, file: Path, size: int) -> tuple[int, int, np.d
         )
     dtype = np.dtype(_DTYPES[kind])
     start, end = offsets
-    if end - start != math.prod(shape) * dtype.itemsize or end > size:
+    if end - start != math.prod(shape) * dtype.itemsize:
         raise ValueError(
-            f"{name} should take {math.prod(shape) * dtype.itemsize} bytes and has {end - start}, up to byte {end} of "
-            f"{size} bytes of data in {file}: the file is cut off or damaged. Download it again."
+            f"{name} should take {math.prod(shape) * dtype.itemsize} bytes and has {end - start} in {file}, which is "
+            "damaged. Download it again."
+        )
+    if end > size:
+        raise ValueError(
+            f"{name} should end at byte {end:,} of the data in {file}, which has {size:,}: the file is cut off or "
+            "damaged. Download it again."
         )
     return start, end, dtype, tuple(shape)
 

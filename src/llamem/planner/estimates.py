@@ -13,9 +13,10 @@ from llamem.llama.plan import Plan
 from llamem.memory import TARGETS, GiB, Report, Target
 from llamem.memory.show import html_table
 from llamem.memory.targets import pod
-from llamem.planner.alive import Line, moments_of
+from llamem.planner.alive import moments_of
 from llamem.planner.host import host_bytes, link_bytes
 from llamem.planner.ledger import Ledger, beside
+from llamem.planner.lines import Line
 from llamem.planner.seconds import Seconds, describe, seconds_of
 from llamem.planner.share import share_of
 from llamem.train.settings import Clip

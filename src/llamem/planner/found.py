@@ -86,8 +86,8 @@ def explained(one: Estimate, report: Report | None, tried: Sequence[Estimate], a
     if faster:
         least = min(faster, key=lambda e: e.peak_bytes)
         lines.append(
-            f"Of {len(tried):,} plans {len(faster)} would be faster; the smallest of them, {words(least.plan)}, needs "
-            f"{least.peak_bytes / GiB:.2f} GiB by estimate."
+            f"Of {len(tried):,} plans {len(faster)} would be faster by more than 2 %; the smallest of them, "
+            f"{words(least.plan)}, needs {least.peak_bytes / GiB:.2f} GiB by estimate."
         )
     else:
         lines.append(f"No plan of {len(tried)} is faster by more than 2 %: memory is no constraint here.")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from llamem.memory import GiB, Report
 from llamem.memory.show import html_table
 from llamem.memory.timeline import Span
-from llamem.planner.alive import LINES, Line
+from llamem.planner.lines import LINES, Line
 from llamem.planner.share import Share
 
 _GAPS = "gaps"  # set aside by the compiler, and filled by nothing at the peak
@@ -81,10 +81,11 @@ def beside(share: Share, lines: Sequence[Line], peak_at: str, report: Report) ->
         arrays = [span for span in found if not span.shape.startswith("(") and span.name != "argument"]
         largest = max(arrays, key=lambda span: span.bytes, default=None)
         compiled = sum(span.bytes for span in found)
+        if name == _GAPS:
+            compiled = report.peak_bytes - timeline.peak_bytes
         if compiled or estimated[name]:
             what = "" if largest is None else f"{largest.shape} {largest.source}".strip()
             rows.append(Row(name, estimated[name], compiled, what))
-    rows.append(Row(_GAPS, 0, report.peak_bytes - timeline.peak_bytes, ""))
     return Ledger(tuple(rows), peak_at, timeline.pass_at(timeline.peak_step) or "the only pass")
 
 

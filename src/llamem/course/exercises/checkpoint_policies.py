@@ -1,7 +1,7 @@
 """Checks of the exercises of notebook 02."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -9,32 +9,80 @@ import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
+from llamem.layers.remat import Policy
 from llamem.llama.config import LlamaConfig
 from llamem.memory.compiling import matmul_flops
 from llamem.memory.residuals import saved_residuals
 
+MiB = 2**20
 
-def check_frontier(fn: Callable[..., Any]) -> None:
-    """Exercise 1: the policies that no other policy beats."""
+
+def priced(config: LlamaConfig, tokens: int) -> dict[str, tuple[int, int]]:
+    """For one sequence, by name: bytes that all layers keep of it, and FLOPs of the products that they then spare.
+
+    Each name spares the product that makes it; `attn` is the scores times the values, in plain attention.
+    """
+    heads, kv_heads = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    # Of each name: how wide it is, and over how many numbers each of its own is a sum.
+    sizes = {"q": (heads, config.d_model), "k": (kv_heads, config.d_model), "v": (kv_heads, config.d_model)}
+    sizes |= {"attn": (heads, tokens), "attn_out": (config.d_model, heads)}
+    sizes |= dict.fromkeys(("gate", "up"), (config.d_ff, config.d_model))
+    rows = config.n_layers * tokens
+    return {
+        name: (rows * width * config.compute_dtype.itemsize, 2 * rows * width * inner)
+        for name, (width, inner) in sizes.items()
+    }
+
+
+def _sums(table: dict[str, tuple[int, int]], names: Iterable[str]) -> tuple[int, int]:
+    """Bytes and FLOPs of some names of a table."""
+    n_bytes, flops = zip((0, 0), *(table[name] for name in names), strict=True)
+    return sum(n_bytes), sum(flops)
+
+
+def check_best_policy(fn: Callable[..., Any]) -> None:
+    """Exercise 1: the names that spare the most products within a budget, against every other choice of names."""
+    one_b, eight_b, qwen = (
+        LlamaConfig.from_name(name, compute_dtype=jnp.bfloat16) for name in ("llama3.2-1b", "llama3-8b", "qwen3-0.6b")
+    )
 
     def body() -> str:
-        table = {"a": (10, 5.0), "b": (20, 4.0), "c": (20, 6.0), "d": (30, 4.0), "e": (40, 3.0)}
-        table |= {"f": (9, 9.0), "g": (20, 4.0), "h": (15, 4.9)}  # g equals b; h lies above the line from a to b
-        for rows in itertools.islice(itertools.permutations(table.items()), 0, None, 97):
-            got = fn(dict(rows))
-            assert got is not None, "Return the names, in any order."
-            got = set(got)
-            for loser, winner in (("c", "b"), ("d", "b")):
-                assert loser not in got, (
-                    f"{loser} = {table[loser]} does not belong: {winner} = {table[winner]} is nowhere worse and "
-                    "somewhere better."
-                )
-            for missing in sorted(set(table) - {"c", "d"} - got):
+        # Budgets in KiB for one token in one layer: small enough to write down, and to do in one's head.
+        for config, tokens, kib in (
+            (one_b, 2048, 0),
+            (one_b, 2048, 25),
+            (one_b, 2048, 100),
+            (eight_b, 8192, 30),
+            (eight_b, 8192, 36),
+            (eight_b, 5120, 35),
+            (qwen, 1024, 12),
+        ):
+            table, budget = priced(config, tokens), kib * 1024 * tokens * config.n_layers
+            policy = fn(dict(table), budget)
+            if not isinstance(policy, Policy):
+                raise AssertionError(f"Return a llamem.Policy that says what to save, not {type(policy).__name__}.")
+            if policy != Policy(save=policy.save) or not set(policy.save) <= set(table):
+                raise AssertionError(f"{policy}: save names of the table, and nothing else. It prices no other place.")
+            choices = [names for n in range(len(table) + 1) for names in itertools.combinations(table, n)]
+            sums = [_sums(table, names) for names in choices]
+            kept, spared = _sums(table, set(policy.save))
+            best = max(flops for n_bytes, flops in sums if n_bytes <= budget)
+            told = (
+                f"{config.n_layers} layers of width {config.d_model}, {tokens:,} tokens: {policy.save} keeps "
+                f"{kept / MiB:,.0f} of {budget / MiB:,.0f} MiB"
+            )
+            assert kept <= budget, f"{told}. That is more than there is. Of how many layers are the table's bytes?"
+            if spared < best:
+                least = min(n_bytes for n_bytes, flops in sums if flops == best)
+                question = "Which name would you give back, to make use of the room that is left?"
+                if kept >= least:
+                    question = "A full budget is not the aim. What does a byte of each name spare?"
+                if not policy.save:
+                    question = "Is there no name that fits?"
                 raise AssertionError(
-                    f"Of {table} you leave out {missing}. Which of the others is at least as good in both numbers, and "
-                    "better in one?"
+                    f"{told}, and spares {spared / 1e12:.2f} TFLOP, where {best / 1e12:.2f} are possible. {question}"
                 )
-        return "Only these are worth a thought, whatever bytes and FLOPs are worth to you."
+        return "Seven names are few enough to try every choice, before anything is compiled."
 
     grade(1, body)
 

@@ -1,4 +1,4 @@
-"""Checks of notebook 08's exercises: what waits for the backward pass, a feed-forward by rows, a better plan."""
+"""Checks of notebook 08's exercises: two lines of a plan's ledger, a feed-forward by rows, a better plan."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,39 +15,81 @@ from llamem.planner.candidates import words
 
 GiB = 2**30
 # Exercise 3: a plan that fits and wastes time, for this model, chip and length.
-CHIP, TOKENS = "v5e-1", 32_768
+CHIP, TOKENS = "v5e-1", 65_536
 GIVEN = Plan(attention_tiles=8, mlp_tiles=64, offload=("block_in",), moments="host")
 
 
 def one_b() -> LlamaConfig:
     """Llama 3.2 1B in bfloat16."""
-    return PRESETS["llama3.2-1b"].replace(param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    return _in_bf16("llama3.2-1b")
 
 
-def check_waiting_bytes(fn: Callable[..., int]) -> None:
-    """Exercise 1: bytes of the layers' inputs, scanned or nested, on the chip or away."""
+def check_ledger_lines(fn: Callable[..., Any]) -> None:
+    """Exercise 1: the residuals and the feed-forward of a plan, as `llamem.estimate` has them."""
+    wide = one_b().replace(compute_dtype=jnp.float32, param_dtype=jnp.float32)
+    away, rows = Plan(offload=("block_in",)), Plan(mlp_tiles=32)
 
     def body() -> str:
-        for L, D, tokens, groups in (
-            (16, 2048, 131_072, 1),
-            (16, 2048, 131_072, 8),
-            (28, 3072, 8192, 7),
-            (12, 64, 10, 3),
+        for config, tokens, plan in (
+            (one_b(), 131_072, Plan()),
+            (one_b(), 131_072, away),
+            (one_b(), 131_072, rows),
+            (_in_bf16("llama3.1-8b"), 8192, rows.replace(mlp_tiles=4)),
+            (_in_bf16("llama3.2-3b"), 65_536, away.replace(mlp_tiles=128)),
+            (wide, 4096, rows.replace(mlp_tiles=2)),
         ):
-            found, x = fn(L, D, tokens, groups), tokens * D * 2
-            inputs = L if groups == 1 else groups + L // groups
-            case = f"{L} layers, D={D}, {tokens:,} tokens, {groups} group{'s' * (groups > 1)}"
-            assert found is not None and np.ndim(found) == 0, "return one number, in bytes"
-            if found == inputs * x // 2:
-                raise AssertionError(f"{case}: half of what waits. How many bytes has a number in bfloat16?")
-            if groups > 1 and found == L * x:
-                raise AssertionError(f"{case}: that is one input for each layer. What do groups keep instead?")
-            if groups > 1 and found == groups * x:
-                raise AssertionError(f"{case}: the groups' inputs. And inside the group that is at work?")
-            assert found == inputs * x, f"{case}: {found} is not it. One input is tokens x D numbers."
-        return "It grows with the tokens, and a chip's memory does not."
+            found = fn(config, tokens, plan)
+            if not isinstance(found, dict) or set(found) != {"residuals", "feed-forward"}:
+                raise AssertionError("return a dictionary of two numbers of bytes, 'residuals' and 'feed-forward'")
+            lines = estimate(config, plan, CHIP, seq_len=tokens).moments["a layer's backward pass, feed-forward"]
+            for line in lines:
+                if line.name in found and found[line.name] != line.bytes:
+                    questions = _residuals if line.name == "residuals" else _feed_forward
+                    hint = questions(config, tokens, plan, line.bytes).get(found[line.name])
+                    raise AssertionError(
+                        f"{config.n_layers} layers, D={config.d_model}, F={config.d_ff}, in {config.compute_dtype}, "
+                        f"{tokens:,} tokens, {words(plan)}, {line.name}: yours is {found[line.name] / GiB:.3f} GiB, "
+                        f"the estimate's {line.bytes / GiB:.3f}. {hint or 'What is there at this moment?'}"
+                    )
+        return "Two tools, two lines: you know what each buys before anything is compiled."
 
     grade(1, body)
+
+
+def _in_bf16(name: str) -> LlamaConfig:
+    return PRESETS[name].replace(param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+
+
+def _residuals(config: LlamaConfig, tokens: int, plan: Plan, right: int) -> dict[float, str]:
+    """By wrong numbers of bytes: what to ask."""
+    one = tokens * config.d_model * config.compute_dtype.itemsize
+    asked = {one: "How many layers leave their input behind?", config.n_layers * one: "Where do the inputs wait?"}
+    of_type = "How many bytes has a number in the type that the layers compute in?"
+    return asked | dict.fromkeys((2 * right, right / 2, config.n_layers * tokens * config.d_model), of_type)
+
+
+def _feed_forward(config: LlamaConfig, tokens: int, plan: Plan, right: int) -> dict[float, str]:
+    """By wrong numbers of bytes: what to ask."""
+    size, tiles, F = config.compute_dtype.itemsize, plan.mlp_tiles, config.d_ff
+    matrices, whole = 3 * config.d_model * F, 3 * tokens * F * size
+    sums, tile = 4 * matrices, whole // tiles
+    asked = dict.fromkeys((2 * right, right / 2), "How many bytes has each of these numbers?")
+    asked |= {
+        config.n_layers * right: "How many layers are at work at one moment?",
+        2 * tile // 3 + (sums if tiles > 1 else 0): "Gate and up are two arrays. The ledger's line has a third.",
+    }
+    if tiles == 1:
+        return asked | {tile + sums: "With all rows in one tile, what is there to add up?"}
+    together = "Of how many rows do gate and up exist together?"
+    narrow = "What happened to the 128 terms summed in bfloat16?"
+    return asked | {
+        whole: together,
+        whole + sums: together,
+        tile: "The tiles share the weights. So what is added up from tile to tile?",
+        tile + sums // 3: "How many matrices has a feed-forward?",
+        tile + sums // tiles: "Does a sum over all tiles grow smaller with the tile?",
+        tile + size * matrices: narrow,
+    }
 
 
 def check_feed_forward(fn: Callable[..., Any]) -> None:

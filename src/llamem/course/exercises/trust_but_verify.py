@@ -1,5 +1,6 @@
-"""Checks of notebook 10's exercises: programs that must pass the battery, and compute what was asked."""
+"""Checks of notebook 10's exercises: a diagnosis by proofs, and programs that pass them and compute what was asked."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,12 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from llamem.course.exercises import grade
+from llamem.course.exercises.suspects import SUSPECTS
+from llamem.course.exercises.suspects import dropped as _dropped
+from llamem.course.exercises.suspects import layer as _layer
 from llamem.memory.residuals import saved_residuals
-from llamem.verify.verification import verify_remat
+from llamem.verify.case import Title
+from llamem.verify.verification import Verification, verify_remat
 
 _GATE, _UP, _DOWN, _X, _KEY = jax.random.split(jax.random.key(5), 5)
 _W = {"up": jax.random.normal(_UP, (6, 16, 64)) / 4, "down": jax.random.normal(_DOWN, (6, 64, 16)) / 8}
@@ -18,18 +23,38 @@ _GATED = {**_W, "gate": jax.random.normal(_GATE, (6, 16, 64)) / 4}
 _START = jax.random.normal(_X, (1024, 16))
 
 
-def _layer(w: Any, x: Any) -> Any:
-    return x + jnp.sin(jnp.tanh(checkpoint_name(x @ w["up"], "h"))) @ w["down"]
+# Exercise 1: what to ask where a proof that fails is missing from the answer, and where one stands in it that holds.
+_QUESTIONS = {
+    "ada": (
+        "Run it by hand through two layers.",
+        "It closes over a key, like case 3. With which key does the second layer draw, and with which the third?",
+    ),
+    "ben": (
+        "Is the loop inside of the checkpoint, or around it? What is there when the backward pass begins?",
+        "Does the layer give this name? Are the numbers those of the plain program, and does anything run again?",
+    ),
+    "cleo": (
+        "Which function does the loop run? Go through the three groups, on, right and worth it: which of them would "
+        "notice that nothing has changed?",
+        "With the flag and without, which program is traced? Can their numbers differ?",
+    ),
+    "dan": (
+        "When does NumPy draw: each time the layer runs, or while the function is traced? How often is it traced, "
+        "to compare both ways?",
+        "What is left of NumPy's draw in a traced program? A proof can only judge what it finds there, and what the "
+        "layer computes again.",
+    ),
+    "eve": (
+        "What is different with the flag: on the way forward, and on the way back?",
+        "The checkpoint itself is around the layer, inside the loop. And what does `scaled` return on the way forward?",
+    ),
+}
 
 
 def _gated_layer(w: Any, x: Any) -> Any:
     """As wide a product as `h`, without a name."""
     h = checkpoint_name(x @ w["up"], "h")
     return x + (jnp.sin(jnp.tanh(h)) * jnp.sin(x @ w["gate"])) @ w["down"]
-
-
-def _dropped(w: Any, x: Any, key: Any) -> Any:
-    return _layer(w, x) * jax.random.bernoulli(key, 0.8, x.shape) / 0.8
 
 
 def _gated_dropped(w: Any, x: Any, key: Any) -> Any:
@@ -79,13 +104,38 @@ def _battery(loss: Callable[[Any, Any, Any], Any], batch: Any, w: Any = _W) -> N
         raise AssertionError(f"{proof.name}: {proof.seen}. {proof.cause}")
 
 
-def check_cured_loss(fn: Callable[..., Any]) -> None:
-    """Exercise 1: a checkpoint inside the scan."""
+@functools.cache
+def _verified(name: str) -> Verification:
+    (suspect,) = (one for one in SUSPECTS if one.__name__ == name)
+    return verify_remat(suspect, _W, {"x": _START, "key": _KEY}, with_=True, without=False)
+
+
+def check_diagnosis(fn: Callable[[], Any]) -> None:
+    """Exercise 1: for each of the notebook's five suspects the proofs that fail, compared with `verify_remat`."""
 
     def body() -> str:
-        _check_value(lambda remat: fn(_layer, _W, _START, remat))
-        _battery(lambda w, x, remat: fn(_layer, w, x, remat), _START)
-        return "Around one layer, inside the loop."
+        answer, names = fn(), [suspect.__name__ for suspect in SUSPECTS]
+        if not isinstance(answer, dict) or set(answer) != set(names):
+            raise AssertionError(f"Return a dictionary with one entry for each of {', '.join(names)}.")
+        for name in names:
+            said = answer[name]
+            if not isinstance(said, set | frozenset | list | tuple):
+                raise AssertionError(f"{name}: a set of names is expected, empty for a sound program, not {said!r}.")
+            verification = _verified(name)
+            for one in said:
+                if one not in list(Title):
+                    raise AssertionError(
+                        f"{name}: {one!r} is no proof. verify_remat prints their names, up to the colon."
+                    )
+            failed = {proof.name for proof in verification.failed}
+            missed, unfounded = _QUESTIONS[name]
+            for one in said:
+                if one not in failed:
+                    raise AssertionError(f"{name}: {one!r} does not fail. {unfounded}")
+            if failed - set(said):
+                so_far = "what you name does fail, and it is not all" if said else "it is not sound"
+                raise AssertionError(f"{name}: {so_far}. {missed}")
+        return "Four faults, four signatures; and one that only looks like a fault."
 
     grade(1, body)
 

@@ -1,5 +1,6 @@
 """Checks of the exercises of notebook 05. The devices of a mesh are the rows of a `jax.vmap` with an axis name."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -8,23 +9,94 @@ import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
+from llamem.memory.hlo import parse
 from llamem.memory.jaxprs import equations
 
 DEVICES, AXIS = 4, "tensor"
-# Bytes that arrive at a device of a ring, for each byte of a collective's result.
-ARRIVES = {
-    "psum": 2 * (DEVICES - 1) / DEVICES,
-    "pmax": 2 * (DEVICES - 1) / DEVICES,
-    "pmin": 2 * (DEVICES - 1) / DEVICES,
-    "all_gather": (DEVICES - 1) / DEVICES,
-    "all_to_all": (DEVICES - 1) / DEVICES,
-    "reduce_scatter": DEVICES - 1,
-    "ppermute": 1,
-}
+
+
+def _share(operation: str, n: int) -> float:
+    """Bytes that arrive at each of `n` devices of a ring, for each byte of the result."""
+    return {"all-gather": (n - 1) / n, "reduce-scatter": n - 1, "all-reduce": 2 * (n - 1) / n}[operation]
+
+
+# Bytes that arrive at a device of a ring, for each byte of a collective's result, by JAX's names.
+ARRIVES = dict.fromkeys(("psum", "pmax", "pmin"), _share("all-reduce", DEVICES))
+ARRIVES |= dict.fromkeys(("all_gather", "all_to_all"), _share("all-gather", DEVICES))
+ARRIVES |= {"reduce_scatter": _share("reduce-scatter", DEVICES), "ppermute": 1.0}
+# Exercise 1: lines with devices, runs and a question. The first five are the notebook's, others made up.
+_EIGHT = "replica_groups={{0,1,2,3,4,5,6,7}}, use_global_device_ids=true"
+LINES = (
+    (
+        f"%all_gather.3 = f32[4096,32]{{0,1}} all-gather(%wrapped_copy), channel_id=1, {_EIGHT}, dimensions={{1}}",
+        (8, 1),
+        "Which part of the result did the device have already?",
+    ),
+    (
+        f"%reduce_scatter.7 = f32[4096,4]{{0,1}} reduce-scatter(%wrapped_copy.2), channel_id=1, {_EIGHT}",
+        (8, 1),
+        "The result is one device's part of the sum. How much arrived to be added into it?",
+    ),
+    (
+        f"%psum.7 = f32[] all-reduce(%wrapped_reduce), channel_id=1, {_EIGHT}, to_apply=%region_7.8",
+        (8, 1),
+        "A shape without sizes is one number. And an all-reduce is one collective followed by another.",
+    ),
+    (
+        "%all-reduce.3 = f32[128,4096]{1,0} all-reduce(%ynn_fusion.3), channel_id=2, "
+        "replica_groups=mesh['axis_0'=1,'axis_1'=8] {'axis_1'}, use_global_device_ids=true",
+        (8, 8),
+        "It stands in the body of a loop. How often is it sent?",
+    ),
+    (
+        "%all-reduce = (f32[], f32[4096,32]{1,0}) all-reduce(%wrapped_reduce, %get-tuple-element.44), channel_id=1, "
+        + _EIGHT,
+        (8, 1),
+        "How many arrays are in this result?",
+    ),
+    (
+        "%gathered.1 = bf16[1024,512]{1,0} all-gather(%slice.2), channel_id=5, replica_groups=[1,4]<=[4], "
+        "dimensions={1}",
+        (4, 1),
+        "How many bytes has one element of this type? And how many devices take part?",
+    ),
+    (
+        "%all-gather.clone.2 = f32[64,48]{1,0} reduce-scatter(%all-reduce.9), channel_id=3, "
+        "replica_groups=[1,4]<=[4], dimensions={1}",
+        (4, 32),
+        "What stands in front of the equals sign is a name, and so is what stands in the parentheses. Where does the "
+        "line say what it does?",
+    ),
+    (
+        "%psum.3 = (bf16[8,2048]{1,0}, f32[2048]{0}) all-reduce(%fusion.8, %fusion.9), channel_id=7, "
+        "replica_groups={{0,1},{2,3}}",
+        (2, 8),
+        "Each array of a tuple has a type of its own.",
+    ),
+)
+
+
+def check_bytes_that_arrive(fn: Callable[[str, int, int], float]) -> None:
+    """Exercise 1: what a line of a compiled program brings to a device, compared with the library's own reader."""
+
+    def body() -> str:
+        for line, (n, trips), question in LINES:
+            found = fn(line, n, trips)
+            assert found is not None and np.ndim(found) == 0, "return one number: the bytes that arrive at one device"
+            ((instruction,),) = parse(f"ENTRY %main () -> f32[] {{\n  {line}\n}}").computations.values()
+            result = sum(shape.item_bytes * math.prod(shape.sizes) for shape in instruction.shapes)
+            wanted = trips * result * _share(instruction.opcode, n)
+            assert np.isclose(found, wanted, rtol=1e-6), (
+                f"with n={n} and trips={trips} yours is {found / wanted:.3f} times what arrives by\n"
+                f"  {line}\n{question}"
+            )
+        return "Shape, kind, devices, runs: with these four you can price any line of any compiled program."
+
+    grade(1, body)
 
 
 def check_merge_devices(fn: Callable[..., Any]) -> None:
-    """Exercise 1: logsumexp and the softmax's mean of the head's rows, from what each device found in its own rows."""
+    """Exercise 2: logsumexp and the softmax's mean of the head's rows, from what each device found in its own rows."""
     z_ENU = 60 * jax.random.normal(jax.random.key(0), (DEVICES, 6, 5))
     z_ENU = z_ENU.at[1, 2].set(-jnp.inf)  # a device whose words are all masked, for one token
     head_EUD = jax.random.normal(jax.random.key(1), (DEVICES, 5, 3))
@@ -60,11 +132,11 @@ def check_merge_devices(fn: Callable[..., Any]) -> None:
         )
         return "Two numbers and one row per token travel, whatever the size of the vocabulary."
 
-    grade(1, body)
+    grade(2, body)
 
 
 def check_transpose(fn: Callable[..., Any]) -> None:
-    """Exercise 2: the transpose of gathering a matrix along its columns."""
+    """Exercise 3: the transpose of gathering a matrix along its columns."""
     dw_EVD = jax.random.normal(jax.random.key(2), (DEVICES, 5, 8))
 
     def body() -> str:
@@ -93,11 +165,11 @@ def check_transpose(fn: Callable[..., Any]) -> None:
         )
         return "A gather forward is a reduce-scatter backward: the same bytes, the other way."
 
-    grade(2, body)
+    grade(3, body)
 
 
 def check_target_logit(fn: Callable[..., Any]) -> None:
-    """Exercise 3: the logit of each token's target, of which one device alone has the row."""
+    """Exercise 4: the logit of each token's target, of which one device alone has the row."""
     x_ND = jax.random.normal(jax.random.key(3), (9, 3))
     head_EUD = jax.random.normal(jax.random.key(4), (DEVICES, 5, 3))
     targets_N = jnp.array([0, 19, 7, 12, 5, 4, 16, 9, 10])
@@ -129,30 +201,6 @@ def check_target_logit(fn: Callable[..., Any]) -> None:
             "bytes, is enough"
         )
         return "One sum of [N]. The row of a target never leaves its device."
-
-    grade(3, body)
-
-
-def check_mean_over_devices(fn: Callable[..., Any]) -> None:
-    """Exercise 4: the mean over all tokens that count, where devices have different numbers of them."""
-    loss_En = jax.random.uniform(jax.random.key(5), (DEVICES, 6)) + jnp.arange(DEVICES)[:, None]
-    counts_En = jnp.arange(6) < jnp.array([6, 1, 3, 0])[:, None]
-
-    def body() -> str:
-        found_E = jnp.asarray(_on_devices(fn, loss_En, counts_En))
-        exact = loss_En[counts_En].mean()
-        assert found_E.shape == (DEVICES,), f"one number, not an array {found_E.shape[1:]}"
-        assert not np.isnan(found_E).any(), "NaN: one of the devices has no token that counts. What does it divide by?"
-        assert np.allclose(found_E, found_E[0]), "the devices end with different means"
-        assert not np.allclose(found_E, loss_En.mean()), "tokens that do not count are in your mean"
-        of_six = jnp.where(counts_En, loss_En, 0).sum() / loss_En.size
-        assert not np.allclose(found_E, of_six), "ignored tokens add nothing to your sum, but they still count below it"
-        hint = (
-            "a mean of the devices' means gives a token on a device with few of them a greater weight. Which two sums "
-            "are there, and when is the one divided by the other?"
-        )
-        assert np.allclose(found_E, exact), hint
-        return "Sums travel, and are divided once. The library's word for the lower sum is `normalizer`."
 
     grade(4, body)
 

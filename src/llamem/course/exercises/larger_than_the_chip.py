@@ -1,0 +1,222 @@
+"""Checks of notebook 12's exercises: when a link is hidden, updates in a backward scan, clipping by the norm of all."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from llamem.course.exercises import grade
+from llamem.memory import TARGETS, matmul_flops
+from llamem.memory.jaxprs import equations
+from llamem.planner.seconds import HOST_LINK, PRODUCTS
+
+L, N, D, F = 5, 6, 8, 12  # layers, tokens and widths of the stack that exercises 2 and 3 are tried on
+
+
+def check_hidden_from(fn: Callable[..., float]) -> None:
+    """Exercise 1: tokens from which on the link hides behind the products."""
+
+    def body() -> str:
+        for chip, weight_bytes, trained in (("v5e", 4, True), ("v6e", 2, True), ("v5e", 2, False), ("h100", 4, False)):
+            peak = TARGETS[chip if chip == "h100" else f"{chip}-1"].peak_flops
+            assert peak
+            flops, link = PRODUCTS * peak, HOST_LINK[chip]
+            found = fn(flops, link, weight_bytes, trained)
+            assert found is not None and np.ndim(found) == 0, "return one number of tokens"
+            moved, work = (7, 8) if trained else (2, 6)
+            right = weight_bytes * moved * flops / (link * work)
+            case = f"{chip}, {'trained' if trained else 'frozen'}, {weight_bytes} bytes a number"
+            share = float(found) / right
+            _not_these(case, share, trained)
+            assert abs(share - 1) < 1e-3, f"{case}: {found:.0f} tokens are not it. Count both sides for one weight"
+        return "The width of the layer never came up: bytes and products both grow with its weights."
+
+    grade(1, body)
+
+
+def _not_these(case: str, share: float, trained: bool) -> None:
+    """Raises for answers that a known mistake explains; `share` is the answer over the right one."""
+    mistakes = {
+        True: {
+            8 / 6: "six FLOPs for each weight and token keep everything. What runs once more?",
+            8 / 2: "that is the forward pass alone. What else is computed while a layer's bytes are on their way?",
+            5 / 7: "what is fetched. And what goes back?",
+            6 / 7: "weights are fetched once in your answer. In which passes are they needed?",
+            3 / 7: "weights and moments, once in one direction. Follow a layer through forward, backward and update.",
+        },
+        False: {
+            6 / 8: "frozen weights are not trained. Which product of the backward pass has nobody asked for?",
+            7 / 2 * 6 / 8: "adapters move, the frozen weights do not. What of a frozen layer has to cross the link?",
+            7 / 2: "adapters move, the frozen weights do not. What of a frozen layer has to cross the link?",
+            1 / 2: "weights are fetched once in your answer. In which passes are they needed?",
+            6 / 4: "what runs once more in the backward pass, because it was not kept?",
+        },
+    }
+    for ratio, hint in mistakes[trained].items():
+        if abs(share / ratio - 1) < 1e-3:
+            raise AssertionError(f"{case}: {hint}")
+
+
+def _layer(w: Any, x_ND: Any) -> Any:
+    return x_ND + jax.nn.silu(x_ND @ w["up"]) @ w["down"]
+
+
+def _update(state: Any, grads: Any) -> Any:
+    # Padded and cut again, so that an update of all layers at once shows in the program by its shapes.
+    seen = jax.tree.map(lambda g: jnp.pad(g, ((0, 1), (0, 0)))[:-1], grads)
+    m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["m"], seen)
+    return {"w": jax.tree.map(lambda w, m: w - 0.5 * m, state["w"], m), "m": m}
+
+
+def _given() -> tuple[Any, Any, Any]:
+    """A state of stacked layers, what entered each of them, and the gradient of what left the last."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    shapes = {"up": (L, D, F), "down": (L, F, D)}
+    w, m = (
+        {name: jax.random.normal(k, shape) / 3 for k, (name, shape) in zip(pair, shapes.items(), strict=True)}
+        for pair in (keys[:2], keys[2:4])
+    )
+    _, inputs_LND = jax.lax.scan(lambda x, w: (_layer(w, x), x), jax.random.normal(keys[4], (N, D)), w)
+    return {"w": w, "m": m}, inputs_LND, jax.random.normal(keys[5], (N, D))
+
+
+def _autodiff(state: Any, inputs_LND: Any, dy_ND: Any) -> tuple[Any, Any]:
+    """The gradients of all layers, and that of what entered the first."""
+
+    def whole(w: Any, x_ND: Any) -> Any:
+        return jax.lax.scan(lambda x, w: (jax.checkpoint(_layer)(w, x), None), x_ND, w)[0]
+
+    return jax.vjp(whole, state["w"], inputs_LND[0])[1](dy_ND)
+
+
+def check_backward_scan(fn: Callable[..., Any]) -> None:
+    """Exercise 2: from the last layer to the first, each updated as soon as its gradient is there."""
+    state, inputs_LND, dy_ND = _given()
+    grads, d_first_ND = _autodiff(state, inputs_LND, dy_ND)
+    expected = _update_all(state, grads)
+
+    def body() -> str:
+        found = _called(fn, state, inputs_LND, dy_ND)
+        dx_ND, new = found
+        _same_shapes(new, state)
+        assert jnp.shape(dx_ND) == (N, D), f"first comes the gradient of the first layer's input, {(N, D)}"
+        wrong = [i for i in range(L) if not _near(_one(new, i), _one(expected, i))]
+        if wrong == list(range(L - 1)):
+            raise AssertionError(
+                f"layer {L - 1}, where you begin, is right, and every layer before it is a little off: something went "
+                "wrong on the way from one layer to the next. By whose weights did dx pass?"
+            )
+        assert not _near(new, state), "the state came back as it was: is what you update also what you return?"
+        if 0 in wrong and L - 1 in wrong and _near(_one(new, 0), _one(_update_all(state, _forwards(state)), 0)):
+            raise AssertionError("you go through the layers forwards. Which one's gradient is known first?")
+        assert not wrong, f"layers {wrong} are not those of autodiff and the same update, layer by layer"
+        assert _near(dx_ND, d_first_ND), "the layers are right, the gradient of the first layer's input is not"
+        _no_gradients_of_all(fn, state, inputs_LND, dy_ND)
+        flops = _flops(fn, state, inputs_LND, dy_ND)
+        once = 3 * L * 2 * N * 2 * D * F  # the layer again, and two products for each of its own
+        if flops > 1.1 * once:
+            raise AssertionError(
+                f"the numbers are right, but the products take {flops:,} FLOPs where {once:,} are enough: the layer is "
+                "computed more than once. Which call gives both gradients from one forward pass?"
+            )
+        return "Both gradients from the old weights, then the update: the order is all."
+
+    def _forwards(state: Any) -> Any:
+        def step(dx: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
+            d_w, dx = jax.vjp(_layer, *at)[1](dx)
+            return dx, d_w
+
+        return jax.lax.scan(step, dy_ND, (state["w"], inputs_LND))[1]
+
+    grade(2, body)
+
+
+def check_clipped_scan(fn: Callable[..., Any]) -> None:
+    """Exercise 3: the same, with all gradients clipped by the norm of all of them."""
+    state, inputs_LND, dy_ND = _given()
+    grads, _ = _autodiff(state, inputs_LND, dy_ND)
+    norm = _norm(grads)
+    layers = [_norm(_one(grads, i)) for i in range(L)]
+
+    def body() -> str:
+        loose = fn(_layer, _update, state, inputs_LND, dy_ND, 2 * norm)
+        _same_shapes(loose, state)
+        assert not _near(loose, state), "the state came back as it was: is what you update also what you return?"
+        assert _near(loose, _update_all(state, grads)), (
+            f"the norm of all gradients is {norm:.2f}. With max_norm={2 * norm:.2f} nothing is to be clipped, and each "
+            "layer is to be updated once: your layers differ from that"
+        )
+        limit = norm / 3
+        tight = fn(_layer, _update, state, inputs_LND, dy_ND, limit)
+        _same_shapes(tight, state)
+        assert not _near(tight, loose), f"with max_norm={limit:.2f} nothing changed: the gradients are not clipped"
+        own = [min(1.0, limit / size) for size in layers]
+        by_layer = jax.tree.map(lambda g: g * jnp.asarray(own)[:, None, None], grads)
+        if _near(tight, _update_all(state, by_layer)):
+            raise AssertionError("each layer is clipped by its own norm here. Asked for was the norm of all of them")
+        if _near(tight, _scaled(limit / sum(layers))):
+            raise AssertionError("you add up norms of layers. Of which numbers is the norm of all the root of the sum?")
+        if _near(tight, _scaled(limit / norm**2)):
+            raise AssertionError("a norm is a root: you divide by the sum of the squares itself")
+        last = min(1.0, limit / layers[-1])
+        begun = _near(_one(tight, L - 1), _one(_update_all(state, jax.tree.map(lambda g: last * g, grads)), L - 1))
+        if begun:
+            raise AssertionError(
+                f"layer {L - 1}, where you begin, is clipped by what was known by then, its own norm. When is the norm "
+                "of all known, and what can you do until then?"
+            )
+        assert _near(tight, _scaled(limit / norm)), "all gradients are to be smaller by one factor, max_norm / norm"
+        _no_gradients_of_all(fn, state, inputs_LND, dy_ND, limit)
+        return "Two passes over the layers, and never the gradients of two layers at once."
+
+    def _scaled(factor: float) -> Any:
+        return _update_all(state, jax.tree.map(lambda g: factor * g, grads))
+
+    grade(3, body)
+
+
+def _called(fn: Callable[..., Any], *args: Any) -> Any:
+    found = fn(_layer, _update, *args)
+    assert isinstance(found, tuple) and len(found) == 2, "return two things: the gradient of the input, and the state"
+    return found
+
+
+def _same_shapes(new: Any, state: Any) -> None:
+    assert jax.tree.structure(new) == jax.tree.structure(state), "the new state has other names than the old one"
+    assert all(jnp.shape(a) == b.shape for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(state), strict=True)), (
+        "the new state has other shapes than the old one: are all layers in it?"
+    )
+
+
+def _no_gradients_of_all(fn: Callable[..., Any], *args: Any) -> None:
+    """Raises where the update is computed of all layers' gradients together: then they exist together."""
+    program = jax.make_jaxpr(lambda *args: fn(_layer, _update, *args))(*args).jaxpr
+    shapes = {getattr(var.aval, "shape", ()) for eqn, _ in equations(program) for var in eqn.outvars}
+    if shapes & {(L, D + 1, F), (L, F + 1, D)}:
+        raise AssertionError(
+            "the numbers are right, but your update sees all layers together: the gradients of all of them exist at "
+            "once, and that room was to be saved. Where must the update stand?"
+        )
+
+
+def _flops(fn: Callable[..., Any], *args: Any) -> int:
+    return matmul_flops(jax.make_jaxpr(lambda *args: fn(_layer, _update, *args))(*args).jaxpr)
+
+
+def _update_all(state: Any, grads: Any) -> Any:
+    return jax.vmap(_update)(state, grads)
+
+
+def _one(tree: Any, i: int) -> Any:
+    return jax.tree.map(lambda a: a[i], tree)
+
+
+def _norm(tree: Any) -> float:
+    return float(jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree))))
+
+
+def _near(one: Any, other: Any) -> bool:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)

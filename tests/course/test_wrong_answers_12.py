@@ -1,0 +1,215 @@
+"""Answers that a reader may well give to the exercises of notebook 12, and that are wrong: each is rejected."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from llamem.course.exercises import larger_than_the_chip
+
+
+def take(stack, i):
+    return jax.tree.map(lambda a: a[i], stack)
+
+
+def put(stack, one, i):
+    return jax.tree.map(lambda a, b: a.at[i].set(b), stack, one)
+
+
+def scanned(visit, dy_ND, state, inputs_LND, reverse=True):
+    """`visit(dx, state, i, x)` of every layer, the last one first: the last dx and state."""
+    at = jnp.arange(len(inputs_LND)), inputs_LND
+    return jax.lax.scan(lambda carry, at: (visit(*carry, *at), None), (dy_ND, state), at, reverse=reverse)[0]
+
+
+def new_weights_in_the_vjp(layer, update, state, inputs_LND, dy_ND):
+    def visit(dx, state, i, x):
+        one = take(state, i)
+        (grads,) = jax.vjp(lambda w: layer(w, x), one["w"])[1](dx)
+        state = put(state, update(one, grads), i)
+        new = take(state, i)
+        (dx,) = jax.vjp(lambda x: layer(new["w"], x), x)[1](dx)
+        return dx, state
+
+    return scanned(visit, dy_ND, state, inputs_LND)
+
+
+def layer_computed_twice(layer, update, state, inputs_LND, dy_ND):
+    def visit(dx, state, i, x):
+        one = take(state, i)
+        (grads,) = jax.vjp(lambda w: layer(w, x), one["w"])[1](dx)
+        (dx,) = jax.vjp(lambda x: layer(one["w"], x), x)[1](dx)
+        return dx, put(state, update(one, grads), i)
+
+    return scanned(visit, dy_ND, state, inputs_LND)
+
+
+def right(layer, update, state, inputs_LND, dy_ND, reverse=True):
+    def visit(dx, state, i, x):
+        one = take(state, i)
+        grads, dx = jax.vjp(layer, one["w"], x)[1](dx)
+        return dx, put(state, update(one, grads), i)
+
+    return scanned(visit, dy_ND, state, inputs_LND, reverse)
+
+
+def forwards(layer, update, state, inputs_LND, dy_ND):
+    return right(layer, update, state, inputs_LND, dy_ND, reverse=False)
+
+
+def gradients(layer, state, inputs_LND, dy_ND):
+    def step(dx, at):
+        d_w, dx = jax.vjp(layer, *at)[1](dx)
+        return dx, d_w
+
+    return jax.lax.scan(step, dy_ND, (state["w"], inputs_LND), reverse=True)
+
+
+def updated_afterwards(layer, update, state, inputs_LND, dy_ND):
+    dx, grads = gradients(layer, state, inputs_LND, dy_ND)
+    return dx, jax.vmap(update)(state, grads)
+
+
+def state_not_returned(layer, update, state, inputs_LND, dy_ND):
+    return right(layer, update, state, inputs_LND, dy_ND)[0], state
+
+
+def state_alone(layer, update, state, inputs_LND, dy_ND):
+    return right(layer, update, state, inputs_LND, dy_ND)[1]
+
+
+def wrong_dx(layer, update, state, inputs_LND, dy_ND):
+    return dy_ND, right(layer, update, state, inputs_LND, dy_ND)[1]
+
+
+def norms(grads):
+    return jnp.sqrt(sum(jnp.sum(g**2, axis=(-1, -2)) for g in jax.tree.leaves(grads)))
+
+
+def clipped_by(factor_of):
+    """An answer that keeps all gradients and multiplies them by a factor of them and the limit."""
+
+    def answer(layer, update, state, inputs_LND, dy_ND, max_norm):
+        _, grads = gradients(layer, state, inputs_LND, dy_ND)
+        factor = jnp.minimum(1.0, factor_of(grads, max_norm))
+        return jax.vmap(update)(state, jax.tree.map(lambda g: g * jnp.reshape(factor, (-1, 1, 1)), grads))
+
+    return answer
+
+
+def clipped_by_what_is_known(layer, update, state, inputs_LND, dy_ND, max_norm):
+    def visit(dx, carry, i, x):
+        state, total = carry
+        one = take(state, i)
+        grads, dx = jax.vjp(layer, one["w"], x)[1](dx)
+        total += norms(grads) ** 2
+        factor = jnp.minimum(1.0, max_norm / jnp.sqrt(total))
+        return dx, (put(state, update(one, jax.tree.map(lambda g: factor * g, grads)), i), total)
+
+    return scanned(visit, dy_ND, (state, 0.0), inputs_LND)[1][0]
+
+
+def updated_in_both_passes(layer, update, state, inputs_LND, dy_ND, max_norm):
+    state = right(layer, update, state, inputs_LND, dy_ND)[1]
+    return right(layer, update, state, inputs_LND, dy_ND)[1]
+
+
+def not_clipped(layer, update, state, inputs_LND, dy_ND, max_norm):
+    return right(layer, update, state, inputs_LND, dy_ND)[1]
+
+
+HIDDEN, BACKWARD, CLIPPED = (
+    larger_than_the_chip.check_hidden_from,
+    larger_than_the_chip.check_backward_scan,
+    larger_than_the_chip.check_clipped_scan,
+)
+
+
+def hidden(trained: tuple[int, int], frozen: tuple[int, int]) -> Callable[..., float]:
+    """An answer that moves so many numbers of a weight, and computes so many FLOPs with it."""
+
+    def answer(flops, link, weight_bytes, is_trained):
+        moved, work = trained if is_trained else frozen
+        return weight_bytes * moved * flops / (link * work)
+
+    return answer
+
+
+WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
+    "nothing recomputed": (HIDDEN, hidden((7, 6), (2, 4)), "What runs once more"),
+    "the forward pass alone": (HIDDEN, hidden((7, 2), (2, 2)), "forward pass alone"),
+    "what is fetched alone": (HIDDEN, hidden((4, 8), (2, 6)), "are not it"),
+    "nothing goes back": (HIDDEN, hidden((5, 8), (2, 6)), "what goes back"),
+    "weights fetched once": (HIDDEN, hidden((6, 8), (1, 6)), "In which passes"),
+    "weights and moments once": (HIDDEN, hidden((3, 8), (2, 6)), "in one direction"),
+    "frozen, and yet a gradient": (HIDDEN, hidden((7, 8), (2, 8)), "nobody asked for"),
+    "frozen, and yet moved": (HIDDEN, hidden((7, 8), (7, 6)), "has to cross the link"),
+    "frozen, as if trained": (HIDDEN, hidden((7, 8), (7, 8)), "has to cross the link"),
+    "frozen, fetched once": (HIDDEN, hidden((7, 8), (1, 6)), "In which passes"),
+    "frozen, nothing recomputed": (HIDDEN, hidden((7, 8), (2, 4)), "was not kept"),
+    "bits": (HIDDEN, lambda flops, link, size, trained: 8 * size * flops / link, "are not it"),
+    "a list": (HIDDEN, lambda flops, link, size, trained: [1.0, 2.0], "one number"),
+    "as it was given": (BACKWARD, new_weights_in_the_vjp, "whose weights"),
+    "the layer computed twice": (BACKWARD, layer_computed_twice, "from one forward pass"),
+    "forwards": (BACKWARD, forwards, "known first"),
+    "updated after the scan": (BACKWARD, updated_afterwards, "Where must the update stand"),
+    "the old state": (BACKWARD, state_not_returned, "came back as it was"),
+    "the state alone": (BACKWARD, state_alone, "return two things"),
+    "not the input's gradient": (BACKWARD, wrong_dx, "first layer's input is not"),
+    "the two swapped": (BACKWARD, lambda *args: right(*args)[::-1], "other names"),
+    "gradients kept": (CLIPPED, clipped_by(lambda g, most: most / jnp.sqrt(jnp.sum(norms(g) ** 2))), "stand"),
+    "each layer's own norm": (CLIPPED, clipped_by(lambda g, most: most / norms(g)), "norm of all of them"),
+    "norms added up": (CLIPPED, clipped_by(lambda g, most: most / jnp.sum(norms(g))), "Of which numbers|differ from"),
+    "no root": (CLIPPED, clipped_by(lambda g, most: most / jnp.sum(norms(g) ** 2)), "a root|differ from"),
+    "by what is known": (CLIPPED, clipped_by_what_is_known, "When is the norm"),
+    "updated twice": (CLIPPED, updated_in_both_passes, "updated once"),
+    "not clipped": (CLIPPED, not_clipped, "nothing changed"),
+    "also when it is small": (
+        CLIPPED,
+        clipped_by(lambda g, most: 0.5 * most / jnp.sqrt(jnp.sum(norms(g) ** 2))),
+        "by one factor|differ from",
+    ),
+    "the old state, clipped": (CLIPPED, lambda layer, update, state, *rest: state, "came back as it was"),
+}
+
+
+@pytest.mark.parametrize("answer", WRONG)
+def test_a_wrong_answer_gets_the_hint_that_fits(answer):
+    check, fn, hint = WRONG[answer]
+    with pytest.raises(AssertionError, match=hint):
+        check(fn)
+
+
+def test_the_loss_falls_in_spite_of_the_mistake():
+    """As exercise 2 says of what is to be repaired."""
+    layer, (state, inputs_LND, target_ND) = larger_than_the_chip._layer, larger_than_the_chip._given()
+
+    def update(state, grads):
+        return {"w": jax.tree.map(lambda w, g: w - 0.003 * g, state["w"], grads), "m": state["m"]}
+
+    def step(state, _):
+        y_ND, entered_LND = jax.lax.scan(lambda x, w: (layer(w, x), x), inputs_LND[0], state["w"])
+        loss, dy_ND = jax.value_and_grad(lambda y: jnp.mean((y - target_ND) ** 2))(y_ND)
+        return new_weights_in_the_vjp(layer, update, state, entered_LND, dy_ND)[1], loss
+
+    _, losses = jax.jit(lambda state: jax.lax.scan(step, state, length=100))(state)
+    assert losses[-1] < 0.7 * losses[0], losses
+
+
+def test_other_right_answers_are_accepted(capsys):
+    """Gradients are linear in what arrives: whoever makes that smaller has clipped them all."""
+
+    def smaller_from_the_start(layer, update, state, inputs_LND, dy_ND, max_norm):
+        def visit(dx, total, i, x):
+            grads, dx = jax.vjp(layer, take(state, i)["w"], x)[1](dx)
+            return dx, total + norms(grads) ** 2
+
+        norm = jnp.sqrt(scanned(visit, dy_ND, 0.0, inputs_LND)[1])
+        return right(layer, update, state, inputs_LND, jnp.minimum(1.0, max_norm / norm) * dy_ND)[1]
+
+    BACKWARD(right)
+    CLIPPED(smaller_from_the_start)
+    HIDDEN(hidden((7, 8), (2, 6)))
+    assert capsys.readouterr().out.count("correct") == 3
