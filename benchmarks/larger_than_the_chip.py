@@ -105,16 +105,23 @@ def report_of(row: Row, depth: Any) -> Report:
 
 
 def compiled(row: Row, depth: Any) -> Compiled:
-    """The compiler's cells of a line."""
+    """The compiler's cells of a line; where it does not come to the end, how far it came and what it said."""
     try:
         report = report_of(row, depth)
     except RuntimeError as error:
         print(f"{row.name}: {error}", flush=True)
-        return "no answer", "", depth
+        peak, host, reached = compiled(row, "memory") if depth == "code" else ("no answer", "", depth)
+        return peak, host, f"{reached}, then: {sentence(str(error))}"
     print(f"{row.name}: {report.compile_seconds:.0f} s", flush=True)
     peak = f"{report.peak_bytes / GiB:.2f}"
     host = "" if report.refused else f"{report.host_bytes / GiB:.1f}"  # a compiler that refuses does not say
     return peak if report.fits else f"**{peak}**", host, report.depth
+
+
+def sentence(error: str) -> str:
+    """The beginning and the end of what a compiler said, in its own words."""
+    words = error.partition("refused the program: ")[2].strip() or error
+    return words if len(words) < 160 else f"{words[:70]} ... {words[-80:]}"
 
 
 def line(row: Row, said: Compiled) -> str:
