@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +44,7 @@ def test_nested_the_inputs_of_groups_wait_on_the_host_too():
     assert {aval.shape[0] for aval in kept} == {groups, 6 // groups} and all(map(on_host, kept))
 
 
-def stacks(jaxpr):
+def stacks(jaxpr) -> list[Any]:
     """What the loops of a program stack up."""
     scans = [eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "scan"]
     return [out.aval for eqn in scans for out in eqn.outvars[eqn.params["num_carry"] :]]
