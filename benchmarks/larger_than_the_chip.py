@@ -78,6 +78,7 @@ ROWS = (
     ),
     Row("llama3.2-1b", F32, 131_072, "v5e-1", plan=RESIDENT, note="weights on the chip"),
     Row("llama3.2-1b", F32, 262_144, "v5e-1", note="beyond the 131,072 that RoPE was set up for"),
+    Row("llama3.2-1b", BF16, 917_504, "v6e-1", settings=STOCHASTIC, note="beyond the 131,072 of RoPE"),
     Row("llama3.2-1b", BF16, 1_048_576, "v6e-1", settings=STOCHASTIC, note="beyond the 131,072 of RoPE"),
     Row("llama3.1-8b", BF16, 131_072, "v5e-1", "code", LORA, {}, "", 16),
     Row("llama3.1-8b", BF16, 131_072, "v5e-1", "code", LORA.replace(mode="nested"), {}, IN_GROUPS, 16),
