@@ -33,6 +33,8 @@ STREAMED = Plan(
 )
 RESIDENT = STREAMED.replace(weights="device")
 LORA = STREAMED.replace(moments="device", update="after")
+Name = tuple[str, str, str]  # what, chip, tokens
+Compiled = tuple[str, str, str]  # GiB on the chip, GiB on the host, how far it was compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Row:
     rank: int = 0
 
     @property
-    def name(self) -> tuple[str, str, str]:
+    def name(self) -> Name:
         """What, chip and tokens, as the table says them."""
         kind = f"{self.model}, {jnp.dtype(self.dtype).name}" + (f", LoRA {self.rank}" if self.rank else "")
         return kind + (f"; {self.note}" if self.note else ""), self.chip, f"{self.tokens:,}"
@@ -76,6 +78,7 @@ ROWS = (
     ),
     Row("llama3.2-1b", F32, 131_072, "v5e-1", plan=RESIDENT, note="weights on the chip"),
     Row("llama3.2-1b", F32, 262_144, "v5e-1", note="beyond the 131,072 that RoPE was set up for"),
+    Row("llama3.2-1b", BF16, 917_504, "v6e-1", settings=STOCHASTIC, note="beyond the 131,072 of RoPE"),
     Row("llama3.2-1b", BF16, 1_048_576, "v6e-1", settings=STOCHASTIC, note="beyond the 131,072 of RoPE"),
     Row("llama3.1-8b", BF16, 131_072, "v5e-1", "code", LORA, {}, "", 16),
     Row("llama3.1-8b", BF16, 131_072, "v5e-1", "code", LORA.replace(mode="nested"), {}, IN_GROUPS, 16),
@@ -86,55 +89,67 @@ ROWS = (
 )
 
 
-def report_of(row: Row, config: llamem.LlamaConfig, depth: Any) -> Report:
+def config_of(row: Row) -> llamem.LlamaConfig:
+    config = llamem.LlamaConfig.from_name(row.model, param_dtype=row.dtype, compute_dtype=BF16)
+    return config.replace(max_seq_len=max(row.tokens, config.max_seq_len))
+
+
+def report_of(row: Row, depth: Any) -> Report:
     """What the compiler says. Raises RuntimeError, with the compiler's words, where it gives no answer."""
     settings = llamem.TrainSettings(batch_size=1, seq_len=row.tokens, **row.settings)
     if row.rank:
         lora = llamem.LoraConfig(ranks=(row.rank,))
-        step, *shapes = llamem.abstract_lora_step(config, settings, row.plan, lora)
+        step, *shapes = llamem.abstract_lora_step(config_of(row), settings, row.plan, lora)
     else:
-        step, *shapes = llamem.abstract_step(config, settings, row.plan)
+        step, *shapes = llamem.abstract_step(config_of(row), settings, row.plan)
     return llamem.compile_report(step, *shapes, target=row.chip, donate=(0,), depth=depth)
 
 
-def line(row: Row, depth: Any) -> str:
-    """One line of the table."""
-    config = llamem.LlamaConfig.from_name(row.model, param_dtype=row.dtype, compute_dtype=BF16)
-    config = config.replace(max_seq_len=max(row.tokens, config.max_seq_len))
+def compiled(row: Row, depth: Any) -> Compiled:
+    """The compiler's cells of a line; where it does not come to the end, how far it came and what it said."""
     try:
-        report = report_of(row, config, depth)
-        peak, host = f"{report.peak_bytes / GiB:.2f}", f"{report.host_bytes / GiB:.1f}"
-        said = [peak if report.fits else f"**{peak}**", host, report.depth]
-        print(f"{row.name}: {report.compile_seconds:.0f} s", flush=True)
+        report = report_of(row, depth)
     except RuntimeError as error:
         print(f"{row.name}: {error}", flush=True)
-        said = ["no answer", "", depth]
-    guesses = ["", "", ""]  # of adapters there is no estimate
+        peak, host, reached = compiled(row, "memory") if depth == "code" else ("no answer", "", depth)
+        return peak, host, f"{reached}, then: {sentence(str(error))}"
+    print(f"{row.name}: {report.compile_seconds:.0f} s", flush=True)
+    peak = f"{report.peak_bytes / GiB:.2f}"
+    host = "" if report.refused else f"{report.host_bytes / GiB:.1f}"  # a compiler that refuses does not say
+    return peak if report.fits else f"**{peak}**", host, report.depth
+
+
+def sentence(error: str) -> str:
+    """The beginning and the end of what a compiler said, in its own words."""
+    words = error.partition("refused the program: ")[2].strip() or error
+    return words if len(words) < 160 else f"{words[:70]} ... {words[-80:]}"
+
+
+def line(row: Row, said: Compiled) -> str:
+    """One line of the table, its estimates made now. Of adapters there are none."""
+    guesses = ["", "", ""]
     if not row.rank:
         sizes = {"seq_len": row.tokens, "clip": row.settings.get("clip", "global")}
-        guess = llamem.estimate(config, row.plan, row.chip, **sizes)
-        guesses = [
-            f"{guess.peak_bytes / GiB:.2f}",
-            f"{guess.link_bytes / GiB:.0f}",
-            f"{guess.seconds.total:,.0f}",
-        ]
-    peak, host, compiled_to = said
-    return f"| {' | '.join([*row.name, peak, guesses[0], host, *guesses[1:], compiled_to])} |"
+        guess = llamem.estimate(config_of(row), row.plan, row.chip, **sizes)
+        peak, link = f"{guess.peak_bytes / GiB:.2f}", f"{guess.link_bytes / GiB:.0f}"
+        guesses = [peak, link, f"{guess.seconds.total:,.0f}"]
+    peak, host, depth = said
+    return f"| {' | '.join([*row.name, peak, guesses[0], host, *guesses[1:], depth])} |"
 
 
 def versions() -> str:
     return f"jax {jax.__version__}, libtpu {metadata.version('libtpu')}"
 
 
-def earlier_lines() -> dict[tuple[str, str, str], str]:
-    """The lines of the table that is there, by what, chip and tokens; none of another compiler's."""
+def earlier() -> dict[Name, Compiled]:
+    """What compilers said in the table that is there, by what, chip and tokens; nothing of other versions of them."""
     text = TABLE.read_text() if TABLE.exists() else ""
     lines = [line for line in text.splitlines() if line.startswith("| ")][1:] if versions() in text else []
-    cells = [[cell.strip() for cell in line.split("|")] for line in lines]
-    return {(what, chip, tokens): line for line, (_, what, chip, tokens, *_) in zip(lines, cells, strict=True)}
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+    return {(what, chip, tokens): (peak, host, depth) for what, chip, tokens, peak, _, host, *_, depth in cells}
 
 
-def page(lines: dict[tuple[str, str, str], str]) -> str:
+def page(said: dict[Name, Compiled]) -> str:
     """The table, in the order of `ROWS`."""
     return "\n".join(
         [
@@ -148,7 +163,7 @@ def page(lines: dict[tuple[str, str, str], str]) -> str:
             "",
             "| what | chip | tokens | GiB | estimated | host GiB | link GiB | s a step, est. | compiled to |",
             "|---|---|---|---|---|---|---|---|---|",
-            *(lines[row.name] for row in ROWS if row.name in lines),
+            *(line(row, said[row.name]) for row in ROWS if row.name in said),
             "",
             f"{datetime.date.today()}, {versions()}, by `benchmarks/{TABLE.stem}.py`: compiled, and run on no chip.",
             "",
@@ -165,8 +180,8 @@ def main() -> None:
     for number in chosen.rows:
         row = ROWS[number - 1]
         if llamem.available(row.chip):
-            written = line(row, row.depth if chosen.depth == "code" else "memory")
-            TABLE.write_text(page(earlier_lines() | {row.name: written}))
+            new = compiled(row, row.depth if chosen.depth == "code" else "memory")
+            TABLE.write_text(page(earlier() | {row.name: new}))
 
 
 if __name__ == "__main__":

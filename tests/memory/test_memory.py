@@ -27,6 +27,7 @@ from llamem.train.step import init_state, make_model, make_train_step
 
 HERE = Path(__file__).resolve().parent
 F32 = jnp.float32
+on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="elsewhere the host's memory is another")
 needs_tpu_compiler = pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
 needs_gpu_compiler = pytest.mark.skipif(not llamem.available("a100-40"), reason="needs the CUDA plugin and ptxas")
 
@@ -425,6 +426,22 @@ def test_a_tpu_program_takes_splash_where_its_blocks_divide():
 
     assert "tpu_custom_call" in exported(512)
     assert "tpu_custom_call" not in exported(640)
+
+
+@on_cpu
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_arguments_in_the_host_s_memory_for_the_device_at_hand(donate):
+    """They are the weights here, as arrays and as shapes."""
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    w, x = np.ones((64, 32), np.float32), np.ones((8, 64), np.float32)
+
+    def step(w, x):
+        return jax.device_put(w + 1, jax.memory.Space.Host), x @ jax.device_put(w, jax.memory.Space.Device)
+
+    for there in (jax.device_put(w, host), jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=host)):
+        report = llamem.compile_report(step, there, x, donate=donate)
+        assert report.argument_bytes == w.nbytes + x.nbytes
+        assert any("in the host's memory count as the device's" in warning for warning in report.warnings)
 
 
 @needs_tpu_compiler

@@ -72,13 +72,13 @@ def test_an_unknown_name_lists_the_known():
 
 @pytest.mark.parametrize(("name", "devices"), [("v5e:16x16", 256), ("v6e:4x8", 32), ("v5p:4x4x8", 128)])
 def test_tpus_by_how_they_are_connected(name, devices):
-    pod = targets._pod(name)
-    assert pod is not None
-    assert (pod.name, pod.topology, pod.devices) == (name, name, devices)
+    found = targets.pod(name)
+    assert found is not None
+    assert (found.name, found.topology, found.devices) == (name, name, devices)
     one = llamem.TARGETS[f"{name.partition(':')[0]}-1"]
-    assert pod.capacity_bytes == one.capacity_bytes and pod.mesh(fsdp=devices // 4, tensor=4).size == devices
+    assert found.capacity_bytes == one.capacity_bytes and found.mesh(fsdp=devices // 4, tensor=4).size == devices
     for odd in ("v5e:16x16x2", "v5p:4x4", "v5e:", "v5e:0x4", "v9:2x2", "v5e:2x-2", "h100:1x8"):
-        assert targets._pod(odd) is None
+        assert targets.pod(odd) is None
         with pytest.raises(ValueError, match=r"no target is called.*'v5p:4x4x8'"):
             llamem.target(odd)
 

@@ -38,10 +38,18 @@ LAYERS = {"clip": "layer"}
 STREAMED: dict[str, Any] = {"weights": "host", "moments": "host", "update": "in_backward", "offload": ("block_in",)}
 
 
+TILES = {"attention_tiles": 2, "mlp_tiles": 3}
+
+
+def tiles_of(plan):
+    """What of a plan changes the order of sums, with or without a host: the step to compare with has it, too."""
+    return {name: plan[name] for name in TILES if name in plan}
+
+
 @functools.cache
-def plain(config, clip, optimizer=None):
+def plain(config, clip, **tiles):
     """The plain step's, made once for all plans."""
-    return run(config, Plan(), optimizer, **dict(clip))
+    return run(config, Plan(**tiles), **dict(clip))
 
 
 def run(config, plan, optimizer=None, steps=10, **settings):
@@ -74,7 +82,7 @@ def distances(one, other):
 PLANS: dict[str, dict[str, Any]] = {
     "all": STREAMED,
     "all, after": {**STREAMED, "update": "after"},
-    "tiles": {**STREAMED, "attention_tiles": 2, "mlp_tiles": 3},
+    "tiles": {**STREAMED, **TILES},
     "groups": {**STREAMED, "mode": "nested"},
     "groups, after": {**STREAMED, "mode": "nested", "update": "after", "offload": ()},
     "in the backward pass": {"update": "in_backward"},
@@ -107,7 +115,8 @@ SLOW = [
 
 def check_equal(config, plan, clip, tolerance=1e-6):
     """Parameters relative to their size after ten steps, metrics, and where everything lies."""
-    expected, mine = plain(config, tuple(CLIPS[clip].items())), run(config, Plan(**plan), **CLIPS[clip])
+    expected = plain(config, tuple(CLIPS[clip].items()), **tiles_of(plan))
+    mine = run(config, Plan(**plan), **CLIPS[clip])
     far = distances(expected[0].params, mine[0].params)
     assert max(far.values()) < tolerance, far
     assert mine[1] == [pytest.approx(row, rel=1e-5) for row in expected[1]]
@@ -306,8 +315,8 @@ def test_a_killed_run_goes_on_bit_by_bit(tmp_path):
 # Of the frozen weights under adapters.
 FROZEN: dict[str, dict[str, Any]] = {
     "alone": {},
-    "tools": {"offload": ("block_in",), "attention_tiles": 2, "mlp_tiles": 3},
-    "groups": {"offload": ("block_in",), "attention_tiles": 2, "mlp_tiles": 3, "mode": "nested"},
+    "tools": {"offload": ("block_in",), **TILES},
+    "groups": {"offload": ("block_in",), **TILES, "mode": "nested"},
 }
 
 
@@ -339,13 +348,13 @@ def adapted(config, **plan):
 def test_adapters_over_weights_on_the_host(name, tools):
     four = models.VARIANTS["qwen3"].replace(n_layers=4)
     config = four if name == "tied, four layers" else models.ON_HOST[name]
-    expected, mine = adapted(config), adapted(config, weights="host", **FROZEN[tools])
+    expected, mine = adapted(config, **tiles_of(FROZEN[tools])), adapted(config, weights="host", **FROZEN[tools])
     far = distances(expected[0], mine[0])
     assert max(far.values()) < 1e-6, far
     fresh = distances(adapters_of(config).weights, mine[0])
     assert min(fresh.values()) > 1e-4, fresh  # every leaf has moved
     for metric in ("loss", "grad_norm"):
-        np.testing.assert_allclose(expected[1][metric], mine[1][metric], rtol=1e-6)
+        np.testing.assert_allclose(expected[1][metric], mine[1][metric], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

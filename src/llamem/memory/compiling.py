@@ -188,7 +188,8 @@ def argument_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
 
 
 def _mesh(leaves: list[jax.ShapeDtypeStruct], chip: Target) -> Any:
-    meshes = {leaf.sharding.mesh for leaf in leaves if leaf.sharding is not None}
+    # What lies in the memory of one device's host has a sharding, too, and no mesh.
+    meshes = {leaf.sharding.mesh for leaf in leaves if isinstance(leaf.sharding, jax.sharding.NamedSharding)}
     if chip.devices > 1 and len(meshes) != 1:
         raise ValueError(
             f"{chip.name} has {chip.devices} chips, and the arguments' shardings name {len(meshes)} meshes, not one. "
@@ -253,11 +254,11 @@ def _report(
         warnings.append("what chips send to each other cannot be counted: a loop does not say how often it runs.")
     if chip.platform == "tpu" and peak < 512 * 2**20:
         warnings.append("so small that much of it lives in on-chip memory (VMEM), which temp does not count.")
-    if not answer["host_bytes"] and moved_to_host(jaxpr.jaxpr):
+    if not answer["host_bytes"] and (hosted or moved_to_host(jaxpr.jaxpr)):
         warnings.append(
             "the program moves arrays to the host's memory, and none arrived: the compiler kept them on the device."
             if chip.platform != "cpu"
-            else "the program offloads to the host's memory: on a CPU that is the device's own, and nothing is gained."
+            else "arrays in the host's memory count as the device's: on a CPU that is the same, and nothing is gained."
         )
     if chip.capacity_bytes and peak > 0.85 * chip.capacity_bytes:
         warnings.append(

@@ -109,7 +109,7 @@ def target(name: str) -> Target:
     """
     if name in ("local", "cpu", "gpu", "tpu"):
         return _local(name)
-    found = TARGETS.get(name) or _pod(name)
+    found = TARGETS.get(name) or pod(name)
     if found is None:
         raise ValueError(
             f"no target is called {name!r}. Known: local, cpu, gpu, tpu, {', '.join(TARGETS)}; and several TPUs by "
@@ -124,7 +124,7 @@ def target(name: str) -> Target:
     return found
 
 
-def _pod(name: str) -> Target | None:
+def pod(name: str) -> Target | None:
     """TPUs by generation and sizes, "v5p:4x4x8"; None where the name is no such thing. Which sizes Google builds, their
     compiler knows.
     """

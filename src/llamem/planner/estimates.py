@@ -12,7 +12,7 @@ from llamem.llama import LlamaConfig
 from llamem.llama.plan import Plan
 from llamem.memory import TARGETS, GiB, Report, Target
 from llamem.memory.show import html_table
-from llamem.memory.targets import _pod
+from llamem.memory.targets import pod
 from llamem.planner.alive import moments_of
 from llamem.planner.host import host_bytes, link_bytes
 from llamem.planner.ledger import Ledger, beside
@@ -111,7 +111,7 @@ class Estimate:
 
 def chip_called(name: str) -> Target:
     """A chip of `llamem.TARGETS`, or TPUs by how they are connected, `"v5p:4x4x4"`; no compiler need be installed."""
-    chip = TARGETS.get(name) or _pod(name)
+    chip = TARGETS.get(name) or pod(name)
     if chip is None:
         raise ValueError(f"no chip is called {name!r}. Known: {', '.join(TARGETS)}; and slices, such as 'v5p:4x4x4'.")
     return chip
