@@ -14,6 +14,7 @@ SLUG, REF = r"[\w.-]+/[\w.-]+?", r"[\w.-]+"
 # Where a course like this one writes its own address, and nobody else's.
 PLACES = (
     rf"(colab\.research\.google\.com/github/)(?P<slug>{SLUG})(/blob/)(?P<ref>{REF})(/notebooks/)",
+    rf"(//github\.com/)(?P<slug>{SLUG})(/blob/)(?P<ref>{REF})(/benchmarks/)",
     rf"(mybinder\.org/v2/gh/)(?P<slug>{SLUG})(/)(?P<ref>{REF})(\?)",
     rf"(llamem[^\"']* @ git\+https://github\.com/)(?P<slug>{SLUG})(@)(?P<ref>{REF})(\\?[\"'])",
     rf"(git clone https://github\.com/)(?P<slug>{SLUG})(?P<ref>)(\s|\.git)",
