@@ -73,7 +73,7 @@ def _runs(
     A, E = sizes
     length = min(max_run, 8 * -(-experts_Nk.size // (8 * pairs_met)))
     n_runs = experts_Nk.size // length + min(pairs_met, experts_Nk.size)
-    pair_Nk = jnp.where(adapter_N < A, adapter_N, A)[:, None] * E + experts_Nk
+    pair_Nk = adapter_N[:, None] * E + experts_Nk  # of none of them: beyond the last pair
     counts_Q = jnp.zeros((A + 1) * E, jnp.int32).at[pair_Nk].add(1)[: A * E]
     first_Q = jnp.full((A + 1) * E, jnp.iinfo(jnp.int32).max // 2).at[pair_Nk].min(place_Nk)[: A * E]
     runs_Q = -(-counts_Q // length)
