@@ -166,6 +166,7 @@ BAD: dict[str, dict[str, Any]] = {
     "n_experts=128": {"config": LlamaConfig.from_name("qwen3-30b-a3b")},
     "mesh {'fsdp': 8} has 8 devices": {"plan": Plan(mesh={"fsdp": 8})},
     "has 1 devices, and v5e-8 has 8": {"target": "v5e-8"},
+    "attention_tiles=16) of a model with 8 key/value heads": {"plan": Plan(attention_tiles=16)},
     "batch_size=3 does not divide among 8": {"plan": Plan(mesh={"fsdp": 8}), "target": "v5e-8", "batch_size": 3},
 }
 

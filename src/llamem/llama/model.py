@@ -52,7 +52,7 @@ class Llama(nnx.Module):
                 f"Llama({config!r}, rngs={rngs!r}, plan={plan!r}): expected a llamem.LlamaConfig, such as "
                 "LlamaConfig.from_name('tiny'), an nnx.Rngs, such as nnx.Rngs(0), and a llamem.Plan."
             )
-        _check_heads(config, plan)
+        check_heads(config, plan)
         self.config, self.plan = config, plan
         self.deterministic = False  # the attribute that nnx's train() and eval() set
         V, D = config.vocab_size, config.d_model
@@ -280,7 +280,8 @@ def embed(
     return look_up(table_VD.astype(config.compute_dtype), ids_BT, mesh.over("d_model"), mesh.tensor_axis)
 
 
-def _check_heads(config: LlamaConfig, plan: Plan) -> None:
+def check_heads(config: LlamaConfig, plan: Plan) -> None:
+    """Raises ValueError where the plan's groups of heads would not be equal."""
     tensor = MeshShape.of(plan.mesh).tensor
     heads = config.n_kv_heads // tensor
     if heads % plan.attention_tiles:

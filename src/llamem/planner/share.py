@@ -11,6 +11,7 @@ from llamem.layers.remat import Policy, check_policy
 from llamem.layers.stack import group_count
 from llamem.layers.tiling import tile_size
 from llamem.llama import ACTIVATIONS, LlamaConfig, MeshShape, Plan
+from llamem.llama.model import check_heads
 from llamem.losses import choose_tiles
 from llamem.memory import Target
 from llamem.train.settings import Clip
@@ -144,6 +145,7 @@ def share_of(
     _divides("seq_len", seq_len, 2 * mesh.context if mesh.context > 1 else 1, "2 x context")
     for name in ("n_heads", "n_kv_heads", "d_ff", "vocab_size"):
         _divides(name, getattr(config, name), mesh.tensor, "tensor")
+    check_heads(config, plan)
     B, T = batch_size // (mesh.data * mesh.fsdp), seq_len // mesh.context
     V = config.vocab_size // mesh.tensor
     axis, rows, columns = _loss_tile(plan, target, B * T, config.d_model, V, config.compute_dtype, mesh.tensor > 1)
