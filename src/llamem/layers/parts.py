@@ -84,7 +84,8 @@ def sum_parts(fn: Callable[[Any, Any, Any], Array], shared: PyTree, parts: PyTre
         def add(total: Any, part: Any) -> tuple[Any, Any]:
             part, frozen_part = part
             _, pull = jax.vjp(lambda s, p: fn(_join(s, frozen_shared), _join(p, frozen_part), dtype), shared, part)
-            d_shared, d_part = pull(d_out)
+            # What `pull` keeps lies in memory as it is, and not as a wider array that it is a part of.
+            d_shared, d_part = jax.lax.optimization_barrier(pull)(d_out)
             return _add(total, d_shared), d_part
 
         # Not before d_out is here: else the compiler lays the zeros out while the forward pass still runs again.

@@ -125,11 +125,7 @@ def _kept(x_BTD: Array, on_host: bool) -> list[Array]:
 
 
 def _at_hand(kept: list[Array], on_host: bool) -> Array:
-    if not on_host:
-        return kept[0]
-    x_BTD = jnp.concatenate([to_device(piece) for piece in kept], axis=1)
-    # A barrier: else the compiler may keep the pieces beside the whole, to compute from them again.
-    return jax.lax.optimization_barrier(x_BTD) if len(kept) > 1 else x_BTD
+    return jnp.concatenate([to_device(piece) for piece in kept], axis=1) if on_host else kept[0]
 
 
 def _length(stacked: PyTree) -> int:

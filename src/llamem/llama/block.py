@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
@@ -15,7 +16,7 @@ from llamem.layers.collectives import enter, leave
 from llamem.layers.context import context_attention
 from llamem.layers.experts import mixture
 from llamem.layers.offload import name_in_pieces
-from llamem.layers.parts import map_rows, sum_parts
+from llamem.layers.parts import gradients_together, map_rows, sum_parts
 from llamem.llama.config import LlamaConfig
 from llamem.llama.lora_products import NO_ADAPTERS, LayerAdapters
 from llamem.llama.sharding import PARAMETERS, MeshShape, parameter_name
@@ -119,7 +120,7 @@ class Block(nnx.Module):
             heads, lora_heads = heads
             weights = jax.tree.map(lambda a, b: b if a is None else a, weights, heads, is_leaf=lambda a: a is None)
             block, lora = nnx.merge(graphdef, weights, others), lora_heads.with_shared(lora)
-            attn_BTHh = block._attend(y_BTD, rope, segments_BT, implementation, mesh, lora)
+            attn_BTHh = block._attend(y_BTD, rope, segments_BT, implementation, mesh, lora, together=True)
             return lora.add("o", attn_BTHh, block._project(attn_BTHh, dtype))
 
         everywhere = (shared, lora_shared), y_BTD, rope, segments_BT
@@ -142,20 +143,31 @@ class Block(nnx.Module):
         how: Implementation,
         mesh: MeshShape,
         lora: LayerAdapters = NO_ADAPTERS,
+        together: bool = False,
     ) -> Array:
-        q_BTHh, k_BTKh, v_BTKh = self._qkv(y_BTD, rope, lora)
+        q_BTHh, k_BTKh, v_BTKh = self._qkv(y_BTD, rope, lora, together)
         if mesh.context_axis:
             return context_attention(q_BTHh, k_BTKh, v_BTKh, axis=mesh.context_axis, implementation=how)
         return causal_attention(q_BTHh, k_BTKh, v_BTKh, segments_BT=segments_BT, implementation=how)
 
-    def _qkv(self, y_BTD: Array, rope: tuple[Array, Array], lora: LayerAdapters) -> tuple[Array, Array, Array]:
-        q_BTHh = lora.add("q", y_BTD, jnp.einsum("BTD,DHh->BTHh", y_BTD, self._compute(self.wq)))
-        k_BTKh = lora.add("k", y_BTD, jnp.einsum("BTD,DKh->BTKh", y_BTD, self._compute(self.wk)))
-        v_BTKh = lora.add("v", y_BTD, jnp.einsum("BTD,DKh->BTKh", y_BTD, self._compute(self.wv)))
+    def _qkv(
+        self, y_BTD: Array, rope: tuple[Array, Array], lora: LayerAdapters, together: bool = False
+    ) -> tuple[Array, Array, Array]:
+        """`together`: in one product, whose gradients go back at once: three lay out a `[B, T, D]` each."""
+        weights = [self._compute(w) for w in (self.wq, self.wk, self.wv)]
+        if together:
+            heads = np.cumsum([w.shape[1] for w in weights])
+            product_BTNh = jnp.einsum("BTD,DNh->BTNh", y_BTD, jnp.concatenate(weights, axis=1))
+            products = jnp.split(product_BTNh, heads[:-1], axis=2)
+        else:
+            products = [jnp.einsum("BTD,DNh->BTNh", y_BTD, w) for w in weights]
+        q_BTHh, k_BTKh, v_BTKh = (lora.add(name, y_BTD, out) for name, out in zip("qkv", products, strict=True))
         if self.config.qk_norm:
             q_BTHh = rms_norm(q_BTHh, self.q_norm[...], self.config.norm_eps)
             k_BTKh = rms_norm(k_BTKh, self.k_norm[...], self.config.norm_eps)
         q_BTHh, k_BTKh = rotate(q_BTHh, rope), rotate(k_BTKh, rope)
+        if together:
+            (q_BTHh, k_BTKh), v_BTKh = gradients_together((q_BTHh, k_BTKh), v_BTKh)
         return checkpoint_name(q_BTHh, "q"), checkpoint_name(k_BTKh, "k"), checkpoint_name(v_BTKh, "v")
 
     def finish(
