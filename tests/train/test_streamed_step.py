@@ -415,3 +415,17 @@ def test_llama_8b_trains_in_f32_on_131072_tokens_on_one_v5e():
     expected = llamem.estimate(config, plan, "v5e-1", seq_len=131_072, clip="layer")
     assert report.host_bytes == pytest.approx(expected.host_bytes, rel=0.02)
     assert report.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.1)
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@pytest.mark.skipif(not llamem.available("v6e-1"), reason="needs libtpu")
+def test_llama_1b_trains_on_1048576_tokens_on_one_v6e():
+    """Longer than RoPE was set up for: a statement about memory."""
+    config = llamem.LlamaConfig.from_name("llama3.2-1b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    settings = TrainSettings(batch_size=1, seq_len=2**20, clip="layer", rounding="stochastic")
+    plan = Plan(attention_tiles=8, mlp_tiles=32, **STREAMED)
+    step, *shapes = abstract_step(config.replace(max_seq_len=2**20), settings, plan)
+    report = llamem.compile_report(step, *shapes, donate=(0,), target="v6e-1", depth="memory")
+    assert report.fits and report.peak_bytes <= 30 * 2**30
