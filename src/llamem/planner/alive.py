@@ -188,6 +188,8 @@ def _kept_for_attention(share: Share) -> int:
     if share.attention == "xla":
         return N * share.lanes * c * (share.H + 2 * share.K) + (_F32 + c) * scores(share)
     both = c * N * share.lanes * (2 * share.H + 2 * share.K)  # queries and output, keys and values
+    if share.config.qk_norm:  # queries and keys before their norms
+        both += c * N * share.lanes * (share.H + share.K)
     if share.attention == "tiled":  # the sums of its gradients, f32, are zeroed early
         return both + _F32 * N * share.h * (share.H + 2 * share.K)
     return both + _F32 * N * share.H
@@ -206,15 +208,17 @@ def _feed_forward(share: Share) -> list[Line]:
         kept and share.attention == "tiled" and "attn_out" in share.saved
     ):  # nothing asks for the output yet: its f32 sum
         kept += c * N * share.h * share.H
-    if tiles > 1 or share.target.name.startswith("v5e"):
-        inner = 3 * c * rows * share.F
+    v5e = share.target.name.startswith("v5e")
+    inner = (3 if v5e else 4) * c * rows * share.F  # other compilers hold silu's result, too
+    if tiles > 1 or v5e:
         kept += _logsumexp(share) if kept else 0
-    else:  # other compilers hold silu's result, too, and have dropped the logsumexp by then
-        inner = 4 * c * rows * share.F
+    else:  # the logsumexp is gone by then
         if share.target.platform == "tpu" and share.groups == 1 and "attn" in share.saved and "q" not in share.saved:
             kept = _turned_back(share)
     if share.kept and tiles == 1:
         inner = 2 * c * rows * share.F
+    if tiles > 1 and share.plan.attention_tiles > 1 and share.target.platform != "tpu":
+        inner += c * (N + 2 * rows) * share.D  # a GPU has zeroed the sum over heads by now; the tile's input, its norm
     return [
         Line("attention", kept, "what its forward pass, run again, leaves for its backward one"),
         Line("feed-forward", inner + _row_sums(share), f"gate, up and gradients for {rows:,} tokens"),
@@ -242,6 +246,8 @@ def _attention(share: Share) -> list[Line]:
         gradients = 0 if share.saved >= {"q", "k", "v"} and not share.kept else heads * share.H
     if share.attention == "splash":  # the logsumexp's copies are gone when gradients come
         gradients = max(gradients, _logsumexp(share))
+    if share.config.qk_norm and tiles > 1:  # the f32 factors of a group's norms
+        gradients += (2 if share.target.platform == "tpu" else 3) * _F32 * N * share.lanes * (share.H + share.K)
     return [
         Line("attention", (kept + gradients) // tiles, "queries, keys, values, output, their gradients"),
         Line("feed-forward", _row_sums(share), "sums of its weights' gradients, f32"),
@@ -256,17 +262,17 @@ def _done(share: Share) -> int:
 
 
 def _waiting(share: Share) -> list[Line]:
-    """What waits for the products that make the feed-forward's gradients: a GPU's come after all groups of heads.
+    """What waits for the products that make the feed-forward's gradients: they come after all groups of heads.
 
-    Seen where moments are on the device, and not where they are on the host.
+    Silu's parts and what the feed-forward read wait only on GPUs, and only where moments are on the device.
     """
-    tiles = share.plan.attention_tiles > 1 and share.plan.mlp_tiles == 1
-    if share.target.platform == "tpu" or share.plan.moments == "host" or not tiles:
+    if share.plan.attention_tiles == 1 or share.plan.mlp_tiles > 1:
         return []
-    c, inner = share.compute_bytes, (2 if share.kept else 4) * share.F
+    c, all_of_it = share.compute_bytes, share.target.platform != "tpu" and share.plan.moments == "device"
+    inner = (2 if share.kept or not all_of_it else 4) * share.F
     return [
         Line("feed-forward", c * share.N * inner, "gate, up and gradients, for their weights' gradients"),
-        Line("stream", 3 * c * share.N * share.D, "what the feed-forward read, and its gradient"),
+        Line("stream", 3 * c * share.N * share.D if all_of_it else 0, "what the feed-forward read, and its gradient"),
     ]
 
 

@@ -58,9 +58,8 @@ def turned_over(share: Share) -> list[Line]:
 
 
 def _kept_of_weights(share: Share) -> int:
-    """Bytes of attention's weights in groups of heads, which a TPU's forward loop writes down for the backward one."""
-    grouped = share.plan.attention_tiles > 1 and share.target.platform == "tpu"
-    return share.compute_bytes * share.L * share.attention_weights if grouped else 0
+    """Bytes of attention's weights in groups of heads, which the forward loop writes down for the backward one."""
+    return share.compute_bytes * share.L * share.attention_weights if share.plan.attention_tiles > 1 else 0
 
 
 def why_residuals(share: Share) -> str:
