@@ -19,8 +19,9 @@ from llamem.planner.copies import (
     zeroed_before_the_loss,
     zeroed_table,
 )
+from llamem.planner.layer import attention, feed_forward, waiting
 from llamem.planner.lines import Line
-from llamem.planner.residuals import kept_for_backward, left_by_forward, scores, turned_over, why_residuals
+from llamem.planner.residuals import kept_for_backward, left_by_forward, turned_over, why_residuals
 from llamem.planner.share import Share
 
 _F32 = 4
@@ -40,8 +41,8 @@ def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
     backward += _backward(share)
     moments = {
         "a tile of the loss": [*at_loss, left, *_loss(share), *turned_over(share)],
-        "a layer's backward pass, feed-forward": [*backward, *_feed_forward(share)],
-        "a layer's backward pass, attention": [*backward, *_attention(share), *_waiting(share)],
+        "a layer's backward pass, feed-forward": [*backward, *feed_forward(share)],
+        "a layer's backward pass, attention": [*backward, *attention(share), *waiting(share)],
         "the gradients' norm": [*held, *_norm(share)],
         "the optimizer": [*held, *_optimizer(share)],
     }
@@ -50,6 +51,8 @@ def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
         stream = Line("stream", 3 * share.compute_bytes * share.N * share.D, "what the loss has read and made")
         moments["the head's gradient, narrowed"] = [*at_loss, left, both, stream]
     if share.target.platform == "tpu":
+        if share.loss_axis == "vocab":
+            moments["a tile of the loss, forward"] = [*at_loss, left, *_loss(share, forward=True)]
         for lines in moments.values():
             lines.append(_gaps(lines))
     else:
@@ -99,11 +102,13 @@ def _one_by_one(share: Share) -> dict[str, tuple[Line, ...]]:
     tables = [Line("layer weights", (2 * p + c) * share.head, "embedding and head, fetched")] if fetched else []
     both = Line("head gradient", (c + p) * share.head, "of a table, and its pieces or its sum")
     stream = Line("stream", 2 * c * share.N * share.D, "what the embedding's gradient is made of")
+    head = Line("layer weights", low and c * share.head, "the head's")
     moments = {
         "the tables' arrival": tables,
-        "a tile of the loss": [residuals, Line("layer weights", low and c * share.head, "the head's"), *_loss(share)],
-        "a layer's backward pass, feed-forward": [*backward, *_feed_forward(share)],
-        "a layer's backward pass, attention": [*backward, *_attention(share)],
+        "a tile of the loss": [residuals, head, *_loss(share)],
+        "a tile of the loss, forward": [residuals, head, *_loss(share, forward=True)],
+        "a layer's backward pass, feed-forward": [*backward, *feed_forward(share)],
+        "a layer's backward pass, attention": [*backward, *attention(share)],
         "the embedding's update": [both, stream],
     }
     held = _held(share)
@@ -122,7 +127,7 @@ def _held(share: Share) -> list[Line]:
     ]
 
 
-def _loss(share: Share) -> list[Line]:
+def _loss(share: Share, forward: bool = False) -> list[Line]:
     c, N, D = share.compute_bytes, share.N, share.D
     if share.plan.loss_tiles is None and share.mesh.tensor == 1:
         return [
@@ -131,10 +136,14 @@ def _loss(share: Share) -> list[Line]:
         ]
     logits = share.loss_rows * share.loss_columns
     if share.loss_axis == "vocab":
+        if share.target.platform == "tpu":  # forward f32 logits; backward they become their gradient inside the product
+            tile = _F32 * logits if forward else c * (logits + share.loss_columns * D)
+        else:
+            tile = (_F32 + c) * logits
         return [
-            Line("head gradient", share.compute_bytes * share.head, "written row by row"),
-            Line("loss tiles", (_F32 + c) * logits, f"{share.loss_columns:,} columns of logits, and their gradient"),
-            Line("stream", (2 * c + _F32) * N * D, "the last output, its norm, the norm's gradient in f32"),
+            Line("head gradient", 0 if forward else c * share.head, "written row by row"),
+            Line("loss tiles", tile, f"{share.loss_columns:,} columns of logits, their gradient"),
+            Line("stream", (2 * c + (0 if forward else _F32)) * N * D, "the last output, its norm, its f32 gradient"),
         ]
     if share.target.platform != "tpu" and logits == N * share.V:  # one tile: the head's gradient is a product, no sum
         return [
@@ -182,114 +191,6 @@ def _narrowed_late(share: Share) -> bool:
     return share.tables == 1 and share.N > 2048 and not share.target.name.startswith("v5e")
 
 
-def _kept_for_attention(share: Share) -> int:
-    """Bytes that attention's forward pass leaves for its backward one, of all heads."""
-    c, N = share.compute_bytes, share.N
-    if share.attention == "xla":
-        return N * share.lanes * c * (share.H + 2 * share.K) + (_F32 + c) * scores(share)
-    both = c * N * share.lanes * (2 * share.H + 2 * share.K)  # queries and output, keys and values
-    if share.config.qk_norm:  # queries and keys before their norms
-        both += c * N * share.lanes * (share.H + share.K)
-    if share.attention == "tiled":  # the sums of its gradients, f32, are zeroed early
-        return both + _F32 * N * share.h * (share.H + 2 * share.K)
-    return both + _F32 * N * share.H
-
-
-def _logsumexp(share: Share) -> int:
-    """Bytes of what Splash writes beside its result: of each query's logsumexp, f32, 128 copies."""
-    return _F32 * 128 * share.N * share.H if share.attention == "splash" else 0
-
-
-def _feed_forward(share: Share) -> list[Line]:
-    c, N, tiles = share.compute_bytes, share.N, share.plan.mlp_tiles
-    rows = -(-N // tiles)
-    kept = 0 if share.kept or share.plan.attention_tiles > 1 else _kept_for_attention(share)
-    if (
-        kept and share.attention == "tiled" and "attn_out" in share.saved
-    ):  # nothing asks for the output yet: its f32 sum
-        kept += c * N * share.h * share.H
-    v5e = share.target.name.startswith("v5e")
-    inner = (3 if v5e else 4) * c * rows * share.F  # other compilers hold silu's result, too
-    if tiles > 1 or v5e:
-        kept += _logsumexp(share) if kept else 0
-    else:  # the logsumexp is gone by then
-        if share.target.platform == "tpu" and share.groups == 1 and "attn" in share.saved and "q" not in share.saved:
-            kept = _turned_back(share)
-    if share.kept and tiles == 1:
-        inner = 2 * c * rows * share.F
-    if tiles > 1 and share.plan.attention_tiles > 1 and share.target.platform != "tpu":
-        inner += c * (N + 2 * rows) * share.D  # a GPU has zeroed the sum over heads by now; the tile's input, its norm
-    return [
-        Line("attention", kept, "what its forward pass, run again, leaves for its backward one"),
-        Line("feed-forward", inner + _row_sums(share), f"gate, up and gradients for {rows:,} tokens"),
-        Line("stream", _stream(share), "residual stream, its gradient, norms; rope's tables"),
-    ]
-
-
-def _turned_back(share: Share) -> int:
-    """Bytes of attention where the queries' gradient is turned back by rope, while the feed-forward's products wait.
-
-    That gradient in f32, and its two halves, each padded to 128 channels; the output, the gradients of keys and values.
-    """
-    c, heads = share.compute_bytes, share.N * share.lanes
-    return heads * ((_F32 + 2 * c) * share.H + c * (share.H + 2 * share.K))
-
-
-def _attention(share: Share) -> list[Line]:
-    c, N, tiles = share.compute_bytes, share.N, share.plan.attention_tiles
-    heads = c * N * share.lanes
-    kept = 0 if share.kept and tiles == 1 and share.attention != "tiled" else _kept_for_attention(share)
-    gradients = heads * (2 * share.H + 2 * share.K)
-    if share.attention == "xla":  # their gradients, and which of them are seen
-        gradients += (_F32 + 1) * scores(share)
-    if share.attention == "tiled":  # the output's alone, while the others' f32 sums grow
-        gradients = 0 if share.saved >= {"q", "k", "v"} and not share.kept else heads * share.H
-    if share.attention == "splash":  # the logsumexp's copies are gone when gradients come
-        gradients = max(gradients, _logsumexp(share))
-    if share.config.qk_norm and tiles > 1:  # the f32 factors of a group's norms
-        gradients += (2 if share.target.platform == "tpu" else 3) * _F32 * N * share.lanes * (share.H + share.K)
-    return [
-        Line("attention", (kept + gradients) // tiles, "queries, keys, values, output, their gradients"),
-        Line("feed-forward", _row_sums(share), "sums of its weights' gradients, f32"),
-        Line("stream", _stream(share) - _done(share), "residual stream, its gradient, norms; rope's tables"),
-    ]
-
-
-def _done(share: Share) -> int:
-    """Bytes of the stream that a feed-forward in tiles has let go when a GPU's attention in tiles begins."""
-    done = share.attention == "tiled" and share.plan.mlp_tiles > 1 and share.plan.attention_tiles == 1
-    return 2 * share.compute_bytes * share.N * share.D if done else 0
-
-
-def _waiting(share: Share) -> list[Line]:
-    """What waits for the products that make the feed-forward's gradients: they come after all groups of heads.
-
-    Silu's parts and what the feed-forward read wait only on GPUs, and only where moments are on the device.
-    """
-    if share.plan.attention_tiles == 1 or share.plan.mlp_tiles > 1:
-        return []
-    c, all_of_it = share.compute_bytes, share.target.platform != "tpu" and share.plan.moments == "device"
-    inner = (2 if share.kept or not all_of_it else 4) * share.F
-    return [
-        Line("feed-forward", c * share.N * inner, "gate, up and gradients, for their weights' gradients"),
-        Line("stream", 3 * c * share.N * share.D if all_of_it else 0, "what the feed-forward read, and its gradient"),
-    ]
-
-
-def _row_sums(share: Share) -> int:
-    """Bytes of the f32 sums of the feed-forward's gradients over tiles of rows."""
-    return _F32 * share.mlp_weights if share.plan.mlp_tiles > 1 else 0
-
-
-def _stream(share: Share) -> int:
-    """Bytes of activations as wide as the residual stream, and of rope's two tables."""
-    c, wide = share.compute_bytes, share.N * share.D
-    tables = 2 * _F32 * share.T * (share.lanes if share.target.platform == "tpu" else share.h // 2)
-    if share.plan.attention_tiles > 1:  # the sum over groups of heads of its input's gradient, in f32
-        return (_F32 + 4 * c) * wide + tables
-    return 5 * c * wide + tables
-
-
 def _norm(share: Share) -> list[Line]:
     """To sum the squares of wq's gradient a TPU widens it, of all layers at once; those in groups it copies, too."""
     if share.target.platform != "tpu":
@@ -299,10 +200,12 @@ def _norm(share: Share) -> list[Line]:
         nested = share.groups > 1 and share.plan.attention_tiles == 1
         channels = _F32 * share.h + (share.param_bytes * share.lanes if nested else 0)
         wide = share.L * share.D * share.H * channels // share.split
+    both = 2 * share.compute_bytes if share.param_bytes > share.compute_bytes and share.tables == 1 else 0
     padded = 3 * second_layouts(share)  # of the weights with all their padding, and of gradients what that adds
     return [
         _all_gradients(share),
         Line("gradients", wide, "wq's, in f32"),
+        Line("head gradient", both * share.head // share.split, "the table's two, of which the sum is made"),
         Line("layer weights", padded, "wq, wk, wv and their gradients as their moments lie, padded"),
     ]
 
