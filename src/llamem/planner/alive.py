@@ -9,9 +9,19 @@ that no estimate knows, so that one beyond the chip's memory may be too high: by
 with its layers' inputs on a v5e's host.
 """
 
-from llamem.planner.copies import head_copy, layer_copies, zeroed_before_the_loss, zeroed_table
+import dataclasses
+
+from llamem.planner.copies import (
+    group_slices,
+    head_copy,
+    layer_copies,
+    second_layouts,
+    zeroed_before_the_loss,
+    zeroed_table,
+)
+from llamem.planner.layer import attention, feed_forward, waiting
 from llamem.planner.lines import Line
-from llamem.planner.residuals import kept_for_backward, left_by_forward, scores, why_residuals
+from llamem.planner.residuals import kept_for_backward, left_by_forward, turned_over, why_residuals
 from llamem.planner.share import Share
 
 _F32 = 4
@@ -27,11 +37,12 @@ def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
     left = Line("residuals", left_by_forward(share), why_residuals(share))
     residuals = Line("residuals", kept_for_backward(share), why_residuals(share))
     gradients = Line("gradients", share.stack * share.param_bytes, "of all layers, from the backward loop's start")
-    backward = [*held, *layer_copies(share), *zeroed_table(share), residuals, gradients, *_backward(share)]
+    backward = [*held, *layer_copies(share), *zeroed_table(share), residuals, *group_slices(share), gradients]
+    backward += _backward(share)
     moments = {
-        "a tile of the loss": [*at_loss, left, *_loss(share)],
-        "a layer's backward pass, feed-forward": [*backward, *_feed_forward(share)],
-        "a layer's backward pass, attention": [*backward, *_attention(share), *_waiting(share)],
+        "a tile of the loss": [*at_loss, left, *_loss(share), *turned_over(share)],
+        "a layer's backward pass, feed-forward": [*backward, *feed_forward(share)],
+        "a layer's backward pass, attention": [*backward, *attention(share), *waiting(share)],
         "the gradients' norm": [*held, *_norm(share)],
         "the optimizer": [*held, *_optimizer(share)],
     }
@@ -40,12 +51,30 @@ def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
         stream = Line("stream", 3 * share.compute_bytes * share.N * share.D, "what the loss has read and made")
         moments["the head's gradient, narrowed"] = [*at_loss, left, both, stream]
     if share.target.platform == "tpu":
+        if share.loss_axis == "vocab":
+            moments["a tile of the loss, forward"] = [*at_loss, left, *_loss(share, forward=True)]
         for lines in moments.values():
             lines.append(_gaps(lines))
     else:
-        for name in ("a tile of the loss", "the head's gradient, narrowed"):
-            moments.get(name, []).extend(zeroed_before_the_loss(share, gradients))
+        _zero_early(moments, zeroed_before_the_loss(share, gradients))
     return {name: tuple(lines) for name, lines in moments.items()}
+
+
+def _zero_early(moments: dict[str, list[Line]], zeroed: list[Line]) -> None:
+    """Adds to the moments of the loss what a GPU zeroes before it: up to a tenth of the peak, in 70 programs.
+
+    Of several schedules XLA takes the one whose highest point is lowest, by a count of its own. Which one that is no
+    estimate knows; where zeroing early would cost more than a tenth, none of these programs did all of it.
+    """
+    highest = 1.1 * max(map(_total, moments.values()))
+    for name in ("a tile of the loss", "the head's gradient, narrowed"):
+        for line in zeroed if name in moments else []:
+            room = max(int(highest) - _total(moments[name]), 0)
+            moments[name].append(dataclasses.replace(line, bytes=min(line.bytes, room)))
+
+
+def _total(lines: list[Line]) -> int:
+    return sum(line.bytes for line in lines)
 
 
 def _gaps(lines: list[Line]) -> Line:
@@ -73,11 +102,13 @@ def _one_by_one(share: Share) -> dict[str, tuple[Line, ...]]:
     tables = [Line("layer weights", (2 * p + c) * share.head, "embedding and head, fetched")] if fetched else []
     both = Line("head gradient", (c + p) * share.head, "of a table, and its pieces or its sum")
     stream = Line("stream", 2 * c * share.N * share.D, "what the embedding's gradient is made of")
+    head = Line("layer weights", low and c * share.head, "the head's")
     moments = {
         "the tables' arrival": tables,
-        "a tile of the loss": [residuals, Line("layer weights", low and c * share.head, "the head's"), *_loss(share)],
-        "a layer's backward pass, feed-forward": [*backward, *_feed_forward(share)],
-        "a layer's backward pass, attention": [*backward, *_attention(share)],
+        "a tile of the loss": [residuals, head, *_loss(share)],
+        "a tile of the loss, forward": [residuals, head, *_loss(share, forward=True)],
+        "a layer's backward pass, feed-forward": [*backward, *feed_forward(share)],
+        "a layer's backward pass, attention": [*backward, *attention(share)],
         "the embedding's update": [both, stream],
     }
     held = _held(share)
@@ -96,7 +127,7 @@ def _held(share: Share) -> list[Line]:
     ]
 
 
-def _loss(share: Share) -> list[Line]:
+def _loss(share: Share, forward: bool = False) -> list[Line]:
     c, N, D = share.compute_bytes, share.N, share.D
     if share.plan.loss_tiles is None and share.mesh.tensor == 1:
         return [
@@ -105,10 +136,19 @@ def _loss(share: Share) -> list[Line]:
         ]
     logits = share.loss_rows * share.loss_columns
     if share.loss_axis == "vocab":
+        if share.target.platform == "tpu":  # forward f32 logits; backward they become their gradient inside the product
+            tile = _F32 * logits if forward else c * (logits + share.loss_columns * D)
+        else:
+            tile = (_F32 + c) * logits
         return [
-            Line("head gradient", share.compute_bytes * share.head, "written row by row"),
-            Line("loss tiles", (_F32 + c) * logits, f"{share.loss_columns:,} columns of logits, and their gradient"),
-            Line("stream", (2 * c + _F32) * N * D, "the last output, its norm, the norm's gradient in f32"),
+            Line("head gradient", 0 if forward else c * share.head, "written row by row"),
+            Line("loss tiles", tile, f"{share.loss_columns:,} columns of logits, their gradient"),
+            Line("stream", (2 * c + (0 if forward else _F32)) * N * D, "the last output, its norm, its f32 gradient"),
+        ]
+    if share.target.platform != "tpu" and logits == N * share.V:  # one tile: the head's gradient is a product, no sum
+        return [
+            Line("loss tiles", (_F32 + c) * logits, "all logits, f32, and their gradient"),
+            Line("stream", 3 * c * N * D, "the last output, its norm, the norm's gradient"),
         ]
     # A TPU narrows the logits' gradient inside the product, of tiles of 752 tokens, say; of 4,096 it does not.
     narrow = 0 if share.target.platform == "tpu" and share.loss_rows <= 1024 else c
@@ -126,8 +166,7 @@ def _backward(share: Share) -> list[Line]:
     slices = gathered or c * (share.D * share.F + share.attention_weights)
     if share.groups > 1:  # a group's weights, sliced out for the inner loop, and their gradients
         slices += 2 * p * (share.L // share.groups) * share.layer_weights // share.split
-    gpu = share.target.platform != "tpu"
-    size = _F32 if gpu and _summed_in_f32(share) and not share.plan.saves_memory else c
+    size = _F32 if _summed_in_f32(share) and not share.plan.saves_memory and _narrowed_late(share) else c
     return [
         Line("head gradient", size * share.head, "as the loss left it, until the optimizer takes it"),
         Line(
@@ -138,98 +177,37 @@ def _backward(share: Share) -> list[Line]:
 
 def _summed_in_f32(share: Share) -> bool:
     """Whether the head's gradient is a sum over tiles of tokens."""
-    return share.plan.loss_tiles is not None and share.loss_axis == "tokens" and share.mesh.tensor == 1
+    one_product = share.target.platform != "tpu" and share.loss_rows >= share.N
+    whole = share.plan.loss_tiles is None or share.mesh.tensor > 1
+    return share.loss_axis == "tokens" and not whole and not one_product
 
 
-def _kept_for_attention(share: Share) -> int:
-    """Bytes that attention's forward pass leaves for its backward one, of all heads."""
-    c, N = share.compute_bytes, share.N
-    if share.attention == "xla":
-        return N * share.lanes * c * (share.H + 2 * share.K) + (_F32 + c) * scores(share)
-    both = c * N * share.lanes * (2 * share.H + 2 * share.K)  # queries and output, keys and values
-    if share.attention == "tiled":  # the sums of its gradients, f32, are zeroed early
-        return both + _F32 * N * share.h * (share.H + 2 * share.K)
-    return both + _F32 * N * share.H
-
-
-def _logsumexp(share: Share) -> int:
-    """Bytes of what Splash writes beside its result: of each query's logsumexp, f32, 128 copies."""
-    return _F32 * 128 * share.N * share.H if share.attention == "splash" else 0
-
-
-def _feed_forward(share: Share) -> list[Line]:
-    c, N, tiles = share.compute_bytes, share.N, share.plan.mlp_tiles
-    rows = -(-N // tiles)
-    kept = 0 if share.kept or share.plan.attention_tiles > 1 else _kept_for_attention(share)
-    if tiles > 1 or share.target.name.startswith("v5e"):
-        inner = 3 * c * rows * share.F
-        kept += _logsumexp(share) if kept else 0
-    else:  # other compilers hold silu's result, too, and have dropped the logsumexp by then
-        inner = 4 * c * rows * share.F
-    if share.kept and tiles == 1:
-        inner = 2 * c * rows * share.F
-    return [
-        Line("attention", kept, "what its forward pass, run again, leaves for its backward one"),
-        Line("feed-forward", inner + _row_sums(share), f"gate, up and gradients for {rows:,} tokens"),
-        Line("stream", _stream(share), "residual stream, its gradient, norms; rope's tables"),
-    ]
-
-
-def _attention(share: Share) -> list[Line]:
-    c, N, tiles = share.compute_bytes, share.N, share.plan.attention_tiles
-    kept = 0 if share.kept and tiles == 1 else _kept_for_attention(share) + _logsumexp(share)
-    gradients = c * N * share.lanes * (2 * share.H + 2 * share.K)
-    if share.attention == "xla":  # their gradients, and which of them are seen
-        gradients += (_F32 + 1) * scores(share)
-    if share.attention == "tiled" and share.saved >= {
-        "q",
-        "k",
-        "v",
-    }:  # made of their sums when slices of q, k, v are gone
-        gradients = 0
-    return [
-        Line("attention", (kept + gradients) // tiles, "queries, keys, values, output, their gradients"),
-        Line("feed-forward", _row_sums(share), "sums of its weights' gradients, f32"),
-        Line("stream", _stream(share), "residual stream, its gradient, norms; rope's tables"),
-    ]
-
-
-def _waiting(share: Share) -> list[Line]:
-    """What waits for the products that make the feed-forward's gradients: a GPU's come after all groups of heads.
-
-    Seen where moments are on the device, and not where they are on the host.
+def _narrowed_late(share: Share) -> bool:
+    """Whether such a sum stays f32 until the embedding's gradient joins it: on GPUs, and on TPUs whose scatters of more
+    than 2,048 rows are programs of their own (`scatter_custom_fusion`): v5p and v6e have units for them, v5e none.
     """
-    tiles = share.plan.attention_tiles > 1 and share.plan.mlp_tiles == 1
-    if share.target.platform == "tpu" or share.plan.moments == "host" or not tiles:
-        return []
-    c, inner = share.compute_bytes, (2 if share.kept else 4) * share.F
-    return [
-        Line("feed-forward", c * share.N * inner, "gate, up and gradients, for their weights' gradients"),
-        Line("stream", 3 * c * share.N * share.D, "what the feed-forward read, and its gradient"),
-    ]
-
-
-def _row_sums(share: Share) -> int:
-    """Bytes of the f32 sums of the feed-forward's gradients over tiles of rows."""
-    return _F32 * share.mlp_weights if share.plan.mlp_tiles > 1 else 0
-
-
-def _stream(share: Share) -> int:
-    """Bytes of activations as wide as the residual stream, and of rope's two tables."""
-    c, wide = share.compute_bytes, share.N * share.D
-    tables = 2 * _F32 * share.T * (share.lanes if share.target.platform == "tpu" else share.h // 2)
-    if share.plan.attention_tiles > 1:  # the sum over groups of heads of its input's gradient, in f32
-        return (_F32 + 4 * c) * wide + tables
-    return 5 * c * wide + tables
+    if share.target.platform != "tpu":
+        return True
+    return share.tables == 1 and share.N > 2048 and not share.target.name.startswith("v5e")
 
 
 def _norm(share: Share) -> list[Line]:
-    """Where heads or layers are in groups a TPU widens wq's gradient, of all layers at once, to sum its squares."""
-    nested, tiled = share.groups > 1, share.plan.attention_tiles > 1
+    """To sum the squares of wq's gradient a TPU widens it, of all layers at once; those in groups it copies, too."""
+    if share.target.platform != "tpu":
+        return [_all_gradients(share)]
     wide = 0
-    if share.target.platform == "tpu" and share.param_bytes < _F32 and (nested or tiled):
-        wide = (_F32 if tiled else _F32 + share.param_bytes) * share.L * share.D * share.H * share.lanes // share.split
-    return [_all_gradients(share), Line("gradients", wide, "wq's, in f32")]
+    if share.param_bytes < _F32:
+        nested = share.groups > 1 and share.plan.attention_tiles == 1
+        channels = _F32 * share.h + (share.param_bytes * share.lanes if nested else 0)
+        wide = share.L * share.D * share.H * channels // share.split
+    both = 2 * share.compute_bytes if share.param_bytes > share.compute_bytes and share.tables == 1 else 0
+    padded = 3 * second_layouts(share)  # of the weights with all their padding, and of gradients what that adds
+    return [
+        _all_gradients(share),
+        Line("gradients", wide, "wq's, in f32"),
+        Line("head gradient", both * share.head // share.split, "the table's two, of which the sum is made"),
+        Line("layer weights", padded, "wq, wk, wv and their gradients as their moments lie, padded"),
+    ]
 
 
 def _all_gradients(share: Share) -> Line:

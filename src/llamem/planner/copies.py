@@ -4,6 +4,7 @@ Each line was read off the compilers' timelines (`Report.timeline`), most of the
 """
 
 from llamem.planner.lines import Line
+from llamem.planner.residuals import kept_for_backward
 from llamem.planner.share import Share
 
 
@@ -12,17 +13,35 @@ def layer_copies(share: Share) -> list[Line]:
     plan, p, c = share.plan, share.param_bytes, share.compute_bytes
     tpu = share.target.platform == "tpu"
     lines = []
-    # A TPU narrows all layers at once, a GPU one by one, unless the backward pass reads the forward pass's copies.
+    # A TPU narrows all layers at once, a GPU one by one, unless the backward pass reads the forward pass's copies: of
+    # products in tiles it does not.
     if p > c and (tpu or share.kept):
-        lines.append(Line("layer weights", c * share.stack, "of all layers, in the type of the products"))
-    # Moments that are fetched dictate a layout that pads heads of fewer than 128 channels. XLA compresses some of them:
-    # counted here as they are without padding.
-    if tpu and plan.moments == "host" and share.h < share.lanes:
-        numbers = share.L * share.D * (share.H + 2 * share.K) * share.h // share.split
-        lines.append(Line("layer weights", p * numbers, "wq, wk and wv in a second layout"))
+        done_again = 0 if tpu or plan.mlp_tiles == 1 else share.L * share.mlp_weights // share.split
+        done_again += 0 if tpu or plan.attention_tiles == 1 else share.L * share.attention_weights // share.split
+        size = c * (share.stack - done_again)
+        lines.append(Line("layer weights", size, "of all layers, in the type of the products"))
+    if second_layouts(share):
+        lines.append(Line("layer weights", second_layouts(share), "wq, wk and wv in a second layout"))
     if not tpu and plan.attention_tiles == share.K > 1:
         lines.append(Line("layer weights", 2 * p * share.L * share.D * share.K * share.h, "wk and wv, heads first"))
     return lines
+
+
+def second_layouts(share: Share) -> int:
+    """Bytes of wq, wk and wv where a TPU keeps them in a second layout: moments that are fetched dictate one that pads
+    heads of fewer than 128 channels. XLA compresses some of them: counted as they are without padding.
+    """
+    if share.target.platform != "tpu" or share.plan.moments != "host" or share.h == share.lanes:
+        return 0
+    return share.param_bytes * share.L * share.D * (share.H + 2 * share.K) * share.h // share.split
+
+
+def group_slices(share: Share) -> list[Line]:
+    """What one group's layers left, sliced out of all groups' for the loop over its layers, where all of it stays."""
+    if not share.kept or share.groups == 1:
+        return []
+    size = kept_for_backward(share) // share.groups
+    return [Line("residuals", size, f"of {share.L // share.groups} layers, sliced out for their loop")]
 
 
 def head_copy(share: Share) -> list[Line]:
@@ -42,7 +61,11 @@ def zeroed_table(share: Share) -> list[Line]:
 
 def zeroed_before_the_loss(share: Share, gradients: Line) -> list[Line]:
     """Gradients whose buffers XLA's GPU scheduler zeroes before the loss, where that leaves nothing else waiting."""
-    nested, narrow = share.groups > 1, share.param_bytes == share.compute_bytes
-    if share.plan.moments == "device":
-        return [gradients] if narrow and not nested else []
+    plan, nested, narrow = share.plan, share.groups > 1, share.param_bytes == share.compute_bytes
+    if plan.moments == "device":
+        # Where the head's gradient is there before the backward pass, and no copy from the host is under way.
+        late = share.loss_axis == "tokens" and plan.mlp_tiles > 1 and plan.attention_tiles == 1
+        late = late and not share.offloaded and not share.kept
+        one_tile = share.loss_axis == "tokens" and share.loss_rows >= share.N
+        return [gradients] if narrow and not nested and not late and not one_tile else []
     return [gradients] if nested else [gradients, *zeroed_table(share)]

@@ -1,5 +1,6 @@
 """What a forward pass leaves for the backward one."""
 
+from llamem.planner.lines import Line
 from llamem.planner.share import Share, activation_bytes
 
 _F32 = 4
@@ -38,16 +39,27 @@ def _kept_per_token(share: Share) -> int:
     stream = (3 * _F32 * norms + 2 * c) * share.D  # the norms' f32 factors, and what they read or made
     queries = 3 if share.target.platform == "tpu" else 2  # Splash reads scaled ones
     heads = c * share.lanes * (queries * share.H + 2 * share.K) + _F32 * share.H
-    if share.config.qk_norm:  # the f32 factors of its two norms
-        heads += 2 * _F32 * share.lanes * (share.H + share.K)
+    if share.config.qk_norm:  # the f32 factors of its two norms; a TPU computes one of them again
+        factors = 2 if share.target.platform == "tpu" else 3
+        heads += factors * _F32 * share.lanes * (share.H + share.K)
     scores = (_F32 + c) * share.H * share.T if share.attention == "xla" else 0
     return stream + (0 if in_tiles[0] else inner) + (0 if in_tiles[1] else heads + scores)
 
 
+def turned_over(share: Share) -> list[Line]:
+    """The last of the query norm's f32 factors, which a GPU lays out in another order before its backward loop: one at
+    a time, each into a new place, for which no tile of logits has left room.
+    """
+    if not share.kept or not share.config.qk_norm or share.target.platform == "tpu" or share.plan.attention_tiles > 1:
+        return []
+    return [
+        Line("residuals", _F32 * share.L * share.N * share.H * share.h, "one f32 factor of the queries' norms, twice")
+    ]
+
+
 def _kept_of_weights(share: Share) -> int:
-    """Bytes of attention's weights in groups of heads, which a TPU's forward loop writes down for the backward one."""
-    grouped = share.plan.attention_tiles > 1 and share.target.platform == "tpu"
-    return share.compute_bytes * share.L * share.attention_weights if grouped else 0
+    """Bytes of attention's weights in groups of heads, which the forward loop writes down for the backward one."""
+    return share.compute_bytes * share.L * share.attention_weights if share.plan.attention_tiles > 1 else 0
 
 
 def why_residuals(share: Share) -> str:
