@@ -32,6 +32,14 @@ PICTURES = ROOT / "build" / "browser"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 PATIENCE = 300_000  # milliseconds, for a machine that has other things to do
+# Every cell in the page at once, not only those in sight; the reader's colours; no question about news.
+SETTINGS = {
+    "notebook-extension/tracker": {"windowingMode": "none"},
+    "notebook-extension/panel": {"windowingMode": "none"},
+    "apputils-extension/themes": {"adaptive-theme": True},
+    "apputils-extension/notification": {"fetchNews": "false"},
+}
+DARK = "document.body.dataset.jpThemeLight === 'false'"
 WHOLE = "notebook => document.querySelectorAll('.jp-Notebook .jp-Cell').length >= notebook"
 WAITING = "[...document.querySelectorAll('.jp-InputPrompt')].some(prompt => prompt.innerText.includes('*'))"
 
@@ -62,10 +70,10 @@ def jupyter(request, tmp_path_factory):
         pytest.skip("needs Notebook 7: pip install notebook")
     home = tmp_path_factory.mktemp("home")
     shutil.copytree(ROOT / "notebooks", home / "notebooks", ignore=shutil.ignore_patterns(".*", "runs"))
-    for name in ("tracker", "panel"):  # every cell in the page at once, not only those in sight
-        settings = home / "settings" / "@jupyterlab" / "notebook-extension" / f"{name}.jupyterlab-settings"
+    for name, value in SETTINGS.items():
+        settings = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         settings.parent.mkdir(parents=True, exist_ok=True)
-        settings.write_text('{"windowingMode": "none"}')
+        settings.write_text(json.dumps(value))
     port = free_port()
     command = [
         *(
@@ -145,6 +153,9 @@ def test_a_notebook_opens_whole(browser, jupyter, path):
     drawn = page.locator(".jp-OutputArea img")
     (drawn if drawn.count() else page.locator(".jp-Cell")).first.scroll_into_view_if_needed()
     page.screenshot(path=PICTURES / f"{place}_{path.stem}.png")
+    page.emulate_media(color_scheme="dark")
+    page.wait_for_function(DARK, timeout=PATIENCE)
+    page.screenshot(path=PICTURES / f"{place}_dark_{path.stem}.png")
     figures = sum("image/png" in o.get("data", {}) for o in _outputs(path))
     # JupyterLab shows no words for an output's picture, stored or not (jupyter/enhancement-proposals#120).
     assert check_pictures(page, ".jp-Notebook", words=False) >= figures
@@ -236,10 +247,12 @@ def test_an_exercise_typed_in_wrong_and_right(browser, jupyter):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The notebooks as nbviewer shows them, served on this machine: the address."""
+    """The notebooks as nbviewer shows them, in both of its themes, served on this machine: the address."""
     folder = tmp_path_factory.mktemp("html")
-    command = [sys.executable, "-m", "nbconvert", "--to", "html", "--output-dir", str(folder)]
-    subprocess.run([*command, *map(str, NOTEBOOKS)], check=True, capture_output=True)
+    for theme in ("light", "dark"):
+        command = [sys.executable, "-m", "nbconvert", "--to", "html", f"--HTMLExporter.theme={theme}"]
+        command += ["--output-dir", str(folder / theme), *map(str, NOTEBOOKS)]
+        subprocess.run(command, check=True, capture_output=True)
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -251,7 +264,7 @@ def exported(tmp_path_factory):
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem[:2])
 def test_an_exported_page_is_whole(browser, exported, path, scheme):
     page = browser.new_page(viewport={"width": 1100, "height": 1000}, color_scheme=scheme)
-    page.goto(f"{exported}/{path.stem}.html", wait_until="domcontentloaded")
+    page.goto(f"{exported}/{scheme}/{path.stem}.html", wait_until="domcontentloaded")
     assert check_pictures(page, "main") >= sum("image/png" in o.get("data", {}) for o in _outputs(path))
     page.screenshot(path=PICTURES / f"html_{scheme}_{path.stem}.png")
     page.close()
