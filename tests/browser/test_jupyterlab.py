@@ -5,9 +5,7 @@ where either is missing. Each notebook is opened with its stored outputs; with `
 Screenshots lie in build/browser for a human look.
 """
 
-import functools
 import http.client
-import http.server
 import importlib.util
 import json
 import os
@@ -15,22 +13,15 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
+from pages import PICTURES, check_pictures, served
 
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'llamem[browser]'")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium"),
-]
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
-PICTURES = ROOT / "build" / "browser"
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 PATIENCE = 300_000  # milliseconds, for a machine that has other things to do
 # Every cell in the page at once, not only those in sight; the reader's colours; no question about news.
 SETTINGS = {
@@ -46,15 +37,6 @@ WAITING = "[...document.querySelectorAll('.jp-InputPrompt')].some(prompt => prom
 
 def n_cells(path: Path) -> int:
     return len(json.loads(path.read_text(encoding="utf-8"))["cells"])
-
-
-@pytest.fixture(scope="module")
-def browser():
-    PICTURES.mkdir(parents=True, exist_ok=True)
-    with playwright.sync_playwright() as running:
-        chromium = running.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield chromium
-        chromium.close()
 
 
 def free_port() -> int:
@@ -133,17 +115,6 @@ def opened(browser, address: str, path: Path, scheme: str = "light"):
     for cell in page.locator(".jp-Notebook .jp-Cell").all():
         cell.scroll_into_view_if_needed()
     return page
-
-
-def check_pictures(page, within: str, words: bool = True) -> int:
-    """Every picture is there and, where `words`, has some for those who do not see it; how many there are."""
-    pictures = page.evaluate(
-        "w => [...document.querySelectorAll(`${w} img`)].map(i => [i.alt, i.naturalWidth, i.src.slice(0, 99)])", within
-    )
-    for alt, width, source in pictures:
-        if source.startswith(("http://127", "data:", "blob:", "file:")):  # badges come from other sites
-            assert width > 0 and (alt or not words), source
-    return len(pictures)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem[:2])
@@ -253,11 +224,8 @@ def exported(tmp_path_factory):
         command = [sys.executable, "-m", "nbconvert", "--to", "html", f"--HTMLExporter.theme={theme}"]
         command += ["--output-dir", str(folder / theme), *map(str, NOTEBOOKS)]
         subprocess.run(command, check=True, capture_output=True)
-    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
+    with served(folder) as address:
+        yield address
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
