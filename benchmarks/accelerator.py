@@ -13,7 +13,8 @@ tests      those marked `accelerator`, with exact products of float32
 notebooks  each from a fresh kernel with its parameters as they stand, so at the sizes of preset="auto"
 
 Every program runs in a process of its own: an allocator's peak is that of its whole life. On a CPU the sizes are small,
-so that this can always be tried; there the operating system counts, and rounds up.
+so that this can always be tried; there the operating system counts, and rounds up. Ends with 1 where a test or a
+notebook failed.
 """
 
 import argparse
@@ -166,20 +167,20 @@ def losses_text(rows: list[Row]) -> list[str]:
     return ["## The loss and both gradients", said, loss.table(rows, "dtype", loss.time_cell)]
 
 
-def tests_text() -> list[str]:
-    """pytest's own last lines: what failed, and how many passed."""
+def tests_text() -> tuple[list[str], bool]:
+    """pytest's own last lines: what failed, and how many passed; and whether all did."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "accelerator", "tests"]
     # Empty: tests/conftest.py would ask for programs that compile fast. And accelerators round float32 products.
     exact = os.environ | {"XLA_FLAGS": "", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=exact)
     lines = run.stdout.strip().splitlines() or [run.stderr.strip()[-200:]]
     told = [line[:200] for line in lines if line.startswith(("FAILED", "ERROR"))] + lines[-1:]
-    return ["## Tests marked `accelerator`", "```text\n" + "\n".join(told) + "\n```"]
+    return ["## Tests marked `accelerator`", "```text\n" + "\n".join(told) + "\n```"], run.returncode == 0
 
 
-def notebooks_text(numbers: list[str]) -> list[str]:
-    """A line for each notebook: the seconds of its run, or how it failed. The copies that ran are not kept."""
-    lines = ["| notebook | seconds | |", "|---|---|---|"]
+def notebooks_text(numbers: list[str]) -> tuple[list[str], bool]:
+    """A line for each notebook, its seconds and how it ended; and whether all ran. The copies that ran are not kept."""
+    lines, all_ran = ["| notebook | seconds | |", "|---|---|---|"], True
     for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
         if numbers and path.name[:2] not in numbers:
             continue
@@ -187,12 +188,12 @@ def notebooks_text(numbers: list[str]) -> list[str]:
             command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--output-dir", folder]
             start = time.monotonic()
             run = subprocess.run([*command, path], cwd=path.parent, capture_output=True, text=True, check=False)
-        told = (
-            "ran to the end" if run.returncode == 0 else (run.stderr.strip().splitlines() or ["no message"])[-1][:200]
-        )
+        said = (run.stderr.strip().splitlines() or ["no message"])[-1][:200]
+        told = said if run.returncode else "ran to the end"
+        all_ran &= run.returncode == 0
         lines.append(f"| {path.stem} | {time.monotonic() - start:.0f} | {told} |")
         print(lines[-1], flush=True)
-    return ["## Notebooks", "\n".join(lines)]
+    return ["## Notebooks", "\n".join(lines)], all_ran
 
 
 def figure(peaks: list[Row], losses: list[Row], device: str, file: Path) -> None:
@@ -252,16 +253,20 @@ def main() -> None:
             text += losses_text(losses)
         except RuntimeError as error:
             text += ["## The loss and both gradients", f"did not run: {error}"]
+    passed = ran = True
     if "tests" in args.parts:
-        text += tests_text()
+        told, passed = tests_text()
+        text += told
     if "notebooks" in args.parts:
-        text += notebooks_text(args.notebooks)
+        told, ran = notebooks_text(args.notebooks)
+        text += told
     name = f"accelerator_{device.lower().replace(' ', '-')}"
     if peaks or losses:
         figure(peaks, losses, device, args.out / f"{name}.png")
         text.append(f"![Prediction over count of each program, and the time of each loss]({name}.png)")
     (args.out / f"{name}.md").write_text("\n\n".join(text) + "\n")
     print("\n\n".join(text))
+    sys.exit(not (passed and ran))
 
 
 if __name__ == "__main__":
