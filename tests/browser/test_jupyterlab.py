@@ -14,6 +14,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -145,7 +147,7 @@ def _raised(path: Path) -> int:
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("number", ["00", "01", "04", "08"])
+@pytest.mark.parametrize("number", ["00", "01", "03", "04", "08"])
 def test_run_all_reaches_the_end(browser, jupyter, number):
     address, place = jupyter
     if place != "lab":
@@ -164,7 +166,14 @@ def test_run_all_reaches_the_end(browser, jupyter, number):
     assert counts == list(range(1, len(counts) + 1))
     unexpected = page.locator(".jp-Notebook [data-mime-type='application/vnd.jupyter.error']").count()
     assert unexpected == _raised(path)
-    _move_sliders(page, path)
+    controls = _move_controls(page, path)
+    if number == "00":
+        assert controls == 1
+        _touch_the_timeline(page)
+    if number == "08":
+        assert controls > 8
+        _ask_the_compiler(page)
+    page.screenshot(path=PICTURES / f"moved_{path.stem}.png")
     page.close()
 
 
@@ -174,22 +183,66 @@ def _agree(page) -> None:
         button.first.click()
 
 
-def _move_sliders(page, path: Path) -> None:
-    """Each slider is moved with the keyboard once; something in its cell must change, and no error appear."""
-    for slider in page.locator(".jp-Notebook .widget-slider [role=slider], .jp-Notebook .noUi-handle").all():
-        cell = slider.locator("xpath=ancestor::div[contains(@class, 'jp-Cell ')][1]")
-        before = cell.evaluate("cell => cell.innerHTML")
-        slider.focus()
-        page.keyboard.press("ArrowLeft")
-        page.keyboard.press("ArrowRight")
-        page.keyboard.press("ArrowRight")
-        page.wait_for_timeout(2000)
-        assert cell.evaluate("cell => cell.innerHTML") != before, f"a slider of {path.name} changes nothing"
+# What a cell shows beside its controls, whose handles move in any case.
+SHOWN = """cell => { const copy = cell.cloneNode(true);
+  copy.querySelectorAll('.widget-slider, .widget-play, .widget-dropdown').forEach(control => control.remove());
+  return copy.innerHTML; }"""
+
+
+def _changes(page, cell, do: Callable[[], object], what: str) -> None:
+    """After `do` the cell shows something else."""
+    before = cell.evaluate(SHOWN)
+    do()
+    for _ in range(60):
+        if cell.evaluate(SHOWN) != before:
+            return
+        page.wait_for_timeout(1000)
+    pytest.fail(f"{what} changes nothing")
+
+
+def _cell_of(control):
+    return control.locator("xpath=ancestor::div[contains(@class, 'jp-Cell ')][1]")
+
+
+def _move_controls(page, path: Path) -> int:
+    """Each slider is moved by the keyboard and each list's choice by one; how many there are."""
+    sliders = page.locator(".jp-Notebook .widget-slider [role=slider], .jp-Notebook .noUi-handle").all()
+    for number, slider in enumerate(sliders):
+
+        def move(slider=slider) -> None:
+            slider.focus()
+            for key in ("ArrowLeft", "ArrowLeft", "ArrowLeft", "ArrowRight", "ArrowRight"):  # one less, from any end
+                page.keyboard.press(key)
+
+        _changes(page, _cell_of(slider), move, f"slider {number} of {path.name}")
+    lists = page.locator(".jp-Notebook .widget-dropdown select").all()
+    for number, choice in enumerate(lists):
+        now, options = choice.evaluate("list => list.selectedIndex"), choice.locator("option").count()
+        for index in ((now + 1) % options, now):
+            choose = partial(choice.select_option, index=index)
+            _changes(page, _cell_of(choice), choose, f"list {number} of {path.name}")
+    return len(sliders) + len(lists)
+
+
+def _ask_the_compiler(page) -> None:
+    """The explorer's button compiles what is chosen and shows the compiler's answer."""
+    button = page.locator(".jp-Notebook button", has_text="ask the compiler")
+    button.click()
+    page.locator(".jp-OutputArea", has_text="the compiler: ").first.wait_for(timeout=PATIENCE)
+
+
+def _touch_the_timeline(page) -> None:
+    frame = page.frame_locator(".jp-Notebook iframe[title='Memory against time']")
+    canvas = frame.locator("canvas").first
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    canvas.click(position={"x": box["width"] / 2, "y": box["height"] - 40})  # just above the axis lie the weights
+    assert "weights" in frame.locator("#buffer").inner_text()
 
 
 @pytest.mark.weekly
 def test_an_exercise_typed_in_wrong_and_right(browser, jupyter):
-    """The first exercise of 01: its stub says what is missing, its folded solution passes."""
+    """The first exercise of 01: untouched, with a misconception typed in, and with its folded solution."""
     address, place = jupyter
     if place != "lab":
         pytest.skip("typed in once, in JupyterLab")
@@ -197,22 +250,32 @@ def test_an_exercise_typed_in_wrong_and_right(browser, jupyter):
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     at = next(i for i, cell in enumerate(cells) if "exercise" in cell["metadata"].get("tags", []))
     stub, solution = "".join(cells[at]["source"]), "".join(cells[at + 1]["source"])
-    code = solution.split("```python\n")[1].split("```")[0]
+    right = solution.split("```python\n")[1].split("```")[0]
+    wrong = right.replace("jax.checkpoint(layer)", "layer")
     page = opened(browser, address, path)
-    run = "([text, at]) => { const p = window.jupyterapp.shell.currentWidget; p.content.activeCellIndex = at;"
-    run += " p.content.activeCell.model.sharedModel.setSource(text);"
-    run += " return window.jupyterapp.commands.execute('notebook:run-cell'); }"
     page.evaluate("window.jupyterapp.shell.currentWidget.sessionContext.ready")
+    run = """async ([text, at]) => {
+      const panel = window.jupyterapp.shell.currentWidget;
+      panel.content.activeCellIndex = at;
+      panel.content.activeCell.model.sharedModel.setSource(text);
+      await window.jupyterapp.commands.execute('notebook:run-cell');
+    }"""
     for above in range(at):
         if cells[above]["cell_type"] == "code":
             page.evaluate(run, ["".join(cells[above]["source"]), above])
-    error = page.locator(".jp-Cell").nth(at).locator("[data-mime-type='application/vnd.jupyter.error']")
-    page.evaluate(run, [stub, at])
-    assert error.count() == 1 and "NotImplementedError" in error.inner_text()
     check = stub.strip().splitlines()[-1]
-    page.evaluate(run, [code if check in code else f"{code}\n{check}", at])
-    assert error.count() == 0
-    page.screenshot(path=PICTURES / "exercise.png")
+    output = page.locator(".jp-Notebook .jp-Cell").nth(at).locator(".jp-OutputArea").first
+    error = output.locator("[data-mime-type='application/vnd.jupyter.error']")
+    for name, code, errors, words in (
+        ("untouched", stub.removesuffix(check), 0, "not tried yet"),
+        ("wrong", wrong, 1, "What is the least that a layer must have to run again?"),
+        ("right", right, 0, "correct. One array per layer"),
+    ):
+        page.evaluate(run, [f"{code}\n\n{check}", at])
+        output.get_by_text(words).first.wait_for(timeout=PATIENCE)
+        assert error.count() == errors
+        output.scroll_into_view_if_needed()
+        page.screenshot(path=PICTURES / f"exercise_{name}.png")
     page.close()
 
 
