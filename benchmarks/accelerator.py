@@ -116,7 +116,7 @@ def as_child(what: str, predicted: Path | None) -> Any:
 
 def peaks_table(rows: list[Row], peak_flops: float | None) -> str:
     lines = [
-        "| program | predicted here, GiB | predicted without the chip | counted by the allocator | prediction / count "
+        "| program | predicted here, GiB | predicted without the chip | counted | prediction / count "
         "| ms | tokens/s | MFU |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -153,7 +153,8 @@ def peaks_text(rows: list[Row], device: str) -> list[str]:
     peak_flops = next((chip.peak_flops for chip in llamem.TARGETS.values() if chip.device_kind == device), None)
     ratios = [row["predicted"] / row["measured"] for row in rows if "measured" in row]
     spread = f"{min(ratios):.3f} to {max(ratios):.3f}, median {np.median(ratios):.3f}" if ratios else "none"
-    said = f"Prediction over count, {len(ratios)} of {len(rows)} programs: {spread}."
+    said = f"Prediction over count, {len(ratios)} of {len(rows)} programs: {spread}. Counted by: "
+    said += ", ".join(sorted({row["counted_by"] for row in rows if "measured" in row})) + "."
     return ["## Predicted and counted peaks", said, peaks_table(rows, peak_flops)]
 
 

@@ -51,6 +51,12 @@ def losses(N: int, D: int, V: int) -> Iterator[Program]:
     yield Program("the loss's three products alone", products, (x, head, ids), flops=flops, tokens=N)
     yield Program("loss alone, auto", tiled, (x, head, ids))
 
+    def policy(x_ND: Any, head_VD: Any, ids_N: Any, advantages_N: Any) -> Any:
+        return llamem.tiled_token_loss(lambda logp, _, advantage: -advantage * logp, x_ND, head_VD, ids_N, advantages_N)
+
+    shapes = (x, head, ids, shape(N, dtype=jnp.float32))
+    yield Program("policy's loss and gradients", jax.value_and_grad(policy, argnums=(0, 1)), shapes)
+
 
 def stacks(N: int, D: int, L: int) -> Iterator[Program]:
     def layer(w: Any, x_ND: Any) -> Any:

@@ -41,13 +41,14 @@ def test_a_prediction_holds_at_least_what_goes_in_and_comes_out():
 def test_the_table_says_what_was_measured():
     GiB = 2**30
     ran = {"program": "a step", "predicted": 2 * GiB, "elsewhere": 3 * GiB, "measured": 4 * GiB}
-    ran |= {"seconds": 0.02, "flops": 1e12, "tokens": 500}
+    ran |= {"counted_by": "beads", "seconds": 0.02, "flops": 1e12, "tokens": 500}
     rows = [ran, {"program": "large", "predicted": 9 * GiB, "error": "does not fit"}, {"program": "odd", "error": "no"}]
     lines = accelerator.peaks_table(rows, peak_flops=1e14).splitlines()[2:]
     assert lines[0] == "| a step | 2.000 | 3.000 | 4.000 | 0.500, 0.750 | 20.0 | 25,000 | 0.50 |"
     assert lines[1].startswith("| large | 9.000 |  | does not fit |") and lines[2].startswith("| odd |  |  | no |")
     assert len({line.count("|") for line in accelerator.peaks_table(rows, None).splitlines()}) == 1
-    assert "1 of 3 programs: 0.500 to 0.500" in accelerator.peaks_text(rows, "abacus")[1]
+    said = accelerator.peaks_text(rows, "abacus")[1]
+    assert "1 of 3 programs: 0.500 to 0.500" in said and said.endswith("Counted by: beads.")
 
 
 def test_losses_that_did_not_run_say_so():
