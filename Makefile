@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 RUN    ?= runs/$(shell date +%Y-%m-%d_%H-%M-%S)
 PIP    := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --constraint requirements/lock.txt
 
-.PHONY: help setup train cluster test quick parity lab notebooks lint format lock floors address wheel site browser clean
+.PHONY: help setup train cluster test quick parity lab notebooks lint format lock floors address wheel site browser accelerator clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -95,6 +95,10 @@ site: $(VENV)/train-is-ready ## the course as pages in build/site, from the stor
 browser: $(VENV)/test-is-ready ## open the notebooks and the timeline's page in a real browser (Debian's chromium); WEEKLY=--weekly runs some
 	$(PIP) --editable '.[browser]' 'notebook>=7.2'
 	$(BIN)/python -m pytest tests/browser $(WEEKLY)
+
+accelerator: $(VENV)/test-is-ready ## what the course says of GPUs and TPUs, tried on the one here; JAX=cuda12 or tpu installs JAX for it
+	$(if $(JAX),$(PIP) 'jax[$(JAX)]')
+	$(BIN)/python benchmarks/accelerator.py
 
 clean: ## remove what make made, but not runs/
 	rm -rf $(VENV) build .pytest_cache .ruff_cache src/*.egg-info

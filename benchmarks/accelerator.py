@@ -1,128 +1,48 @@
-"""Predicted against measured: what the compiler says a program needs, and what the device's allocator then counts.
+"""What the course says of accelerators, tried on the GPU, TPU or CPU at hand: `make accelerator`.
 
-    python benchmarks/accelerator.py                         # on the GPU, TPU or CPU at hand; writes accelerator_*.md
+    python benchmarks/accelerator.py                         # all four parts; writes accelerator_DEVICE.md and .png
+    python benchmarks/accelerator.py --parts peaks losses    # some of them
     python benchmarks/accelerator.py --predict h100          # the same peaks for a chip that is not there, as JSON
     python benchmarks/accelerator.py --predicted peaks.json  # on that chip: what another machine predicted, beside it
 
+peaks      what the compiler says a program needs, and what the device's allocator then counts; the training step's
+           tokens/s and share of the chip's peak FLOP/s (MFU) with neither feature, each and both
+losses     time and memory of the loss and its gradients, beside optax and those of tokamax, PyTorch, torch.compile,
+           Liger and cut-cross-entropy that are installed
+tests      those marked `accelerator`, with exact products of float32
+notebooks  each from a fresh kernel with its parameters as they stand, so at the sizes of preset="auto"
+
 Every program runs in a process of its own: an allocator's peak is that of its whole life. On a CPU the sizes are small,
-so that this can always be tried; there the operating system counts, and rounds up.
+so that this can always be tried; there the operating system counts, and rounds up. Ends with 1 where a test or a
+notebook failed.
 """
 
 import argparse
-import dataclasses
 import datetime
 import importlib.metadata
-import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import loss
 import numpy as np
-from flax import nnx
-from loss import plain, products
+from accelerator_programs import Program, programs
 
 import llamem
-from llamem.layers import causal_attention
 from llamem.memory import GiB, measure
-from llamem.train import loss_fn, make_model
 
 HERE = Path(__file__).resolve().parent
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A function, the shapes of its arguments, which of them it may overwrite, and what one call computes.
-
-    `flops` are those of the model's own products, without what is computed twice: for MFU; 0 where no time is taken.
-    `tokens` per call.
-    """
-
-    name: str
-    fn: Callable[..., Any]
-    shapes: tuple[Any, ...]
-    donate: tuple[int, ...] = ()
-    flops: float = 0.0
-    tokens: int = 0
-
-
-def shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(sizes, dtype)
-
-
-def losses(N: int, D: int, V: int) -> Iterator[Program]:
-    x, head, ids = shape(N, D), shape(V, D), shape(N, dtype=jnp.int32)
-    tiled = llamem.tiled_cross_entropy
-    flops = 6.0 * N * V * D
-    for name, loss in {
-        "plain (optax)": plain,
-        "auto": tiled,
-        "tokens, 8 tiles": partial(tiled, axis="tokens", num_tiles=8),
-        "vocab, 64 tiles": partial(tiled, axis="vocab", num_tiles=64),
-    }.items():
-        gradients = jax.value_and_grad(loss, argnums=(0, 1))
-        yield Program(f"loss and gradients, {name}", gradients, (x, head, ids), flops=flops, tokens=N)
-    yield Program("the loss's three products alone", products, (x, head, ids), flops=flops, tokens=N)
-    yield Program("loss alone, auto", tiled, (x, head, ids))
-
-
-def stacks(N: int, D: int, L: int) -> Iterator[Program]:
-    def layer(w: Any, x_ND: Any) -> Any:
-        return x_ND + jnp.tanh(x_ND @ w["up"]) @ w["down"]
-
-    weights = {"up": shape(L, D, 4 * D), "down": shape(L, 4 * D, D)}
-    for mode, remat in itertools.product(("scan", "unroll", "nested"), (None, "nothing")):
-
-        def loss(w: Any, x_ND: Any, mode: Any = mode, remat: Any = remat) -> Any:
-            out_ND = llamem.apply_stack(layer, w, x_ND, mode=mode, remat=remat)
-            return jnp.mean(out_ND.astype(jnp.float32) ** 2)
-
-        yield Program(f"stack, {mode}, remat={remat}", jax.value_and_grad(loss), (weights, shape(N, D)))
-
-
-def attentions(T: int, H: int, h: int) -> Iterator[Program]:
-    for how in ("xla", "tiled"):
-
-        def loss(q: Any, k: Any, v: Any, how: Any = how) -> Any:
-            return jnp.sum(causal_attention(q, k, v, implementation=how).astype(jnp.float32) ** 2)
-
-        qkv = (shape(1, T, H, h), shape(1, T, H // 4, h), shape(1, T, H // 4, h))
-        yield Program(f"attention and gradients, {how}", jax.grad(loss, argnums=(0, 1, 2)), qkv)
-
-
-def steps(config: llamem.LlamaConfig, seq_len: int) -> Iterator[Program]:
-    plans = {
-        "neither": llamem.Plan(remat=None, loss_tiles=None),
-        "tiling": llamem.Plan(remat=None),
-        "remat": llamem.Plan(loss_tiles=None),
-        "both": llamem.Plan(),
-    }
-    settings = llamem.TrainSettings(batch_size=1, seq_len=seq_len)
-    flops = 3.0 * seq_len * config.flops_per_token(seq_len)
-    for name, plan in plans.items():
-        step, state, batch = llamem.abstract_step(config, settings, plan)
-        yield Program(f"training step, {name}", step, (state, batch), (0,), flops, seq_len)
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, settings, plans["both"])))
-    _, state, batch = llamem.abstract_step(config, settings)
-    yield Program("gradients, both", jax.value_and_grad(partial(loss_fn, graphdef)), (state.params, *batch))
-
-
-def programs(small: bool) -> dict[str, Program]:
-    if small:
-        config = llamem.LlamaConfig.from_name("tiny", vocab_size=32_000)
-        loss_NDV, stack_NDL, attention_THh, T = (512, 64, 32_000), (512, 128, 6), (1024, 8, 16), 256
-    else:
-        config = llamem.LlamaConfig.from_name("llama3.2-1b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
-        loss_NDV, stack_NDL, attention_THh, T = (4096, 4096, 128_256), (8192, 2048, 16), (8192, 32, 64), 8192
-    found = [*losses(*loss_NDV), *stacks(*stack_NDL), *attentions(*attention_THh), *steps(config, T)]
-    return {program.name: program for program in found}
+ROOT = HERE.parent
+PARTS = ("peaks", "losses", "tests", "notebooks")
+Row = dict[str, Any]
 
 
 def arrays(shapes: Any) -> Any:
@@ -151,10 +71,10 @@ def seconds_of(program: Program, rounds: int = 5) -> float:
     return statistics.median(taken[1:])
 
 
-def one(program: Program, predicted: int | None) -> dict[str, Any]:
+def one(program: Program, predicted: int | None) -> Row:
     """What was predicted and what was counted, in bytes and seconds, of one program in this process."""
     report = llamem.compile_report(program.fn, *program.shapes, donate=program.donate)
-    row: dict[str, Any] = {"program": program.name, "predicted": report.peak_bytes, "elsewhere": predicted}
+    row: Row = {"program": program.name, "predicted": report.peak_bytes, "elsewhere": predicted}
     if not report.fits:
         return row | {"error": "does not fit"}
     count = measure(program.fn, *arrays(program.shapes), donate=program.donate)
@@ -165,9 +85,38 @@ def one(program: Program, predicted: int | None) -> dict[str, Any]:
     return row
 
 
-def table(rows: list[dict[str, Any]], peak_flops: float | None) -> str:
+def compared_losses(small: bool) -> list[Row]:
+    """The losses of `loss.py` in one process: on an accelerator at the shapes of Llama 3 8B."""
+    tokens, width, dtype = (256, 64, "float32") if small else (4096, 4096, "bfloat16")
+    return loss.measure_times([tokens], width, [dtype], rounds=5)
+
+
+def child(what: str, predicted: Path | None) -> Any:
+    """What a process of its own found: the device and the programs' names, a program's row, or the losses' rows."""
+    command = [sys.executable, __file__, "--child", what, *(["--predicted", str(predicted)] if predicted else [])]
+    # PyTorch wants memory of the same GPU: JAX takes what it needs when it needs it.
+    shared = os.environ | ({"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if what == "losses" else {})
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=shared)
+    if run.returncode:
+        raise RuntimeError((run.stderr.strip().splitlines() or ["no message"])[-1][:200])
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def as_child(what: str, predicted: Path | None) -> Any:
+    """What `child` asks for, found in this process."""
+    here = jax.local_devices()[0]
+    small = here.platform == "cpu"
+    if what == "losses":
+        return compared_losses(small)
+    chosen = programs(small)
+    if what in chosen:
+        return one(chosen[what], json.loads(predicted.read_text()).get(what) if predicted else None)
+    return [here.platform, here.device_kind, list(chosen)]
+
+
+def peaks_table(rows: list[Row], peak_flops: float | None) -> str:
     lines = [
-        "| program | predicted here, GiB | predicted without the chip | counted by the allocator | prediction / count "
+        "| program | predicted here, GiB | predicted without the chip | counted | prediction / count "
         "| ms | tokens/s | MFU |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -188,61 +137,137 @@ def table(rows: list[dict[str, Any]], peak_flops: float | None) -> str:
     return "\n".join(lines)
 
 
-def child(name: str, predicted: Path | None) -> Any:
-    """The device's kind and a program's row, from a process of its own; for no program's name the list of them all."""
-    command = [sys.executable, __file__, "--one", name, *(["--predicted", str(predicted)] if predicted else [])]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    if run.returncode:
-        raise RuntimeError((run.stderr.strip().splitlines() or ["no message"])[-1][:200])
-    return json.loads(run.stdout.splitlines()[-1])
+def peaks_part(names: list[str], predicted: Path | None) -> list[Row]:
+    """A row for each program; what fails is a row, too."""
+    rows: list[Row] = []
+    for name in names:
+        try:
+            rows.append(child(name, predicted))
+        except RuntimeError as error:
+            rows.append({"program": name, "error": str(error)})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def peaks_text(rows: list[Row], device: str) -> list[str]:
+    peak_flops = next((chip.peak_flops for chip in llamem.TARGETS.values() if chip.device_kind == device), None)
+    ratios = [row["predicted"] / row["measured"] for row in rows if "measured" in row]
+    spread = f"{min(ratios):.3f} to {max(ratios):.3f}, median {np.median(ratios):.3f}" if ratios else "none"
+    said = f"Prediction over count, {len(ratios)} of {len(rows)} programs: {spread}. Counted by: "
+    said += ", ".join(sorted({row["counted_by"] for row in rows if "measured" in row})) + "."
+    return ["## Predicted and counted peaks", said, peaks_table(rows, peak_flops)]
+
+
+def losses_text(rows: list[Row]) -> list[str]:
+    seconds = {row["loss"]: row["seconds"] for row in rows}
+    ratio = seconds["llamem, auto"] / seconds["the three products alone"]
+    said = (
+        f"`llamem, auto` takes {ratio:.2f} of the time of its three products. In parentheses: as a fraction of plain "
+    )
+    said += "logits in the same rounds. Then the peak: JAX's as compiled, PyTorch's as its allocator counts."
+    return ["## The loss and both gradients", said, loss.table(rows, "dtype", loss.time_cell)]
+
+
+def tests_text() -> tuple[list[str], bool]:
+    """pytest's own last lines: what failed, and how many passed; and whether all did."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "accelerator", "tests"]
+    # Empty: tests/conftest.py would ask for programs that compile fast. And accelerators round float32 products.
+    exact = os.environ | {"XLA_FLAGS": "", "JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=exact)
+    lines = run.stdout.strip().splitlines() or [run.stderr.strip()[-200:]]
+    told = [line[:200] for line in lines if line.startswith(("FAILED", "ERROR"))] + lines[-1:]
+    return ["## Tests marked `accelerator`", "```text\n" + "\n".join(told) + "\n```"], run.returncode == 0
+
+
+def notebooks_text(numbers: list[str]) -> tuple[list[str], bool]:
+    """A line for each notebook, its seconds and how it ended; and whether all ran. The copies that ran are not kept."""
+    lines, all_ran = ["| notebook | seconds | |", "|---|---|---|"], True
+    for path in sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")):
+        if numbers and path.name[:2] not in numbers:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--output-dir", folder]
+            start = time.monotonic()
+            run = subprocess.run([*command, path], cwd=path.parent, capture_output=True, text=True, check=False)
+        said = (run.stderr.strip().splitlines() or ["no message"])[-1][:200]
+        told = said if run.returncode else "ran to the end"
+        all_ran &= run.returncode == 0
+        lines.append(f"| {path.stem} | {time.monotonic() - start:.0f} | {told} |")
+        print(lines[-1], flush=True)
+    return ["## Notebooks", "\n".join(lines)], all_ran
+
+
+def figure(peaks: list[Row], losses: list[Row], device: str, file: Path) -> None:
+    """Left: prediction over count of each program, with a band of 3 %. Right: milliseconds of each loss."""
+    import matplotlib.pyplot as plt
+
+    fig, (left, right) = plt.subplots(1, 2, figsize=(12, 0.28 * max(len(peaks), len(losses)) + 1.5), layout="tight")
+    measured = [row for row in peaks if "measured" in row]
+    left.axvspan(0.97, 1.03, color="#dddddd")
+    left.plot([row["predicted"] / row["measured"] for row in measured], [row["program"] for row in measured], "o")
+    left.set(title=f"predicted over counted peak, {device}", xlabel="ratio; the band is 3 %")
+    ran = [row for row in losses if np.isfinite(row["seconds"])]
+    right.barh([row["loss"] for row in ran], [1e3 * row["seconds"] for row in ran])
+    right.set(title="loss and both gradients", xlabel="milliseconds")
+    for ax in (left, right):
+        ax.invert_yaxis()
+    fig.savefig(file, dpi=90)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--only", default="", help="of the peaks: programs whose name contains this")
+    parser.add_argument("--notebooks", nargs="+", default=[], help="of the notebooks: these numbers")
     parser.add_argument("--predict", metavar="CHIP", help="print peaks for this absent chip as JSON, and run nothing")
     parser.add_argument("--predicted", type=Path, help="such a file, to be put beside what is measured")
-    parser.add_argument("--only", default="", help="programs whose name contains this")
-    parser.add_argument("--one", help=argparse.SUPPRESS)  # a child's program
+    parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=HERE, help="the folder to write to")
     args = parser.parse_args()
     if args.predict:
-        peaks = {}
+        found = {}
         for name, program in programs(small=False).items():
             if args.only in name:
                 report = llamem.compile_report(program.fn, *program.shapes, donate=program.donate, target=args.predict)
-                peaks[name] = report.peak_bytes
-        print(json.dumps(peaks, indent=1))
+                found[name] = report.peak_bytes
+        print(json.dumps(found, indent=1))
         return
-    if args.one:
-        here = jax.local_devices()[0]
-        chosen = programs(small=here.platform == "cpu")
-        predicted = json.loads(args.predicted.read_text()) if args.predicted else {}
-        found = one(chosen[args.one], predicted.get(args.one)) if args.one in chosen else list(chosen)
-        print(json.dumps([here.device_kind, found]))
+    if args.child:
+        print(json.dumps(as_child(args.child, args.predicted)))
         return
     # This process touches no device: a TPU belongs to one process at a time, and a GPU's memory is taken beforehand.
-    device, names = child("which", args.predicted)
-    rows: list[dict[str, Any]] = []
-    for name in filter(lambda name: args.only in name, names):
-        try:
-            rows.append(child(name, args.predicted)[1])
-        except RuntimeError as error:
-            rows.append({"program": name, "error": str(error)})
-        print(rows[-1], flush=True)
-    peak_flops = next((chip.peak_flops for chip in llamem.TARGETS.values() if chip.device_kind == device), None)
+    platform, device, names = child("which", args.predicted)
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax", "optax"))
-    ratios = [row["predicted"] / row["measured"] for row in rows if "measured" in row]
-    spread = f"{min(ratios):.3f} to {max(ratios):.3f}, median {np.median(ratios):.3f}" if ratios else "none"
-    text = "\n\n".join(
-        [
-            f"# Predicted and counted peaks on {device}",
-            f"{datetime.date.today()}, {versions}. By `benchmarks/accelerator.py`. Prediction over count: {spread}.",
-            table(rows, peak_flops),
-        ]
-    )
-    kind = device.lower().replace(" ", "-")
-    (args.out / f"accelerator_{kind}.md").write_text(text + "\n")
-    print(text)
+    small = " The sizes are the small ones for CPUs." if platform == "cpu" else ""
+    text = [
+        f"# Tried on {device}",
+        f"{datetime.date.today()}, {versions}{loss.peers()}. By `benchmarks/accelerator.py`.{small}",
+    ]
+    peaks: list[Row] = []
+    losses: list[Row] = []
+    if "peaks" in args.parts:
+        peaks = peaks_part([name for name in names if args.only in name], args.predicted)
+        text += peaks_text(peaks, device)
+    if "losses" in args.parts:
+        try:
+            losses = child("losses", None)
+            text += losses_text(losses)
+        except RuntimeError as error:
+            text += ["## The loss and both gradients", f"did not run: {error}"]
+    passed = ran = True
+    if "tests" in args.parts:
+        told, passed = tests_text()
+        text += told
+    if "notebooks" in args.parts:
+        told, ran = notebooks_text(args.notebooks)
+        text += told
+    name = f"accelerator_{device.lower().replace(' ', '-')}"
+    if peaks or losses:
+        figure(peaks, losses, device, args.out / f"{name}.png")
+        text.append(f"![Prediction over count of each program, and the time of each loss]({name}.png)")
+    (args.out / f"{name}.md").write_text("\n\n".join(text) + "\n")
+    print("\n\n".join(text))
+    sys.exit(not (passed and ran))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python benchmarks/loss.py --part peaks    # compiled peaks alone
     python benchmarks/loss.py --tokens 1024 4096 16384 65536 --width 4096    # on an accelerator
 
-Peers are used where they are installed: tokamax (JAX), and on a CUDA machine Liger and cut-cross-entropy (PyTorch).
+Peers are used where they are installed: tokamax (JAX), PyTorch as it is and compiled, and on a CUDA machine Liger and
+cut-cross-entropy, which have run for no published table yet.
 All of them run in one process, one after the other in rounds, and the fastest round counts; the first one compiles.
 What would not fit, as the compiler says, does not run.
 """
@@ -96,32 +97,56 @@ def jax_runs(arrays: tuple[Any, Any, Any]) -> tuple[dict[str, Callable[[], Any]]
 
 
 def torch_runs(arrays: tuple[Any, Any, Any]) -> dict[str, Callable[[], Any]]:
-    """Liger and cut-cross-entropy, on a CUDA machine that has them. Not run yet for any published table."""
-    if not (importlib.util.find_spec("torch") and jax.default_backend() == "gpu"):
+    """PyTorch's losses on the same device: plain and compiled logits, and Liger and cut-cross-entropy, where installed.
+
+    These two on CUDA only: their kernels are Triton's.
+    """
+    device = {"cpu": "cpu", "gpu": "cuda"}.get(jax.default_backend())
+    if device is None or not importlib.util.find_spec("torch"):
         return {}
     import torch  # pyrefly: ignore[missing-import]
 
+    if device == "cuda" and not torch.cuda.is_available():
+        return {}
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[str(arrays[0].dtype)]
-    x, w = (torch.tensor(np.asarray(a, np.float32), device="cuda", dtype=dtype, requires_grad=True) for a in arrays[:2])
-    y = torch.tensor(np.asarray(arrays[2]), device="cuda").long()
-    losses: dict[str, Callable[[], Any]] = {}
-    if importlib.util.find_spec("liger_kernel"):
+    x, w = (torch.tensor(np.asarray(a, np.float32), device=device, dtype=dtype, requires_grad=True) for a in arrays[:2])
+    y = torch.tensor(np.asarray(arrays[2]), device=device).long()
+
+    def plain_torch(x: Any, w: Any, y: Any) -> Any:
+        return torch.nn.functional.cross_entropy((x @ w.T).float(), y)
+
+    losses: dict[str, Loss] = {"PyTorch": plain_torch, "torch.compile": torch.compile(plain_torch)}
+    if device == "cuda" and importlib.util.find_spec("liger_kernel"):
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss  # pyrefly: ignore[missing-import]
 
-        losses["Liger"] = lambda: LigerFusedLinearCrossEntropyLoss()(w, x, y)
-    if importlib.util.find_spec("cut_cross_entropy"):
+        losses["Liger"] = lambda x, w, y: LigerFusedLinearCrossEntropyLoss()(w, x, y)
+    if device == "cuda" and importlib.util.find_spec("cut_cross_entropy"):
         from cut_cross_entropy import linear_cross_entropy  # pyrefly: ignore[missing-import]
 
-        losses["cut-cross-entropy"] = lambda: linear_cross_entropy(x, w, y)
+        losses["cut-cross-entropy"] = linear_cross_entropy
 
-    def run(loss: Callable[[], Any]) -> Callable[[], Any]:
-        def step() -> None:
-            torch.autograd.grad(loss(), (x, w))
-            torch.cuda.synchronize()
+    def run(loss: Loss) -> Callable[[], Any]:
+        def step() -> Any:
+            value = loss(x, w, y)
+            gradients = torch.autograd.grad(value, (x, w))
+            if device == "cuda":
+                torch.cuda.synchronize()
+            return value, gradients
 
         return step
 
     return {name: run(loss) for name, loss in losses.items()}
+
+
+def torch_peak(run: Callable[[], Any]) -> float | None:
+    """The GiB in use at the fullest moment of a call, arguments too, as PyTorch's allocator counts; None on a CPU."""
+    import torch  # pyrefly: ignore[missing-import]
+
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() / GiB
 
 
 def measure_times(token_counts: list[int], width: int, dtypes: list[str], rounds: int) -> list[dict[str, Any]]:
@@ -130,16 +155,26 @@ def measure_times(token_counts: list[int], width: int, dtypes: list[str], rounds
         for tokens in token_counts:
             arrays = problem(tokens, width, dtype)
             runs, peaks = jax_runs(arrays)
-            runs |= torch_runs(arrays)
-            seconds: dict[str, list[float]] = {name: [] for name in runs}
-            for _ in range(rounds + 1):
+            by_torch = torch_runs(arrays)
+            names = [*peaks, *by_torch]
+            runs |= by_torch
+            seconds: dict[str, list[float]] = {name: [] for name in names}
+            failed: dict[str, str] = {}
+            for name in list(runs):
+                try:
+                    runs[name]()  # compiles
+                except Exception as error:  # somebody else's kernel, on a machine for which it was not made
+                    failed[name] = (str(error).strip().splitlines() or [repr(error)])[-1][:80]
+                    del runs[name]
+            counted = {name: torch_peak(run) for name, run in runs.items() if name in by_torch}
+            for _ in range(rounds):
                 for name, run in runs.items():
                     start = time.perf_counter()
                     run()
                     seconds[name].append(time.perf_counter() - start)
-            for name in peaks | runs:
-                best = min(seconds[name][1:]) if name in runs else float("inf")
-                row = {"dtype": dtype, "tokens": tokens, "loss": name, "seconds": best, "GiB": peaks.get(name)}
+            for name in names:
+                row: dict[str, Any] = {"dtype": dtype, "tokens": tokens, "loss": name, "error": failed.get(name)}
+                row |= {"seconds": min(seconds[name], default=float("inf")), "GiB": (peaks | counted).get(name)}
                 rows.append(row)
                 print(row, flush=True)
     return rows
@@ -180,10 +215,13 @@ def table(rows: list[dict[str, Any]], group: str, cell: Callable[[dict[str, Any]
 def time_cell(row: dict[str, Any], peers: list[dict[str, Any]]) -> str:
     plain_seconds = next(p["seconds"] for p in peers if p["loss"].startswith("plain"))
     peak = f", {row['GiB']:.1f} GiB" if row["GiB"] else ""
+    if row["error"]:
+        return f"failed: {row['error']}"
     if np.isinf(row["seconds"]):
         return f"not run{peak}"
     ratio = "" if np.isinf(plain_seconds) else f" ({row['seconds'] / plain_seconds:.2f})"
-    return f"{row['seconds']:.2f} s{ratio}{peak}"
+    seconds = f"{row['seconds']:.2f} s" if row["seconds"] >= 0.1 else f"{1e3 * row['seconds']:.2f} ms"
+    return f"{seconds}{ratio}{peak}"
 
 
 def peak_cell(row: dict[str, Any], peers: list[dict[str, Any]]) -> str:
@@ -213,9 +251,17 @@ def figure(rows: list[dict[str, Any]], group: str, key: str, label: str, file: P
     fig.savefig(file, dpi=90)
 
 
+def peers() -> str:
+    """The versions of other projects' losses that are installed, each after a comma."""
+    packages = {"tokamax": "tokamax", "torch": "torch", "liger_kernel": "liger-kernel"}
+    packages["cut_cross_entropy"] = "cut-cross-entropy"
+    found = [name for module, name in packages.items() if importlib.util.find_spec(module)]
+    return "".join(f", {name} {importlib.metadata.version(name)}" for name in found)
+
+
 def versions() -> str:
-    packages = [p for p in ("jax", "jaxlib", "optax", "libtpu", "tokamax", "torch") if importlib.util.find_spec(p)]
-    return ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages)
+    packages = [p for p in ("jax", "jaxlib", "optax", "libtpu") if importlib.util.find_spec(p)]
+    return ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages) + peers()
 
 
 def main() -> None:

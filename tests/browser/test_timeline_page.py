@@ -1,30 +1,9 @@
-"""The page of memory against time in a real browser: pointer, keyboard, both colour schemes, no error on its console.
-
-Needs Debian's `chromium` and `pip install playwright`; skipped, with the reason, where either is missing.
-"""
-
-import shutil
+"""The page of memory against time in a real browser: pointer, keyboard, both colour schemes, an empty console."""
 
 import pytest
 from timelines import handmade
 
 from llamem.course import plots
-
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'llamem[browser]'")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt-get install chromium")
-FLAGS = (
-    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as running:
-        chromium = running.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(params=["light", "dark"])

@@ -13,6 +13,8 @@ from llamem.layers.attention import SPLASH_BLOCK, causal_attention
 from llamem.layers.remat import checkpoint
 from llamem.layers.tiled_attention import KEY_TILE, QUERY_TILE
 
+pytestmark = pytest.mark.accelerator
+
 
 def arrays(T, S=None, H=6, K=2, size=8, dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(T), 4)

@@ -12,6 +12,8 @@ from llamem.llama import ACTIVATIONS
 from llamem.llama.sample import pick_token
 from llamem.train.step import loss_fn
 
+pytestmark = pytest.mark.accelerator
+
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_logits_equal_the_reference(name):

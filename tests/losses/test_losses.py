@@ -13,7 +13,7 @@ from loss_reference import BIAS, COTANGENT, HEAD, HIDDEN, OPTIONS, TARGETS, WEIG
 from llamem.losses.cross_entropy import tiled_cross_entropy, tiled_logprobs
 
 BOTH_AXES = pytest.mark.parametrize("axis", ["tokens", "vocab"])
-pytestmark = pytest.mark.usefixtures("columns")
+pytestmark = [pytest.mark.usefixtures("columns"), pytest.mark.accelerator]
 
 
 def arrays(*values, dtype=jnp.float32):

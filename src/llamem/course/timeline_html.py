@@ -23,7 +23,7 @@ _SMALLEST, _MOST = 1 / 1000, 400
 class Page:
     """A page of HTML; as a notebook cell's last line it is shown. `html` is the whole of it."""
 
-    html: str
+    html: str = dataclasses.field(repr=False)  # a notebook stores the words beside the page
     height: int
 
     def write(self, path: str | Path) -> None:
