@@ -22,7 +22,8 @@ def feed_forward(share: Share) -> list[Line]:
     v5e = share.target.name.startswith("v5e")
     inner = (3 if v5e else 4) * c * rows * share.F  # other compilers hold silu's result, too
     if tiles > 1 or v5e:
-        kept += _logsumexp(share) if kept else 0
+        copies = 2 if tiles == 1 and share.B > 1 else 1  # of several sequences it is laid out anew, before it shrinks
+        kept += copies * _logsumexp(share) if kept else 0
     else:  # the logsumexp is gone by then
         if share.target.platform == "tpu" and share.groups == 1 and "attn" in share.saved and "q" not in share.saved:
             kept = _turned_back(share)
@@ -87,8 +88,9 @@ def _kept_for_attention(share: Share) -> int:
 
 
 def _logsumexp(share: Share) -> int:
-    """Bytes of what Splash writes beside its result: of each query's logsumexp, f32, 128 copies."""
-    return _F32 * 128 * share.N * share.H if share.attention == "splash" else 0
+    """Bytes of what Splash, run again, writes beside its result: of each query's logsumexp, f32, 128 copies."""
+    run_again = share.attention == "splash" and "attn" not in share.saved
+    return _F32 * 128 * share.N * share.H if run_again else 0
 
 
 def _turned_back(share: Share) -> int:
