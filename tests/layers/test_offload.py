@@ -8,7 +8,7 @@ import pytest
 import llamem
 from llamem.layers.offload import name_in_pieces
 from llamem.layers.stack import group_count
-from llamem.memory.jaxprs import equations, names_in
+from llamem.memory.jaxprs import equations, names_in, scan_parts
 from llamem.memory.shapes import on_host
 
 
@@ -47,7 +47,7 @@ def test_nested_the_inputs_of_groups_wait_on_the_host_too():
 def stacks(jaxpr: Any) -> list[Any]:
     """What the loops of a program stack up."""
     scans = [eqn for eqn, _ in equations(jaxpr) if eqn.primitive.name == "scan"]
-    return [out.aval for eqn in scans for out in eqn.outvars[eqn.params["num_carry"] :]]
+    return [out.aval for eqn in scans for out in eqn.outvars[scan_parts(eqn)[1] :]]
 
 
 @pytest.mark.slow

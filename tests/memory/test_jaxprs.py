@@ -44,7 +44,7 @@ def test_products_say_what_they_contract():
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_what_every_device_runs_is_found_and_counted_for_all(check_vma):
-    mesh = jax.sharding.AbstractMesh((4, 2), ("rows", "other"))
+    mesh = jax.sharding.AbstractMesh((4, 2), ("rows", "other"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     specs = {"in_specs": (P("rows"), P()), "out_specs": P("rows")}
 
     def local(x, w):

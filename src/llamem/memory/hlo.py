@@ -142,6 +142,7 @@ def parse(text: str) -> Program:
     computations: dict[str, list[Instruction]] = {}
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
     instructions: list[Instruction] = []
+    types: dict[str, str] = {}
     table: dict[int, str] = {}
     for line in text.splitlines():
         number, _, entry = line.partition(" ")
@@ -154,7 +155,14 @@ def parse(text: str) -> Program:
         elif found := _INSTRUCTION.match(line):
             name, shapes, opcode, after = found.groups()
             inside, _, rest = after.partition(")")
-            operands = tuple(re.findall(r"%([\w.\-]+)", inside)) or (inside,)
+            operands = tuple(re.findall(r"%([\w.\-#]+)", inside)) or (inside,)
+            # libtpu 0.0.52 writes "%loop#2" where others first have a line that takes the element out: here it is.
+            for operand in (operand for operand in operands if "#" in operand and operand not in types):
+                whole, _, place = operand.rpartition("#")
+                types[operand] = list(_elements(types[whole]))[int(place)]
+                shape = tuple(_shapes(types[operand]))
+                instructions.append(Instruction(operand, shape, "get-tuple-element", (whole,), f", index={place}"))
+            types[name] = shapes
             instructions.append(Instruction(name, tuple(_shapes(shapes)), opcode, operands, rest))
     return Program(computations, tables)
 
@@ -187,6 +195,16 @@ def _constant(line: Instruction) -> str:
 def _shapes(text: str) -> Iterator[Shape]:
     for dtype, sizes, layout in _SHAPE.findall(text):
         yield Shape(dtype, tuple(int(size) for size in sizes.split(",") if size), layout)
+
+
+def _elements(type_of_tuple: str) -> Iterator[str]:
+    """The types in one such as "(s32[], (f32[8]{0:T(8,128)}, u32[]))": here two."""
+    depth, start = 0, 1
+    for end, letter in enumerate(type_of_tuple):
+        depth += (letter in "([{") - (letter in ")]}")
+        if (letter == "," and depth == 1) or depth == 0:
+            yield type_of_tuple[start:end].strip()
+            start = end + 1
 
 
 def _field(entry: str, name: str) -> int:
