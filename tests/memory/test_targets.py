@@ -76,7 +76,9 @@ def test_tpus_by_how_they_are_connected(name, devices):
     assert found is not None
     assert (found.name, found.topology, found.devices) == (name, name, devices)
     one = llamem.TARGETS[f"{name.partition(':')[0]}-1"]
-    assert found.capacity_bytes == one.capacity_bytes and found.mesh(fsdp=devices // 4, tensor=4).size == devices
+    mesh = found.mesh(fsdp=devices // 4, tensor=4)
+    assert found.capacity_bytes == one.capacity_bytes and mesh.size == devices
+    assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}  # and not what JAX takes where nobody says it
     for odd in ("v5e:16x16x2", "v5p:4x4", "v5e:", "v5e:0x4", "v9:2x2", "v5e:2x-2", "h100:1x8"):
         assert targets.pod(odd) is None
         with pytest.raises(ValueError, match=r"no target is called.*'v5p:4x4x8'"):

@@ -138,9 +138,9 @@ class MeshShape:
         if dict(traced.shape) == self.axes:
             return traced
         sizes, names = tuple(self.axes.values()), tuple(self.axes)
-        if jax.device_count() < self.devices:
-            return jax.sharding.AbstractMesh(sizes, names)
         kinds = (jax.sharding.AxisType.Auto,) * len(names)
+        if jax.device_count() < self.devices:
+            return jax.sharding.AbstractMesh(sizes, names, kinds)
         return jax.make_mesh(sizes, names, axis_types=kinds, devices=jax.devices()[: self.devices])
 
 

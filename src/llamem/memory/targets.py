@@ -59,7 +59,8 @@ class Target:
         device: dict = {"device_kind": self.device_kind, "num_cores": self.cores, "platform": self.platform}
         device = {name: value for name, value in device.items() if name in known}
         abstract = jax.sharding.AbstractDevice(**device)
-        return jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), abstract_device=abstract)
+        kinds = (jax.sharding.AxisType.Auto,) * len(axes)  # which JAX 0.12 no longer chooses by itself
+        return jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), kinds, abstract_device=abstract)
 
 
 _GiB = 2**30
