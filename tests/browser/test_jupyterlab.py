@@ -161,6 +161,7 @@ def test_run_all_reaches_the_end(browser, jupyter, number):
     page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }")
     page.wait_for_function(WAITING, timeout=PATIENCE)
     page.wait_for_function(f"!({WAITING})", timeout=1_200_000)
+    page.locator(".jp-OutputArea img").first.scroll_into_view_if_needed()
     page.screenshot(path=PICTURES / f"ran_{path.stem}.png")
     prompts = [text for text in page.locator(".jp-CodeCell .jp-InputPrompt").all_inner_texts() if text.strip()]
     counts = [int(text.strip("[]: ")) for text in prompts]
@@ -227,9 +228,10 @@ def _ask_the_compiler(page) -> None:
 
 
 def _touch_the_timeline(page) -> None:
-    frame = page.frame_locator(".jp-Notebook iframe[title='Memory against time']")
+    where = ".jp-Notebook iframe[title='Memory against time']"
+    page.locator(where).scroll_into_view_if_needed()  # a browser lets pages in frames out of sight stand still
+    frame = page.frame_locator(where)
     canvas = frame.locator("canvas").first
-    canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
     canvas.click(position={"x": box["width"] / 2, "y": box["height"] - 40})  # just above the axis lie the weights
     assert "weights" in frame.locator("#buffer").inner_text()
