@@ -22,6 +22,7 @@ import datetime
 import importlib.metadata
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -189,8 +190,8 @@ def notebooks_text(numbers: list[str]) -> tuple[list[str], bool]:
             command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--output-dir", folder]
             start = time.monotonic()
             run = subprocess.run([*command, path], cwd=path.parent, capture_output=True, text=True, check=False)
-        said = (run.stderr.strip().splitlines() or ["no message"])[-1][:200]
-        told = said if run.returncode else "ran to the end"
+        said = re.sub(r"\x1b\[[0-9;]*m", "", run.stderr).strip() or "no message"  # without a terminal's colours
+        told = said.splitlines()[-1][:200] if run.returncode else "ran to the end"
         all_ran &= run.returncode == 0
         lines.append(f"| {path.stem} | {time.monotonic() - start:.0f} | {told} |")
         print(lines[-1], flush=True)
