@@ -2,7 +2,8 @@
 
 A step is a loop forward over the layers, a loop over tiles of the loss, a loop backward over the layers, the
 embedding's gradient, the optimizer. Each sum below was read off the compilers' own timelines (`Report.timeline`): who
-lies in memory at that moment, for v5e, v6e, v5p and A100. No number is fitted, but for the margin for a TPU's gaps.
+lies in memory at that moment, for v5e, v6e, v5p, A100 and H100. Two numbers are fitted: the margin for a TPU's gaps, and
+how much a GPU zeroes early at most.
 
 What is too big for a TPU its compiler squeezes: it computes more again, and packs arrays that it would have padded. Of
 that no estimate knows, so that one beyond the chip's memory may be too high: by 18 % for Llama 3.2 1B at 131,072 tokens
@@ -10,6 +11,7 @@ with its layers' inputs on a v5e's host.
 """
 
 import dataclasses
+import math
 
 from llamem.planner.copies import (
     group_slices,
@@ -56,21 +58,23 @@ def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
         for lines in moments.values():
             lines.append(_gaps(lines))
     else:
-        _zero_early(moments, zeroed_before_the_loss(share, gradients))
+        _zero_early(moments, zeroed_before_the_loss(share, gradients), share)
     return {name: tuple(lines) for name, lines in moments.items()}
 
 
-def _zero_early(moments: dict[str, list[Line]], zeroed: list[Line]) -> None:
-    """Adds to the moments of the loss what a GPU zeroes before it: up to a tenth of the peak, in 70 programs.
+def _zero_early(moments: dict[str, list[Line]], zeroed: list[Line], share: Share) -> None:
+    """Adds to the moments of the loss what a GPU zeroes before it.
 
-    Of several schedules XLA takes the one whose highest point is lowest, by a count of its own. Which one that is no
-    estimate knows; where zeroing early would cost more than a tenth, none of these programs did all of it.
+    Of several schedules XLA takes the one whose highest point is lowest, by a count of its own, which no estimate
+    knows. Where moments and layers' inputs come from the host it was seen to zero only some of it, if all of it would
+    cost more than a tenth of the peak: so much is counted, with doubt.
     """
-    highest = 1.1 * max(map(_total, moments.values()))
+    both = share.offloaded and share.plan.moments == "host"
+    highest = 1.1 * max(map(_total, moments.values())) if both else math.inf
     for name in ("a tile of the loss", "the head's gradient, narrowed"):
         for line in zeroed if name in moments else []:
-            room = max(int(highest) - _total(moments[name]), 0)
-            moments[name].append(dataclasses.replace(line, bytes=min(line.bytes, room)))
+            room = max(highest - _total(moments[name]), 0)
+            moments[name].append(dataclasses.replace(line, bytes=int(min(line.bytes, room))))
 
 
 def _total(lines: list[Line]) -> int:
