@@ -2,8 +2,8 @@
 
 A step is a loop forward over the layers, a loop over tiles of the loss, a loop backward over the layers, the
 embedding's gradient, the optimizer. Each sum below was read off the compilers' own timelines (`Report.timeline`): who
-lies in memory at that moment, for v5e, v6e, v5p, A100 and H100. Two numbers are fitted: the margin for a TPU's gaps, and
-how much a GPU zeroes early at most.
+lies in memory at that moment, for v5e, v6e, v5p, A100 and H100. Fitted are only the margins for gaps in a TPU's memory,
+and how much a GPU zeroes early at most.
 
 What is too big for a TPU its compiler squeezes: it computes more again, and packs arrays that it would have padded. Of
 that no estimate knows, so that one beyond the chip's memory may be too high: by 18 % for Llama 3.2 1B at 131,072 tokens
@@ -28,6 +28,8 @@ from llamem.planner.share import Share
 
 _F32 = 4
 _GAPS = 0.04
+# Tokens of which a TPU's compiler makes the embedding's gradient in a scatter of its own kind; never seen of a v5e's.
+_CUSTOM_SCATTER = {"v6e": 4096, "v5p": 32_768}
 
 
 def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
@@ -53,10 +55,12 @@ def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
         stream = Line("stream", 3 * share.compute_bytes * share.N * share.D, "what the loss has read and made")
         moments["the head's gradient, narrowed"] = [*at_loss, left, both, stream]
     if share.target.platform == "tpu":
-        if share.loss_axis == "vocab":
+        if _logits_forward(share):
             moments["a tile of the loss, forward"] = [*at_loss, left, *_loss(share, forward=True)]
         for lines in moments.values():
             lines.append(_gaps(lines))
+        if _logits_forward(share):
+            _in_one_piece(moments)
     else:
         _zero_early(moments, zeroed_before_the_loss(share, gradients), share)
     return {name: tuple(lines) for name, lines in moments.items()}
@@ -87,6 +91,14 @@ def _gaps(lines: list[Line]) -> Line:
     return Line("gaps", int(_GAPS * moving), "a margin: arrays cannot always lie side by side")
 
 
+def _in_one_piece(moments: dict[str, list[Line]]) -> None:
+    """Adds a margin for a tile of logits, one array, where backward as many bytes lie in other pieces: seen once."""
+    *others, forward = moments.values()
+    if max(map(_total, others)) > 0.9 * _total(forward):
+        tile = sum(line.bytes for line in forward if line.name == "loss tiles")
+        forward.append(Line("gaps", tile // 8, "a margin: a tile of logits lies in one piece"))
+
+
 def _one_by_one(share: Share) -> dict[str, tuple[Line, ...]]:
     """The moments of a step that fetches or updates each layer by itself: no line is of all layers' gradients."""
     c, p, layer = share.compute_bytes, share.param_bytes, share.layer_weights
@@ -110,11 +122,12 @@ def _one_by_one(share: Share) -> dict[str, tuple[Line, ...]]:
     moments = {
         "the tables' arrival": tables,
         "a tile of the loss": [residuals, head, *_loss(share)],
-        "a tile of the loss, forward": [residuals, head, *_loss(share, forward=True)],
         "a layer's backward pass, feed-forward": [*backward, *feed_forward(share)],
         "a layer's backward pass, attention": [*backward, *attention(share)],
         "the embedding's update": [both, stream],
     }
+    if _logits_forward(share):
+        moments["a tile of the loss, forward"] = [residuals, head, *_loss(share, forward=True)]
     held = _held(share)
     return {name: tuple([*held, *lines]) for name, lines in moments.items()}
 
@@ -131,6 +144,11 @@ def _held(share: Share) -> list[Line]:
     ]
 
 
+def _logits_forward(share: Share) -> bool:
+    """Whether tiles of logits are f32 in the forward pass alone: a TPU's, of some columns."""
+    return share.target.platform == "tpu" and share.loss_axis == "vocab"
+
+
 def _loss(share: Share, forward: bool = False) -> list[Line]:
     c, N, D = share.compute_bytes, share.N, share.D
     if share.plan.loss_tiles is None and share.mesh.tensor == 1:
@@ -140,7 +158,7 @@ def _loss(share: Share, forward: bool = False) -> list[Line]:
         ]
     logits = share.loss_rows * share.loss_columns
     if share.loss_axis == "vocab":
-        if share.target.platform == "tpu":  # forward f32 logits; backward they become their gradient inside the product
+        if _logits_forward(share):  # backward they become their gradient inside the product
             tile = _F32 * logits if forward else c * (logits + share.loss_columns * D)
         else:
             tile = (_F32 + c) * logits
@@ -187,12 +205,13 @@ def _summed_in_f32(share: Share) -> bool:
 
 
 def _narrowed_late(share: Share) -> bool:
-    """Whether such a sum stays f32 until the embedding's gradient joins it: on GPUs, and on TPUs whose scatters of more
-    than 2,048 rows are programs of their own (`scatter_custom_fusion`): v5p and v6e have units for them, v5e none.
+    """Whether such a sum stays f32 until the embedding's gradient joins it: on GPUs, and where a TPU makes that one in
+    a `scatter_custom_fusion`.
     """
     if share.target.platform != "tpu":
         return True
-    return share.tables == 1 and share.N > 2048 and not share.target.name.startswith("v5e")
+    generation = share.target.name[:3]
+    return share.tables == 1 and _CUSTOM_SCATTER.get(generation, math.inf) <= share.N
 
 
 def _norm(share: Share) -> list[Line]:

@@ -15,9 +15,7 @@ def feed_forward(share: Share) -> list[Line]:
     c, N, tiles = share.compute_bytes, share.N, share.plan.mlp_tiles
     rows = -(-N // tiles)
     kept = 0 if share.kept or share.plan.attention_tiles > 1 else _kept_for_attention(share)
-    if (
-        kept and share.attention == "tiled" and "attn_out" in share.saved
-    ):  # nothing asks for the output yet: its f32 sum
+    if kept and share.attention == "tiled" and "attn_out" in share.saved:  # its f32 sum, as nothing asks for it yet
         kept += c * N * share.h * share.H
     v5e = share.target.name.startswith("v5e")
     inner = (3 if v5e else 4) * c * rows * share.F  # other compilers hold silu's result, too
