@@ -70,13 +70,18 @@ def _zero_early(moments: dict[str, list[Line]], zeroed: list[Line], share: Share
     """Adds to the moments of the loss what a GPU zeroes before it.
 
     Of several schedules XLA takes the one whose highest point is lowest, by a count of its own, which no estimate
-    knows. Where moments and layers' inputs come from the host it was seen to zero only some of it, if all of it would
-    cost more than a tenth of the peak: so much is counted, with doubt.
+    knows. Seen, and counted with doubt: with moments on the device nothing is zeroed early that would cost over 11 %
+    of weights and moments; with moments and layers' inputs on the host it may cost up to a tenth of the peak.
     """
-    both = share.offloaded and share.plan.moments == "host"
-    highest = 1.1 * max(map(_total, moments.values())) if both else math.inf
-    for name in ("a tile of the loss", "the head's gradient, narrowed"):
-        for line in zeroed if name in moments else []:
+    at_loss = [name for name in ("a tile of the loss", "the head's gradient, narrowed") if name in moments]
+    late = max(map(_total, moments.values()))
+    cost = max(_total([*moments[name], *zeroed]) for name in at_loss) - late
+    state = sum(line.bytes for line in _held(share))
+    if share.plan.moments == "device" and cost > 0.11 * state:
+        return
+    highest = 1.1 * late if share.offloaded and share.plan.moments == "host" else math.inf
+    for name in at_loss:
+        for line in zeroed:
             room = max(highest - _total(moments[name]), 0)
             moments[name].append(dataclasses.replace(line, bytes=int(min(line.bytes, room))))
 
@@ -224,7 +229,8 @@ def _norm(share: Share) -> list[Line]:
         channels = _F32 * share.h + (share.param_bytes * share.lanes if nested else 0)
         wide = share.L * share.D * share.H * channels // share.split
     both = 2 * share.compute_bytes if share.param_bytes > share.compute_bytes and share.tables == 1 else 0
-    padded = 3 * second_layouts(share)  # of the weights with all their padding, and of gradients what that adds
+    weights = second_layouts(share)
+    padded = weights + weights * (share.lanes - share.h) // share.lanes  # and of gradients what the padding adds
     return [
         _all_gradients(share),
         Line("gradients", wide, "wq's, in f32"),

@@ -23,7 +23,7 @@ def feed_forward(share: Share) -> list[Line]:
         copies = 2 if tiles == 1 and share.B > 1 else 1  # of several sequences it is laid out anew, before it shrinks
         kept += copies * _logsumexp(share) if kept else 0
     else:  # the logsumexp is gone by then
-        if share.target.platform == "tpu" and share.groups == 1 and "attn" in share.saved and "q" not in share.saved:
+        if share.target.platform == "tpu" and share.groups == 1 and "attn" in share.saved:
             kept = _turned_back(share)
     if share.kept and tiles == 1:
         inner = 2 * c * rows * share.F
