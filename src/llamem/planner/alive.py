@@ -2,7 +2,8 @@
 
 A step is a loop forward over the layers, a loop over tiles of the loss, a loop backward over the layers, the
 embedding's gradient, the optimizer. Each sum below was read off the compilers' own timelines (`Report.timeline`): who
-lies in memory at that moment, for v5e, v6e, v5p and A100. No number is fitted, but for the margin for a TPU's gaps.
+lies in memory at that moment, for v5e, v6e, v5p, A100 and H100. Fitted are only the margins for gaps in a TPU's memory,
+and how much a GPU zeroes early at most.
 
 What is too big for a TPU its compiler squeezes: it computes more again, and packs arrays that it would have padded. Of
 that no estimate knows, so that one beyond the chip's memory may be too high: by 18 % for Llama 3.2 1B at 131,072 tokens
@@ -10,6 +11,7 @@ with its layers' inputs on a v5e's host.
 """
 
 import dataclasses
+import math
 
 from llamem.planner.copies import (
     group_slices,
@@ -26,6 +28,8 @@ from llamem.planner.share import Share
 
 _F32 = 4
 _GAPS = 0.04
+# Tokens of which a TPU's compiler makes the embedding's gradient in a scatter of its own kind; never seen of a v5e's.
+_CUSTOM_SCATTER = {"v6e": 4096, "v5p": 32_768}
 
 
 def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
@@ -51,26 +55,35 @@ def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
         stream = Line("stream", 3 * share.compute_bytes * share.N * share.D, "what the loss has read and made")
         moments["the head's gradient, narrowed"] = [*at_loss, left, both, stream]
     if share.target.platform == "tpu":
-        if share.loss_axis == "vocab":
+        if _logits_forward(share):
             moments["a tile of the loss, forward"] = [*at_loss, left, *_loss(share, forward=True)]
         for lines in moments.values():
             lines.append(_gaps(lines))
+        if _logits_forward(share):
+            _in_one_piece(moments)
     else:
-        _zero_early(moments, zeroed_before_the_loss(share, gradients))
+        _zero_early(moments, zeroed_before_the_loss(share, gradients), share)
     return {name: tuple(lines) for name, lines in moments.items()}
 
 
-def _zero_early(moments: dict[str, list[Line]], zeroed: list[Line]) -> None:
-    """Adds to the moments of the loss what a GPU zeroes before it: up to a tenth of the peak, in 70 programs.
+def _zero_early(moments: dict[str, list[Line]], zeroed: list[Line], share: Share) -> None:
+    """Adds to the moments of the loss what a GPU zeroes before it.
 
-    Of several schedules XLA takes the one whose highest point is lowest, by a count of its own. Which one that is no
-    estimate knows; where zeroing early would cost more than a tenth, none of these programs did all of it.
+    Of several schedules XLA takes the one whose highest point is lowest, by a count of its own, which no estimate
+    knows. Seen, and counted with doubt: with moments on the device nothing is zeroed early that would cost over 11 %
+    of weights and moments; with moments and layers' inputs on the host it may cost up to a tenth of the peak.
     """
-    highest = 1.1 * max(map(_total, moments.values()))
-    for name in ("a tile of the loss", "the head's gradient, narrowed"):
-        for line in zeroed if name in moments else []:
-            room = max(int(highest) - _total(moments[name]), 0)
-            moments[name].append(dataclasses.replace(line, bytes=min(line.bytes, room)))
+    at_loss = [name for name in ("a tile of the loss", "the head's gradient, narrowed") if name in moments]
+    late = max(map(_total, moments.values()))
+    cost = max(_total([*moments[name], *zeroed]) for name in at_loss) - late
+    state = sum(line.bytes for line in _held(share))
+    if share.plan.moments == "device" and cost > 0.11 * state:
+        return
+    highest = 1.1 * late if share.offloaded and share.plan.moments == "host" else math.inf
+    for name in at_loss:
+        for line in zeroed:
+            room = max(highest - _total(moments[name]), 0)
+            moments[name].append(dataclasses.replace(line, bytes=int(min(line.bytes, room))))
 
 
 def _total(lines: list[Line]) -> int:
@@ -81,6 +94,14 @@ def _gaps(lines: list[Line]) -> Line:
     """A margin for the gaps between arrays of a TPU's memory: 0 to 11 % of what is not the state, seen of 20 steps."""
     moving = sum(line.bytes for line in lines if line.name not in ("weights", "moments", "batch"))
     return Line("gaps", int(_GAPS * moving), "a margin: arrays cannot always lie side by side")
+
+
+def _in_one_piece(moments: dict[str, list[Line]]) -> None:
+    """Adds a margin for a tile of logits, one array, where backward as many bytes lie in other pieces: seen once."""
+    *others, forward = moments.values()
+    if max(map(_total, others)) > 0.9 * _total(forward):
+        tile = sum(line.bytes for line in forward if line.name == "loss tiles")
+        forward.append(Line("gaps", tile // 8, "a margin: a tile of logits lies in one piece"))
 
 
 def _one_by_one(share: Share) -> dict[str, tuple[Line, ...]]:
@@ -106,11 +127,12 @@ def _one_by_one(share: Share) -> dict[str, tuple[Line, ...]]:
     moments = {
         "the tables' arrival": tables,
         "a tile of the loss": [residuals, head, *_loss(share)],
-        "a tile of the loss, forward": [residuals, head, *_loss(share, forward=True)],
         "a layer's backward pass, feed-forward": [*backward, *feed_forward(share)],
         "a layer's backward pass, attention": [*backward, *attention(share)],
         "the embedding's update": [both, stream],
     }
+    if _logits_forward(share):
+        moments["a tile of the loss, forward"] = [residuals, head, *_loss(share, forward=True)]
     held = _held(share)
     return {name: tuple([*held, *lines]) for name, lines in moments.items()}
 
@@ -127,6 +149,11 @@ def _held(share: Share) -> list[Line]:
     ]
 
 
+def _logits_forward(share: Share) -> bool:
+    """Whether tiles of logits are f32 in the forward pass alone: a TPU's, of some columns."""
+    return share.target.platform == "tpu" and share.loss_axis == "vocab"
+
+
 def _loss(share: Share, forward: bool = False) -> list[Line]:
     c, N, D = share.compute_bytes, share.N, share.D
     if share.plan.loss_tiles is None and share.mesh.tensor == 1:
@@ -136,7 +163,7 @@ def _loss(share: Share, forward: bool = False) -> list[Line]:
         ]
     logits = share.loss_rows * share.loss_columns
     if share.loss_axis == "vocab":
-        if share.target.platform == "tpu":  # forward f32 logits; backward they become their gradient inside the product
+        if _logits_forward(share):  # backward they become their gradient inside the product
             tile = _F32 * logits if forward else c * (logits + share.loss_columns * D)
         else:
             tile = (_F32 + c) * logits
@@ -183,12 +210,13 @@ def _summed_in_f32(share: Share) -> bool:
 
 
 def _narrowed_late(share: Share) -> bool:
-    """Whether such a sum stays f32 until the embedding's gradient joins it: on GPUs, and on TPUs whose scatters of more
-    than 2,048 rows are programs of their own (`scatter_custom_fusion`): v5p and v6e have units for them, v5e none.
+    """Whether such a sum stays f32 until the embedding's gradient joins it: on GPUs, and where a TPU makes that one in
+    a `scatter_custom_fusion`.
     """
     if share.target.platform != "tpu":
         return True
-    return share.tables == 1 and share.N > 2048 and not share.target.name.startswith("v5e")
+    generation = share.target.name[:3]
+    return share.tables == 1 and _CUSTOM_SCATTER.get(generation, math.inf) <= share.N
 
 
 def _norm(share: Share) -> list[Line]:
@@ -201,7 +229,8 @@ def _norm(share: Share) -> list[Line]:
         channels = _F32 * share.h + (share.param_bytes * share.lanes if nested else 0)
         wide = share.L * share.D * share.H * channels // share.split
     both = 2 * share.compute_bytes if share.param_bytes > share.compute_bytes and share.tables == 1 else 0
-    padded = 3 * second_layouts(share)  # of the weights with all their padding, and of gradients what that adds
+    weights = second_layouts(share)
+    padded = weights + weights * (share.lanes - share.h) // share.lanes  # and of gradients what the padding adds
     return [
         _all_gradients(share),
         Line("gradients", wide, "wq's, in f32"),

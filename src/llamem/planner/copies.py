@@ -29,11 +29,11 @@ def layer_copies(share: Share) -> list[Line]:
 
 def second_layouts(share: Share) -> int:
     """Bytes of wq, wk and wv where a TPU keeps them in a second layout: moments that are fetched dictate one that pads
-    heads of fewer than 128 channels. XLA compresses some of them: counted as they are without padding.
+    heads of fewer than 128 channels. Some of them XLA compresses, where that lowers the peak: not counted.
     """
     if share.target.platform != "tpu" or share.plan.moments != "host" or share.h == share.lanes:
         return 0
-    return share.param_bytes * share.L * share.D * (share.H + 2 * share.K) * share.h // share.split
+    return share.param_bytes * share.L * share.D * (share.H + 2 * share.K) * share.lanes // share.split
 
 
 def group_slices(share: Share) -> list[Line]:
@@ -61,11 +61,7 @@ def zeroed_table(share: Share) -> list[Line]:
 
 def zeroed_before_the_loss(share: Share, gradients: Line) -> list[Line]:
     """Gradients whose buffers XLA's GPU scheduler zeroes before the loss, where that leaves nothing else waiting."""
-    plan, nested, narrow = share.plan, share.groups > 1, share.param_bytes == share.compute_bytes
-    if plan.moments == "device":
-        # Where the head's gradient is there before the backward pass, and no copy from the host is under way.
-        late = share.loss_axis == "tokens" and plan.mlp_tiles > 1 and plan.attention_tiles == 1
-        late = late and not share.offloaded and not share.kept
-        one_tile = share.loss_axis == "tokens" and share.loss_rows >= share.N
-        return [gradients] if narrow and not nested and not late and not one_tile else []
+    nested, narrow = share.groups > 1, share.param_bytes == share.compute_bytes
+    if share.plan.moments == "device":
+        return [gradients] if narrow and not nested else []
     return [gradients] if nested else [gradients, *zeroed_table(share)]

@@ -15,9 +15,7 @@ def feed_forward(share: Share) -> list[Line]:
     c, N, tiles = share.compute_bytes, share.N, share.plan.mlp_tiles
     rows = -(-N // tiles)
     kept = 0 if share.kept or share.plan.attention_tiles > 1 else _kept_for_attention(share)
-    if (
-        kept and share.attention == "tiled" and "attn_out" in share.saved
-    ):  # nothing asks for the output yet: its f32 sum
+    if kept and share.attention == "tiled" and "attn_out" in share.saved:  # its f32 sum, as nothing asks for it yet
         kept += c * N * share.h * share.H
     v5e = share.target.name.startswith("v5e")
     inner = (3 if v5e else 4) * c * rows * share.F  # other compilers hold silu's result, too
@@ -25,7 +23,7 @@ def feed_forward(share: Share) -> list[Line]:
         copies = 2 if tiles == 1 and share.B > 1 else 1  # of several sequences it is laid out anew, before it shrinks
         kept += copies * _logsumexp(share) if kept else 0
     else:  # the logsumexp is gone by then
-        if share.target.platform == "tpu" and share.groups == 1 and "attn" in share.saved and "q" not in share.saved:
+        if share.target.platform == "tpu" and share.groups == 1 and "attn" in share.saved:
             kept = _turned_back(share)
     if share.kept and tiles == 1:
         inner = 2 * c * rows * share.F
