@@ -81,8 +81,8 @@ def page(lines: dict[int, str]) -> str:
             f"{datetime.date.today()}, {versions}, {os.cpu_count()} CPU cores, by `benchmarks/planner_times.py`:",
             "`find_plan` in a new process with nothing kept of any compiler, and how often the compiler was asked;",
             "then in another one with what the first left, where the program is traced anew, and once more in that",
-            "process; the imports before it, apart. Then the explorer: milliseconds from a moved control to the new bars, the",
-            "median and the longest of twenty. Last, how many processes wanted a core when the line was begun.",
+            "process; the imports before it, apart. Then the explorer: milliseconds from a moved control to the new",
+            "bars, the median and the longest of twenty. Last, how many processes wanted a core when it was begun.",
             "",
             "| model | chip | tokens | cold, s | asked | kept, s | again, s | imports, s "
             "| redraw, ms | longest, ms | load |",
