@@ -59,6 +59,13 @@ def visible_pairs(places: Int[np.ndarray, "devices T"], keys: int) -> Int[np.nda
     return np.array([pairs + [(0, n_keys)] * (longest - len(pairs)) for pairs in lists], np.int32)
 
 
+def _not_followed(pairs: Array) -> Array:
+    """The same pairs, no constants to a compiler. XLA for GPUs (jax 0.10.2) follows a loop's slices of constants step by
+    step as it compiles: a million tokens have two million pairs, and took it many minutes.
+    """
+    return jax.lax.optimization_barrier(pairs)
+
+
 @jax.custom_vjp
 def _attend(q: Array, k: Array, v: Array, positions: Array, segments: Array | None, pairs: Array) -> Array:
     return _forward(q, k, v, positions, segments, pairs)[0]
@@ -81,7 +88,7 @@ def _forward(q: Array, k: Array, v: Array, positions: Array, segments: Array | N
 
     rows = (len(tiles.q), B, K, H // K, QUERY_TILE)
     start = jnp.zeros((*rows, h), _F32), jnp.full(rows, HIDDEN, _F32), jnp.zeros(rows, _F32)
-    (out, top, total), _ = jax.lax.scan(step, start, pairs)
+    (out, top, total), _ = jax.lax.scan(step, start, _not_followed(pairs))
     out_BTHh = _untile((out / total[..., None]).transpose(0, 1, 4, 2, 3, 5), T).reshape(q.shape).astype(q.dtype)
     out_BTHh, logsumexp = (checkpoint_name(a, "attn") for a in (out_BTHh, top + jnp.log(total)))
     return out_BTHh, (q, k, v, positions, segments, pairs, out_BTHh, logsumexp)
@@ -109,7 +116,7 @@ def _backward(residuals: tuple[Any, ...], d_out: Array) -> tuple[Any, ...]:
         return (dq, dk, dv), None
 
     start = tuple(jnp.zeros(a.shape, _F32) for a in (tiles.q, tiles.k, tiles.v))
-    (dq, dk, dv), _ = jax.lax.scan(step, start, pairs)
+    (dq, dk, dv), _ = jax.lax.scan(step, start, _not_followed(pairs))
     dq, dk, dv = (_untile(a, like.shape[1]).reshape(like.shape) for a, like in ((dq, q), (dk, k), (dv, v)))
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
 
