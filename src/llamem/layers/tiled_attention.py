@@ -60,8 +60,8 @@ def visible_pairs(places: Int[np.ndarray, "devices T"], keys: int) -> Int[np.nda
 
 
 def _not_followed(pairs: Array) -> Array:
-    """The same pairs, no constants to a compiler. XLA for GPUs (jax 0.10.2) follows a loop's slices of constants step by
-    step as it compiles: a million tokens have two million pairs, and took it many minutes.
+    """The same pairs, no constants to a compiler. XLA for GPUs (jax 0.10.2) follows a loop's slices of constants step
+    by step as it compiles: a million tokens have two million pairs, and took it many minutes.
     """
     return jax.lax.optimization_barrier(pairs)
 
