@@ -211,6 +211,13 @@ def test_what_is_found_explains_itself():
     assert "memory is no constraint" in short.why
 
 
+@pytest.mark.parametrize("factor", [1.1, 2.2])
+def test_an_estimate_far_too_low_shortens_the_context_and_does_not_end_the_search(compiler, factor):
+    compiler(factor=factor)
+    found = longest_context(ONE_B, "v5e-1", progress=None)
+    assert found.report is not None and found.report.fits
+
+
 def test_longest_context_and_largest_batch_are_as_long_as_they_say():
     longest = longest_context(ONE_B, "v5e-1", compiler=False, progress=None)
     assert longest.seq_len % 1024 == 0

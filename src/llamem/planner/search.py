@@ -196,13 +196,12 @@ def _largest(
     while high - low > max(1, low // 64):  # to about 1.5 %: finer than the estimate knows
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    for _ in range(3):
-        if low < 1:
-            break
+    part = 32  # an estimate that was too low is first taken to be so by little, then by more
+    while low >= 1:
         try:
             return search(low)
         except NothingFits:
-            low -= max(1, low // 32)
+            low, part = low - max(1, low // part), max(2, part // 2)
     raise NothingFits(f"nothing fits on {chip.name}: not even {unit}.", None)
 
 
