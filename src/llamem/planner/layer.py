@@ -22,9 +22,8 @@ def feed_forward(share: Share) -> list[Line]:
     if tiles > 1 or v5e:
         copies = 2 if tiles == 1 and share.B > 1 else 1  # of several sequences it is laid out anew, before it shrinks
         kept += copies * _logsumexp(share) if kept else 0
-    else:  # the logsumexp is gone by then
-        if share.target.platform == "tpu" and share.groups == 1 and "attn" in share.saved:
-            kept = _turned_back(share)
+    elif share.target.platform == "tpu" and share.groups == 1 and "attn" in share.saved:  # no logsumexp by then
+        kept = _turned_back(share)
     if share.kept and tiles == 1:
         inner = 2 * c * rows * share.F
     if tiles > 1 and share.plan.attention_tiles > 1 and share.target.platform != "tpu":
