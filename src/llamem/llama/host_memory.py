@@ -17,8 +17,18 @@ def waits_on_host(path: tuple[Any, ...]) -> bool:
 
 
 def host_sharding() -> jax.sharding.Sharding:
-    """Where they lie between steps. Raises ValueError where this backend has no such memory."""
+    """Where a compiler is told that they lie between steps. Raises ValueError where this backend has no such memory."""
     return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+
+
+def host_place() -> jax.sharding.Sharding:
+    """Where this process puts its own: there, too, but for old CPUs' programs.
+
+    Before JAX 0.10.2 those cannot leave a result there (NOT_FOUND, or a process that dies). A CPU's memory is the
+    host's in any case.
+    """
+    old = jax.__version_info__ < (0, 10, 2) and jax.default_backend() == "cpu"
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0]) if old else host_sharding()
 
 
 def of_matrices(tree: Any, put: Callable[[Any], Any]) -> Any:

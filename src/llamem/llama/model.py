@@ -235,11 +235,11 @@ class Llama(nnx.Module):
 
     def _logits(self, x_BTD: Array, adapters: Adapters | None, adapter_B: Array | None) -> Array:
         head_VD = self.head.astype(self.config.compute_dtype)
-        logits_BTV = jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, preferred_element_type=jnp.float32)
+        logits_BTV = whole_logits(x_BTD, head_VD)
         x_BTW, (_, *added) = adapted_head(x_BTD, head_VD, adapters, adapter_B)
         for b_VR in added:
             z_BTR = x_BTW[..., x_BTD.shape[-1] :]
-            logits_BTV += jnp.einsum("BTR,VR->BTV", z_BTR, b_VR, preferred_element_type=jnp.float32)
+            logits_BTV += whole_logits(z_BTR, b_VR)
         return logits_BTV
 
     def _check_cache(self, cache: KVCache, batch_size: int) -> int:
@@ -278,6 +278,16 @@ def embed(
     """
     ids_BT = tokens_BT.astype(jnp.promote_types(tokens_BT.dtype, jnp.int32))  # a narrow type cannot say V
     return look_up(table_VD.astype(config.compute_dtype), ids_BT, mesh.over("d_model"), mesh.tensor_axis)
+
+
+def whole_logits(x_BTD: Float[Array, "B T D"], head_VD: Float[Array, "V D"]) -> Float[Array, "B T V"]:
+    """All logits of hidden states, in float32."""
+    if jax.__version_info__ >= (0, 9):
+        return jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, preferred_element_type=jnp.float32)
+    # Older compilers for CPUs have no bf16 product of an array with three axes and a matrix that lies this way.
+    rows_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    logits_NV = jnp.einsum("ND,VD->NV", rows_ND, head_VD, preferred_element_type=jnp.float32)
+    return logits_NV.reshape(*x_BTD.shape[:-1], -1)
 
 
 def check_heads(config: LlamaConfig, plan: Plan) -> None:

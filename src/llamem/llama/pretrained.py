@@ -18,7 +18,7 @@ from llamem._extras import import_extra
 from llamem._files import whole_folder
 from llamem.llama.config import LlamaConfig
 from llamem.llama.hf_config import read_config
-from llamem.llama.host_memory import host_sharding, waits_on_host
+from llamem.llama.host_memory import host_place, waits_on_host
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.safetensors_files import INDEX, WEIGHTS, Stored, few, stored_tensors
@@ -90,7 +90,7 @@ def load_pretrained(
         sharding = shardings(parameter_specs(abstract, mesh), mesh)
     places = {path: _sharding_of(path, sharding) for path, _ in jax.tree.leaves_with_path(abstract)}
     if sharding is None and plan.weights == "host":
-        places = {path: host_sharding() if waits_on_host(path) else None for path in places}
+        places = {path: host_place() if waits_on_host(path) else None for path in places}
     of_path: dict[tuple[str, ...], list[_Tensor]] = {}
     for tensor in tensors:
         of_path.setdefault(tensor.path, []).append(tensor)

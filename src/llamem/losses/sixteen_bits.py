@@ -121,20 +121,19 @@ class SteppedSum(NamedTuple):
         """The sum for this cotangent of the loss, written over the steps: a compiler would write beside them."""
         (bits_VD, size_V1, ruler_D), cotangent = vary_together(self, cotangent)
         assert bits_VD.dtype == dtype
+        V, count = len(bits_VD), min(_ROWS, len(bits_VD))
 
-        def decoded(bits_VD: Array, first: Any, count: int) -> Array:
+        def decoded(bits_VD: Array, start: Array) -> tuple[Array, None]:
+            # The last rows once more with some before them, which are done: a smaller tile outside the loop would be
+            # written to a copy of everything by XLA of JAX 0.12.
+            first = jnp.minimum(start, V - count)
             steps_UD = lax.dynamic_slice_in_dim(bits_VD, first, count)
             size_U1 = lax.dynamic_slice_in_dim(size_V1, first, count) * cotangent
             sum_UD = (_whole(steps_UD) * size_U1 * ruler_D).astype(dtype)
-            return lax.dynamic_update_slice_in_dim(bits_VD, sum_UD, first, 0)
+            new_U1 = first + jnp.arange(count)[:, None] >= start
+            return lax.dynamic_update_slice_in_dim(bits_VD, jnp.where(new_U1, sum_UD, steps_UD), first, 0), None
 
-        full, rest = divmod(len(bits_VD), _ROWS)
-        if rest:
-            bits_VD = decoded(bits_VD, full * _ROWS, rest)
-        if full:
-            starts = jnp.arange(full) * _ROWS
-            bits_VD, _ = lax.scan(lambda bits_VD, i: (decoded(bits_VD, i, _ROWS), None), bits_VD, starts)
-        return bits_VD
+        return lax.scan(decoded, bits_VD, jnp.arange(-(-V // max(1, count))) * count)[0]
 
 
 def _codes(dtype: Any) -> tuple[int, int]:

@@ -45,9 +45,9 @@ def read_files(folder: Path, platform: Platform) -> Dump:
     stem = program_stem(folder)
     if not Path(stem + _LIVE).is_file():
         raise ValueError(
-            "the compiler wrote down no live ranges. That of JAX 0.7 for a CPU does not: ask for a TPU, such as "
-            'target="v5e-1", or update JAX. And what JAX finds in its own cache on disk is not compiled anew: for a '
-            'timeline, jax.config.update("jax_enable_compilation_cache", False) before the first program.'
+            "the compiler wrote down no live ranges. Those of JAX 0.7, for a CPU and for TPUs (libtpu 0.0.23), do not: "
+            "update JAX. And what JAX finds in its own cache on disk is not compiled anew: for a timeline, "
+            'jax.config.update("jax_enable_compilation_cache", False) before the first program.'
         )
     schedule, spans = _live_ranges(_text(stem + _LIVE))
     allocations, places = read_assignment(_text(stem + ASSIGNMENT), platform)

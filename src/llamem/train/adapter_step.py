@@ -18,6 +18,7 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.host_memory import host_sharding, of_matrices
 from llamem.llama.lora import IN_LAYERS, Adapters, LoraConfig
 from llamem.llama.lora_products import adapted_head
+from llamem.llama.model import whole_logits
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, gather_weight, parameter_specs, shardings
 from llamem.losses.choice import choose_tiles
@@ -160,7 +161,7 @@ def lora_loss(
     if plan.loss_tiles is None and not mesh.tensor_axis:
         with jax.named_scope("logits"):
             whole_VW = jnp.concatenate([part.astype(hidden_BTW.dtype) for part in head], axis=1)
-            logits_BTV = jnp.einsum("BTW,VW->BTV", hidden_BTW, whole_VW, preferred_element_type=jnp.float32)
+            logits_BTV = whole_logits(hidden_BTW, whole_VW)
         counts_BT = targets_BT != IGNORED
         loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, jnp.where(counts_BT, targets_BT, 0))
         return jnp.sum(jnp.where(counts_BT, loss_BT * weights_BT, 0))

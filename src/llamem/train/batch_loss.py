@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from llamem.layers.context import local_positions
 from llamem.layers.parts import gradients_together
+from llamem.llama.model import whole_logits
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, gather_weight, parameter_specs
 from llamem.losses.cross_entropy import tiled_cross_entropy
@@ -68,7 +69,7 @@ def loss_of_hidden(
             normalizer=None if shares == 1 else targets_BT.size * shares,
         )
     with jax.named_scope("logits"):  # by this name a timeline knows them
-        logits_BTV = jnp.einsum("BTD,VD->BTV", hidden_BTD, head_VD, preferred_element_type=jnp.float32)
+        logits_BTV = whole_logits(hidden_BTD, head_VD)
         return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT).mean() / shares
 
 

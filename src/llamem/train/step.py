@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from llamem.llama.config import LlamaConfig
-from llamem.llama.host_memory import host_sharding, of_matrices
+from llamem.llama.host_memory import host_place, host_sharding, of_matrices
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, parameter_specs, shardings
@@ -80,13 +80,17 @@ def first_state(
 
     What waits on the host is never on the device: a model whose weights do is made by the CPU.
     """
+
+    def put(leaf: Any) -> jax.Array:
+        return jax.device_put(leaf, host_place())
+
     mesh = MeshShape.of(plan.mesh)
     if mesh.devices == 1:
         if plan.weights == "device":
-            return _placed(init_state(make_model(config, settings, plan), settings, optimizer), plan, jax.device_put)
+            return _placed(init_state(make_model(config, settings, plan), settings, optimizer), plan, put)
         with jax.default_device(jax.devices("cpu")[0]):
-            state = _placed(init_state(make_model(config, settings, plan), settings, optimizer), plan, jax.device_put)
-        host, device = host_sharding(), jax.devices()[0]
+            state = _placed(init_state(make_model(config, settings, plan), settings, optimizer), plan, put)
+        host, device = host_place(), jax.devices()[0]
         return jax.tree.map(lambda leaf: leaf if leaf.sharding == host else jax.device_put(leaf, device), state)
     where = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, settings, plan, optimizer))
     return jax.jit(lambda: init_state(make_model(config, settings), settings, optimizer), out_shardings=where)()
@@ -125,20 +129,17 @@ def abstract_state(
     state = jax.eval_shape(lambda: init_state(make_model(config, settings), settings, optimizer))
     mesh = MeshShape.of(plan.mesh)
     if mesh.devices == 1:
-        return _placed(state, plan, lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s))
+        return _placed(state, plan, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host_sharding()))
     check_sizes(mesh, settings.batch_size, settings.seq_len, settings.accumulate)
     where = shardings(parameter_specs(state, mesh), mesh)
     return jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), state, where)
 
 
-def _placed(state: TrainState, plan: Plan, put: Callable[[Any, Any], Any]) -> TrainState:
-    """The state with what waits on the host put there."""
+def _placed(state: TrainState, plan: Plan, put: Callable[[Any], Any]) -> TrainState:
+    """The state with `put` of what waits on the host."""
     homes = {"params": plan.weights, "opt_state": plan.moments}
     there = [name for name, home in homes.items() if home == "host"]
-    where = host_sharding() if there else None
-    return dataclasses.replace(
-        state, **{name: of_matrices(getattr(state, name), lambda leaf: put(leaf, where)) for name in there}
-    )
+    return dataclasses.replace(state, **{name: of_matrices(getattr(state, name), put) for name in there})
 
 
 def _check_settings(settings: Any) -> None:
