@@ -12,7 +12,7 @@ from flax import nnx
 
 import llamem
 from llamem import Plan, TrainSettings
-from llamem.llama.host_memory import host_place, host_sharding, waits_on_host
+from llamem.llama.host_memory import host_place, host_sharding, same_places, waits_on_host
 from llamem.train.data import Corpus
 from llamem.train.loop import train
 from llamem.train.snapshots import Snapshots
@@ -24,8 +24,7 @@ SETTINGS = TrainSettings(batch_size=2, seq_len=16, steps=5, learning_rate=1e-2, 
 def run(config, plan, steps=3):
     state = first_state(config, SETTINGS, plan)
     graphdef = nnx.graphdef(llamem.Llama(config, rngs=nnx.Rngs(0), plan=plan))
-    where = jax.tree.map(lambda a: a.sharding, state)
-    step = jax.jit(make_train_step(graphdef, SETTINGS), donate_argnums=0, out_shardings=(where, None))
+    step = jax.jit(make_train_step(graphdef, SETTINGS), donate_argnums=0, out_shardings=same_places(state))
     metrics = []
     for i in range(steps):
         tokens = models.tokens_of(config, T=17, seed=i)

@@ -21,7 +21,7 @@ from flax import nnx
 
 import llamem
 from llamem import Plan, TrainSettings
-from llamem.llama.host_memory import host_place, waits_on_host
+from llamem.llama.host_memory import host_place, same_places, waits_on_host
 from llamem.memory.hlo import optimised_text, parse
 from llamem.memory.hlo_counts import compiled_matmul_flops
 from llamem.memory.jaxprs import equations
@@ -57,9 +57,8 @@ def run(config, plan, optimizer=None, steps=10, **settings):
     settings = TrainSettings(**{**vars(SETTINGS), **settings})
     state = first_state(config, settings, plan, optimizer)
     graphdef = nnx.graphdef(llamem.Llama(config, rngs=nnx.Rngs(0), plan=plan))
-    where = jax.tree.map(lambda a: a.sharding, state)
     make = make_train_step(graphdef, settings, optimizer)
-    step = jax.jit(make, donate_argnums=0, out_shardings=(where, None))
+    step = jax.jit(make, donate_argnums=0, out_shardings=same_places(state))
     metrics: list[dict[str, float]] = []
     for i in range(steps):
         tokens = models.tokens_of(config, T=17, seed=i)

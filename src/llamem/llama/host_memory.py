@@ -22,13 +22,24 @@ def host_sharding() -> jax.sharding.Sharding:
 
 
 def host_place() -> jax.sharding.Sharding:
-    """Where this process puts its own: there, too, but for old CPUs' programs.
+    """Where this process puts its own: there, too; before JAX 0.10.2 on a CPU in its plain memory, the same."""
+    return jax.sharding.SingleDeviceSharding(jax.devices()[0]) if _cpu_leaves_nothing() else host_sharding()
 
-    Before JAX 0.10.2 those cannot leave a result there (NOT_FOUND, or a process that dies). A CPU's memory is the
-    host's in any case.
+
+def same_places(state: Any) -> Any:
+    """The `out_shardings` of a jitted step that returns `(state, metrics)`: each new array lies where the old one did.
+
+    Without them JAX 0.7 brings home what a step leaves on the host. None where the compiler cannot be told.
     """
-    old = jax.__version_info__ < (0, 10, 2) and jax.default_backend() == "cpu"
-    return jax.sharding.SingleDeviceSharding(jax.devices()[0]) if old else host_sharding()
+    return None if _cpu_leaves_nothing() else (jax.tree.map(lambda leaf: leaf.sharding, state), None)
+
+
+def _cpu_leaves_nothing() -> bool:
+    """Whether programs can leave no result in the host's memory: for a CPU, before JAX 0.10.2.
+
+    They end with NOT_FOUND (annotate_device_placement) if they are told where results lie, or the process dies.
+    """
+    return jax.__version_info__ < (0, 10, 2) and jax.default_backend() == "cpu"
 
 
 def of_matrices(tree: Any, put: Callable[[Any], Any]) -> Any:

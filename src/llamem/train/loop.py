@@ -13,6 +13,7 @@ from flax import nnx
 
 from llamem._extras import import_extra
 from llamem.llama.config import LlamaConfig
+from llamem.llama.host_memory import same_places
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, shardings
@@ -100,8 +101,7 @@ def _train(
         count = min(settings.eval_batches, max(1, heldout.num_sequences // settings.batch_size))
         return float(np.mean([evaluate(params, place(heldout, i, where)) for i in range(count)]))
 
-    # JAX 0.7 brings home what a program leaves on the host, unless it is told not to.
-    places = (jax.tree.map(lambda a: a.sharding, state), None) if "host" in (plan.moments, plan.weights) else None
+    places = same_places(state) if "host" in (plan.moments, plan.weights) else None
     jitted_step = jax.jit(make_train_step(graphdef, settings), donate_argnums=0, out_shardings=places)
     # Compiled before the clock starts, so that the first step's speed is a step's speed.
     step = jitted_step.lower(state, place(batches, 0, where)).compile()

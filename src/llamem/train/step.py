@@ -154,7 +154,7 @@ def make_train_step(
 
     With a mesh in the model's plan it is one program for every device of it, on states and batches that lie as
     `abstract_step` says. Metrics: `loss` (mean over tokens, nats), `grad_norm`. With weights or moments on
-    the host, JAX 0.7 wants `out_shardings` as well, those of the state: else they come home with the first result.
+    the host, JAX 0.7 wants `out_shardings=same_places(state)` as well: else they come home with the first result.
 
     `optimizer`: an optax transformation in place of AdamW, without clipping, which the settings say; the state is then
     one made with it. Raises ValueError, when the step is traced, where the plan or the settings and it exclude each
