@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import not_of_old_compilers
 from flax import nnx
 
 import llamem
@@ -48,6 +49,7 @@ def chip(request):
     return request.param
 
 
+@not_of_old_compilers
 @pytest.mark.parametrize("chip", ON, indirect=True)
 def test_one_more_scanned_layer_costs_one_more_x(chip):
     # CPUs have no bfloat16 products: they would keep the stream in float32.

@@ -10,6 +10,7 @@ import models
 import numpy as np
 import pytest
 import reference
+from compilers import not_of_old_compilers
 from flax import nnx
 
 import llamem
@@ -146,6 +147,7 @@ def test_every_tool_takes_something_off_the_chip(chip):
     assert tiled.host_bytes > 4 * 16_384 * 2048 * 2
 
 
+@not_of_old_compilers
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 @pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")

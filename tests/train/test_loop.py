@@ -248,7 +248,8 @@ def test_abstract_step_has_the_shapes_of_the_real_one():
     settings = dataclasses.replace(SETTINGS, accumulate=2)
     step, state, batch = abstract_step(CONFIG, settings)
     real = jax.eval_shape(lambda: init_state(make_model(CONFIG, settings), settings))
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), state) == jax.tree.map(lambda a: (a.shape, a.dtype), real)
+    assert jax.tree.structure(state) == jax.tree.structure(real)
+    assert [(a.shape, a.dtype) for a in jax.tree.leaves(state)] == [(a.shape, a.dtype) for a in jax.tree.leaves(real)]
     new_state, metrics = jax.eval_shape(step, state, batch)
     assert jax.tree.structure(new_state) == jax.tree.structure(state)
     assert metrics["loss"].shape == () and metrics["loss"].dtype == jnp.float32

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from compilers import not_of_old_compilers
 
 from llamem import LlamaConfig, Plan, TrainSettings, abstract_step, available, compile_report
 
@@ -133,6 +134,7 @@ def test_a_run_goes_on_on_another_mesh_and_its_model_writes_the_same_text(others
     assert others["run"]["held"] == 1 / 4
 
 
+@not_of_old_compilers
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 @pytest.mark.skipif(not available("v5e-8"), reason="needs libtpu")

@@ -13,7 +13,7 @@ from flax import nnx
 
 from llamem._extras import import_extra
 from llamem.llama.config import LlamaConfig
-from llamem.llama.host_memory import same_places
+from llamem.llama.host_memory import host_place, same_places
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, shardings
@@ -150,7 +150,9 @@ def _first_state(
             f"the newest snapshot in {snapshots.folder} is of step {latest}, beyond steps={settings.steps}: there is "
             "nothing left to train. Ask for more steps, or choose another output folder."
         )
-    return state
+    return jax.tree.map(
+        lambda a: jax.device_put(a, host_place()) if a.sharding.memory_kind == "pinned_host" else a, state
+    )
 
 
 def _save(snapshots: Snapshots, done: int, state: TrainState) -> None:

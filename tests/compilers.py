@@ -1,0 +1,9 @@
+"""Which compilers a figure in a test holds for."""
+
+import jax
+import pytest
+
+# libtpu 0.0.23 comes with JAX 0.7.2. What it makes of a few large programs is told in README, "Tried on".
+not_of_old_compilers = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="the figure holds for libtpu 0.0.51 and newer; older ones lay out otherwise"
+)
