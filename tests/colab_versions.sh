@@ -5,7 +5,8 @@
 #     tests/colab_versions.sh [PYTHON] latest   # the newest of everything instead
 #
 # First the notebooks' own way in: with Colab's packages installed, their first cell's pip command runs, a wheel of this
-# checkout in place of the address, and what was installed before must be as it was.
+# checkout in place of the address, and what was installed before must be as it was. Then all notebooks, the tests, and
+# all notebooks once more, with a compiler for TPUs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3.13}
@@ -33,14 +34,21 @@ if changed=$(comm -23 "$folder/before.txt" "$folder/after.txt") && [ -n "$change
 fi
 (cd "$folder" && bin/python -c "import llamem; print('imported from', llamem.__file__)")
 
-# From here on this checkout itself, for its tests.
+# Stored text belongs to the locked versions: here every cell must only run.
+run_notebooks() {
+  rm -rf "$folder/notebooks"
+  cp -r notebooks "$folder/notebooks"
+  sed -i 's/"nbval-check-output"/"nbval-only-run"/' "$folder"/notebooks/*.ipynb
+  JAX_PLATFORMS=cpu "$folder/bin/python" -m pytest -n 2 --dist loadfile -o addopts="" --nbval-lax --nbval-current-env \
+    --nbval-cell-timeout=900 -p no:python "$folder/notebooks"
+}
+# As a reader's first cell leaves things: from the wheel, with no compiler for chips that are not there.
+"${pip[@]}" install pytest pytest-xdist nbval "${pins[@]}"
+run_notebooks
+
+# From here on this checkout itself, for its tests, and a compiler for TPUs.
 "${pip[@]}" install --editable '.[notebooks,train,tpu-compile,test]' "${pins[@]}" "$compiler"
 "$folder/bin/python" -m pip freeze | grep -iE '^(jax|jaxlib|flax|optax|numpy|matplotlib|ipywidgets|ipython|libtpu)=='
 "$folder/bin/python" --version
 "$folder/bin/python" -m pytest -n 2 --dist loadfile
-# Stored text belongs to the locked versions: here every cell must only run.
-rm -rf "$folder/notebooks"
-cp -r notebooks "$folder/notebooks"
-sed -i 's/"nbval-check-output"/"nbval-only-run"/' "$folder"/notebooks/*.ipynb
-JAX_PLATFORMS=cpu "$folder/bin/python" -m pytest -n 2 --dist loadfile -o addopts="" --nbval-lax --nbval-current-env \
-  --nbval-cell-timeout=900 -p no:python "$folder/notebooks"
+run_notebooks

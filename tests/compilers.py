@@ -3,7 +3,13 @@
 import jax
 import pytest
 
+from llamem.llama.host_memory import host_place
+
 # libtpu 0.0.23 comes with JAX 0.7.2. What it makes of a few large programs is told in README, "Tried on".
 not_of_old_compilers = pytest.mark.skipif(
     jax.__version_info__ < (0, 10), reason="the figure holds for libtpu 0.0.51 and newer; older ones lay out otherwise"
+)
+with_host_memory = pytest.mark.skipif(
+    host_place().memory_kind != "pinned_host",
+    reason="before JAX 0.10.2 what waits on the host lies in a CPU's plain memory",
 )

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import with_host_memory
 from flax import nnx
 from make_golden import MODELS, golden
 from models import MOE, VARIANTS, model_of, tokens_of
 
 import llamem
-from llamem.llama.host_memory import host_place
 from llamem.llama.pretrained import _tensors
 from llamem.llama.safetensors_files import Stored
 from llamem.train.step import loss_fn
@@ -240,7 +240,7 @@ def test_the_host_holds_the_destination_and_one_tensor(tmp_path):
     assert int(run.stdout) < large.n_params * 4 + 1.2 * largest, int(run.stdout) / largest
 
 
-@pytest.mark.skipif(host_place().memory_kind != "pinned_host", reason="before JAX 0.10.2 a CPU has no place of its own")
+@with_host_memory
 def test_weights_of_the_host_are_put_there_one_by_one(tmp_path, monkeypatch):
     model = model_of(VARIANTS["untied"])
     folder = llamem.save_pretrained(model, tmp_path / "m")

@@ -17,7 +17,7 @@ import optax
 import pytest
 import reference
 from adapters import IDS, adapters_of
-from compilers import not_of_old_compilers
+from compilers import not_of_old_compilers, with_host_memory
 from flax import nnx
 
 import llamem
@@ -245,6 +245,7 @@ def crossing_bytes(jaxpr):
 LINKS = [*itertools.product(("untied, 96 rows", "tied, 101 rows"), ("all", "all, after", "in the backward pass"))]
 
 
+@with_host_memory
 @pytest.mark.parametrize("clip", ["global", "layer"])
 @pytest.mark.parametrize(("name", "plan"), [*LINKS, ("four layers", "groups"), ("four layers", "groups, after")])
 def test_what_crosses_the_link_is_what_the_ledger_says(name, clip, plan):
