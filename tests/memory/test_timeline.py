@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compilers import not_of_old_compilers
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.compilation_cache import compilation_cache
 from timeline_programs import PROGRAMS
@@ -277,6 +278,7 @@ def test_the_highest_point_is_what_the_compiler_set_aside(program):
     check_program(program, "local")
 
 
+@not_of_old_compilers
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 @pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")

@@ -287,7 +287,7 @@ def whole_logits(x_BTD: Float[Array, "B T D"], head_VD: Float[Array, "V D"]) -> 
     # Older compilers for CPUs have no bf16 product of an array with three axes and a matrix that lies this way.
     rows_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
     logits_NV = jnp.einsum("ND,VD->NV", rows_ND, head_VD, preferred_element_type=jnp.float32)
-    return logits_NV.reshape(*x_BTD.shape[:-1], -1)
+    return logits_NV.reshape(*x_BTD.shape[:-1], head_VD.shape[0])
 
 
 def check_heads(config: LlamaConfig, plan: Plan) -> None:

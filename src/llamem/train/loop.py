@@ -150,6 +150,7 @@ def _first_state(
             f"the newest snapshot in {snapshots.folder} is of step {latest}, beyond steps={settings.steps}: there is "
             "nothing left to train. Ask for more steps, or choose another output folder."
         )
+    # It was read to where a compiler is told that its parts lie.
     return jax.tree.map(
         lambda a: jax.device_put(a, host_place()) if a.sharding.memory_kind == "pinned_host" else a, state
     )
