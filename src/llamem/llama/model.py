@@ -10,7 +10,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from llamem.layers.attention import causal_attention
-from llamem.layers.collectives import look_up
 from llamem.layers.context import local_positions
 from llamem.layers.stack import apply_stack
 from llamem.layers.streaming import fetch
@@ -21,6 +20,7 @@ from llamem.llama.lora import Adapters, check_adapters
 from llamem.llama.lora_products import NO_ADAPTERS, LayerAdapters, adapted_embedding, adapted_head, layers_of
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, gather_weights
+from llamem.llama.tables import embed, whole_logits
 
 
 @jax.tree_util.register_dataclass
@@ -264,30 +264,6 @@ class Llama(nnx.Module):
                 "was not set up for such positions. Shorten the sequence, or "
                 "config.replace(max_seq_len=..., rope_scaling=...)."
             )
-
-
-def embed(
-    table_VD: Float[Array, "V _"],
-    tokens_BT: Int[Array, "B T"],
-    config: LlamaConfig,
-    mesh: MeshShape = MeshShape(),
-) -> Float[Array, "B T D"]:
-    """The rows of an embedding, in the type of the products; NaN for an id that there is not.
-
-    On a mesh inside `shard_map` the table is this device's part, of the vocabulary and of D.
-    """
-    ids_BT = tokens_BT.astype(jnp.promote_types(tokens_BT.dtype, jnp.int32))  # a narrow type cannot say V
-    return look_up(table_VD.astype(config.compute_dtype), ids_BT, mesh.over("d_model"), mesh.tensor_axis)
-
-
-def whole_logits(x_BTD: Float[Array, "B T D"], head_VD: Float[Array, "V D"]) -> Float[Array, "B T V"]:
-    """All logits of hidden states, in float32."""
-    if jax.__version_info__ >= (0, 9):
-        return jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, preferred_element_type=jnp.float32)
-    # Older compilers for CPUs have no bf16 product of an array with three axes and a matrix that lies this way.
-    rows_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-    logits_NV = jnp.einsum("ND,VD->NV", rows_ND, head_VD, preferred_element_type=jnp.float32)
-    return logits_NV.reshape(*x_BTD.shape[:-1], head_VD.shape[0])
 
 
 def check_heads(config: LlamaConfig, plan: Plan) -> None:

@@ -18,9 +18,9 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.host_memory import host_sharding, of_matrices
 from llamem.llama.lora import IN_LAYERS, Adapters, LoraConfig
 from llamem.llama.lora_products import adapted_head
-from llamem.llama.model import whole_logits
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, gather_weight, parameter_specs, shardings
+from llamem.llama.tables import whole_logits
 from llamem.losses.choice import choose_tiles
 from llamem.losses.cross_entropy import tiled_cross_entropy
 from llamem.train.optimizers import make_optimizer

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int
 
 from llamem.layers.context import local_positions
 from llamem.layers.parts import gradients_together
-from llamem.llama.model import whole_logits
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, gather_weight, parameter_specs
+from llamem.llama.tables import whole_logits
 from llamem.losses.cross_entropy import tiled_cross_entropy
 from llamem.train.settings import TrainSettings
 from llamem.train.sharded_step import batch_spec, for_gradients_outside, on_mesh, sum_gradients, sum_over_batch

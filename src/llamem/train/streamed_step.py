@@ -25,8 +25,9 @@ from llamem.layers.stack import group_count
 from llamem.layers.streaming import backward, forward, put_back, send, take
 from llamem.llama.block import rms_norm
 from llamem.llama.host_memory import of_matrices
-from llamem.llama.model import Llama, embed
+from llamem.llama.model import Llama
 from llamem.llama.sharding import parameter_name
+from llamem.llama.tables import embed
 from llamem.train.batch_loss import loss_of_hidden
 from llamem.train.on_host import in_blocks, in_turn, join, select, update_in_turn
 from llamem.train.optimizers import clip_layers, clipped_by, make_update, norm_of, squares
