@@ -17,7 +17,7 @@ import optax
 import pytest
 import reference
 from adapters import IDS, adapters_of
-from compilers import not_of_old_compilers, with_host_memory
+from compilers import with_host_memory
 from flax import nnx
 
 import llamem
@@ -404,7 +404,6 @@ def test_adapters_of_llama_8b_train_on_131072_tokens_on_one_v5e_and_30_gib_of_ho
     assert report.fits and report.peak_bytes <= 13.3 * 2**30 and report.host_bytes <= 30 * 2**30
 
 
-@not_of_old_compilers
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 @pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")

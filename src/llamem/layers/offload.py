@@ -9,6 +9,10 @@ from jaxtyping import Array, Float
 # Of one copy. The TPU compiler (libtpu 0.0.51) dies of copies to the host of 4 GiB or more.
 MAX_BYTES = 2**32 - 1
 
+# libtpu 0.0.23 makes room for all results of a scan on the device first, where JAX 0.7's types say that they lie on the
+# host. XLA's own marks are not seen in types.
+_TYPES_TELL = jax.__version_info__ >= (0, 8)
+
 
 def in_pieces(x_BTD: Float[Array, "B T D"], most: int = MAX_BYTES) -> list[Float[Array, "B _ D"]]:
     """The array itself, or where it has more than `most` bytes pieces of T that have not."""
@@ -39,6 +43,21 @@ def to_host(x: Array) -> Array:
 def to_device(x: Array) -> Array:
     """The same array in the device's memory, inside a program."""
     return _row_major(jax.device_put(x, jax.memory.Space.Device))
+
+
+def stacked_on_host(x: Array) -> Array:
+    """`to_host` of what a scan stacks up from turn to turn."""
+    return to_host(x) if _TYPES_TELL else _marked("MoveToHost", _row_major(x))
+
+
+def from_stack_on_host(x: Array) -> Array:
+    """`to_device` of one turn's part of it."""
+    return to_device(x) if _TYPES_TELL else _row_major(_marked("MoveToDevice", x))
+
+
+def _marked(mark: str, x: Array) -> Array:
+    move = jax.ffi.ffi_call(mark, jax.ShapeDtypeStruct(x.shape, x.dtype), custom_call_api_version=1)
+    return jax.lax.platform_dependent(x, cpu=lambda x: x, default=move)
 
 
 def _row_major(x: Array) -> Array:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from llamem.layers.offload import in_pieces, to_device, to_host
+from llamem.layers.offload import from_stack_on_host, in_pieces, stacked_on_host, to_device, to_host
 
 Layer = Callable[[Any, Array], Array]  # of one layer's parameters and what enters it
 # Of the carry, the layer's number, its parameters and their gradients: the carry, and what is stacked over layers.
@@ -121,11 +121,11 @@ def _numbers(n_layers: int, groups: int) -> Array:
 
 
 def _kept(x_BTD: Array, on_host: bool) -> list[Array]:
-    return [to_host(piece) for piece in in_pieces(x_BTD)] if on_host else [x_BTD]
+    return [stacked_on_host(piece) for piece in in_pieces(x_BTD)] if on_host else [x_BTD]
 
 
 def _at_hand(kept: list[Array], on_host: bool) -> Array:
-    return jnp.concatenate([to_device(piece) for piece in kept], axis=1) if on_host else kept[0]
+    return jnp.concatenate([from_stack_on_host(piece) for piece in kept], axis=1) if on_host else kept[0]
 
 
 def _length(stacked: PyTree) -> int:

@@ -49,7 +49,8 @@ def export_for(
     """`jitted(*leaves)`, traced and lowered for the target's platform."""
     with traced_for(target, mesh):
         # Not for keeping, but for a child process with the same JAX: what may change in a year may be exported.
-        allowed = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+        names = ("LayoutConstraint", "MoveToHost", "MoveToDevice")
+        allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
         exported = jax.export.export(jitted, platforms=(target.platform,), disabled_checks=allowed)(*leaves)
     # A `checkify.debug_check` that is switched off leaves an effect behind, without a serialised form or a meaning.
     return dataclasses.replace(exported, ordered_effects=(), unordered_effects=())
