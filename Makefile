@@ -88,16 +88,26 @@ wheel: $(VENV)/test-is-ready ## an sdist and a wheel in build/dist, checked insi
 	$(BIN)/twine check --strict build/dist/*
 	$(BIN)/python tests/wheel.py build/dist
 
-site: $(VENV)/train-is-ready ## the course as pages in build/site, from the stored outputs; every link inside is checked
-	$(PIP) 'jupyter-book>=1.0,<2' 'sphinxcontrib-mermaid>=1.0'
-	$(BIN)/python docs/build.py
+# An environment of its own: Jupyter Book needs an older markdown-it-py than the notebooks' tools.
+SITE := build/site-env
+
+$(SITE)/site-is-ready: pyproject.toml requirements/lock.txt
+	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
+	grep -v '^markdown-it-py==' requirements/lock.txt > $(SITE)/constraint.txt
+	$(SITE)/bin/python -m pip install --quiet --no-input --disable-pip-version-check \
+	    --constraint $(SITE)/constraint.txt --editable '.[notebooks,train]' 'jupyter-book>=1.0,<2' 'sphinxcontrib-mermaid>=1.0'
+	touch $@
+
+site: $(SITE)/site-is-ready ## the course as pages in build/site, from the stored outputs; every link inside is checked
+	$(SITE)/bin/python docs/build.py
 
 browser: $(VENV)/test-is-ready ## open the notebooks and the timeline's page in a real browser (Debian's chromium); WEEKLY=--weekly runs some
 	$(PIP) --editable '.[browser]' 'notebook>=7.2'
 	$(BIN)/python -m pytest tests/browser $(WEEKLY)
 
 accelerator: $(VENV)/test-is-ready ## what the course says of GPUs and TPUs, tried on the one here; JAX=cuda12 or tpu installs JAX for it
-	$(if $(JAX),$(PIP) 'jax[$(JAX)]')
+	# Not held to the lock: a chip at hand wants the compiler that belongs to its JAX.
+	$(if $(JAX),$(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check 'jax[$(JAX)]')
 	$(BIN)/python benchmarks/accelerator.py
 
 clean: ## remove what make made, but not runs/
