@@ -249,7 +249,8 @@ def test_the_quick_answer_is_the_whole_one(empty_cache, monkeypatch, fn, shapes,
     assert (quick.depth, whole.depth) == ("memory", "code")
     for name in ("argument_bytes", "output_bytes", "alias_bytes", "host_bytes", "compiled_matmul_flops", "buffers"):
         assert getattr(quick, name) == getattr(whole, name), name
-    assert abs(whole.temp_bytes - quick.temp_bytes) <= 2**16  # a few KB come and go while code is made
+    few = 2**15 if jax.__version_info__ >= (0, 10) else 2**16
+    assert abs(whole.temp_bytes - quick.temp_bytes) <= few  # a few KB come and go while code is made
     assert quick.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
 
 
