@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 RUN    ?= runs/$(shell date +%Y-%m-%d_%H-%M-%S)
-PIP    := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check --constraint requirements/lock.txt
+INSTALL := -m pip install --quiet --no-input --disable-pip-version-check
+PIP    := $(BIN)/python $(INSTALL) --constraint requirements/lock.txt
 
 .PHONY: help setup train cluster test quick parity lab notebooks lint format lock floors address wheel site browser accelerator clean
 
@@ -94,8 +95,7 @@ SITE := build/site-env
 $(SITE)/site-is-ready: pyproject.toml requirements/lock.txt
 	test -x $(SITE)/bin/python || $(PYTHON) -m venv $(SITE)
 	grep -v '^markdown-it-py==' requirements/lock.txt > $(SITE)/constraint.txt
-	$(SITE)/bin/python -m pip install --quiet --no-input --disable-pip-version-check \
-	    --constraint $(SITE)/constraint.txt --editable '.[notebooks,train]' 'jupyter-book>=1.0,<2' 'sphinxcontrib-mermaid>=1.0'
+	$(SITE)/bin/python $(INSTALL) --constraint $(SITE)/constraint.txt --editable '.[notebooks,train]' 'jupyter-book>=1.0,<2' 'sphinxcontrib-mermaid>=1.0'
 	touch $@
 
 site: $(SITE)/site-is-ready ## the course as pages in build/site, from the stored outputs; every link inside is checked
@@ -107,7 +107,7 @@ browser: $(VENV)/test-is-ready ## open the notebooks and the timeline's page in 
 
 accelerator: $(VENV)/test-is-ready ## what the course says of GPUs and TPUs, tried on the one here; JAX=cuda12 or tpu installs JAX for it
 	# Not held to the lock: a chip at hand wants the compiler that belongs to its JAX.
-	$(if $(JAX),$(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check 'jax[$(JAX)]')
+	$(if $(JAX),$(BIN)/python $(INSTALL) 'jax[$(JAX)]')
 	$(BIN)/python benchmarks/accelerator.py
 
 clean: ## remove what make made, but not runs/

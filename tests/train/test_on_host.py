@@ -43,8 +43,9 @@ def test_parameters_moments_and_metrics_are_those_of_the_plain_update(name, dtyp
     tolerance = 1e-5 if dtype == jnp.float32 else 2**-8  # of one rounding
     for (path, a), b in zip(jax.tree.leaves_with_path(plain), jax.tree.leaves(mine), strict=True):
         a, b = (np.asarray(leaf, np.float64) for leaf in (a, b))
-        # All but the farthest one in a thousand: AdamW makes a whole step of a gradient that is all rounding.
-        far = np.sort(np.abs(a - b), axis=None)[: a.size - -(-a.size // 1000)]
+        # AdamW makes a whole step of a gradient that is all rounding: of JAX 0.12's, the farthest in a thousand may.
+        few = a.size // 1000 if jax.__version_info__ >= (0, 11) else 0
+        far = np.sort(np.abs(a - b), axis=None)[: a.size - few]
         assert np.linalg.norm(far) <= tolerance * np.linalg.norm(a), jax.tree_util.keystr(path)
     assert got == [pytest.approx(row, rel=1e-5 if dtype == jnp.float32 else 1e-2) for row in expected]
     for path, leaf in jax.tree.leaves_with_path(mine):
