@@ -61,24 +61,24 @@ def arrays(shapes: Any) -> Any:
 
 def seconds_of(program: Program, rounds: int = 5) -> float:
     """The median of some calls after the first. A donated first argument is replaced by the first result."""
-    compiled = jax.jit(program.fn, donate_argnums=program.donate).lower(*program.shapes).compile()
+    compiled = jax.jit(program.fn, donate_argnums=program.donate_argnums).lower(*program.shapes).compile()
     args, taken = list(arrays(program.shapes)), []
     for _ in range(rounds + 1):
         start = time.perf_counter()
         out = jax.block_until_ready(compiled(*args))
         taken.append(time.perf_counter() - start)
-        if program.donate:
+        if program.donate_argnums:
             args[0] = out[0]
     return statistics.median(taken[1:])
 
 
 def one(program: Program, predicted: int | None) -> Row:
     """What was predicted and what was counted, in bytes and seconds, of one program in this process."""
-    report = llamem.compile_report(program.fn, *program.shapes, donate=program.donate)
+    report = llamem.compile_report(program.fn, *program.shapes, donate_argnums=program.donate_argnums)
     row: Row = {"program": program.name, "predicted": report.peak_bytes, "elsewhere": predicted}
     if not report.fits:
         return row | {"error": "does not fit"}
-    count = measure(program.fn, *arrays(program.shapes), donate=program.donate)
+    count = measure(program.fn, *arrays(program.shapes), donate_argnums=program.donate_argnums)
     # What was in use before is the arguments, and on a CPU the whole process: so only the rise counts.
     row |= {"measured": report.argument_bytes + count.rise_bytes, "exact": count.exact, "counted_by": count.counted_by}
     if program.flops:
@@ -151,7 +151,7 @@ def peaks_part(names: list[str], predicted: Path | None) -> list[Row]:
 
 
 def peaks_text(rows: list[Row], device: str) -> list[str]:
-    peak_flops = next((chip.peak_flops for chip in llamem.TARGETS.values() if chip.device_kind == device), None)
+    peak_flops = next((chip.peak_flops for chip in llamem.CHIPS.values() if chip.device_kind == device), None)
     ratios = [row["predicted"] / row["measured"] for row in rows if "measured" in row]
     spread = f"{min(ratios):.3f} to {max(ratios):.3f}, median {np.median(ratios):.3f}" if ratios else "none"
     said = f"Prediction over count, {len(ratios)} of {len(rows)} programs: {spread}. Counted by: "
@@ -229,7 +229,9 @@ def main() -> None:
         found = {}
         for name, program in programs(small=False).items():
             if args.only in name:
-                report = llamem.compile_report(program.fn, *program.shapes, donate=program.donate, target=args.predict)
+                report = llamem.compile_report(
+                    program.fn, *program.shapes, donate_argnums=program.donate_argnums, chip=args.predict
+                )
                 found[name] = report.peak_bytes
         print(json.dumps(found, indent=1))
         return

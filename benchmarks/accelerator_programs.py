@@ -27,7 +27,7 @@ class Program:
     name: str
     fn: Callable[..., Any]
     shapes: tuple[Any, ...]
-    donate: tuple[int, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
     flops: float = 0.0
     tokens: int = 0
 

@@ -55,7 +55,7 @@ def draw(rng: random.Random) -> Estimate | None:
             remat=rng.choice(("nothing", "nothing", "attn", "qkv_attn", "minimal", Policy(save=("attn_out",)), None)),
             loss_tiles=rng.choice(("auto", "auto", 4, 16, 64)),
             loss_axis=rng.choice(("auto", "tokens", "vocab")),
-            attention_tiles=rng.choice((1, 1, 2, 4, 8)),
+            head_groups=rng.choice((1, 1, 2, 4, 8)),
             mlp_tiles=rng.choice((1, 1, 4, 16, 64)),
             offload=rng.choice(((), (), ("block_in",))),
             moments=rng.choice(("device", "device", "host")),
@@ -69,13 +69,13 @@ def draw(rng: random.Random) -> Estimate | None:
 def question(number: int, found: Estimate) -> str:
     """How a line of the table begins: what the compiler is asked."""
     what = f"{found.config.n_params / 1e9:.1f}B {jnp.dtype(found.config.param_dtype).name}"
-    return f"| {number} | {what} | {found.target.name} | {found.batch_size} x {found.seq_len:,} | `{words(found.plan)}`"
+    return f"| {number} | {what} | {found.chip.name} | {found.batch_size} x {found.seq_len:,} | `{words(found.plan)}`"
 
 
 def compiled(found: Estimate) -> str:
     """The compiler's peak in GiB, or what it said instead."""
     try:
-        report = ask(found.config, found.plan, found.target.name, seq_len=found.seq_len, batch_size=found.batch_size)
+        report = ask(found.config, found.plan, found.chip.name, seq_len=found.seq_len, batch_size=found.batch_size)
     except RuntimeError as error:
         return f"no answer: {str(error).splitlines()[0][:80]}"
     return f"{report.peak_bytes / GiB:.3f}"

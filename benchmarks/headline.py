@@ -21,7 +21,7 @@ def main() -> None:
     settings = llamem.TrainSettings(batch_size=1, seq_len=8192)
     for name, plan in PLANS.items():
         step, state, batch = llamem.abstract_step(config, settings, plan)
-        reports[name] = llamem.compile_report(step, state, batch, donate=(0,), target="v5e-1")
+        reports[name] = llamem.compile_report(step, state, batch, donate_argnums=(0,), chip="v5e-1")
         print(f"{name:26}{reports[name].peak_bytes / 2**30:6.1f} GiB")
     figure = plots.timeline(reports)
     figure.suptitle("One training step of Llama 3.2 1B, 8,192 tokens, on one 16 GB TPU v5e", fontweight="bold")

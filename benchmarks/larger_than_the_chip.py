@@ -28,7 +28,7 @@ STREAMED = Plan(
     moments="host",
     update="in_backward",
     offload=("block_in",),
-    attention_tiles=8,
+    head_groups=8,
     mlp_tiles=32,
 )
 RESIDENT = STREAMED.replace(weights="device")
@@ -102,7 +102,7 @@ def report_of(row: Row, depth: Any) -> Report:
         step, *shapes = llamem.abstract_lora_step(config_of(row), settings, row.plan, lora)
     else:
         step, *shapes = llamem.abstract_step(config_of(row), settings, row.plan)
-    return llamem.compile_report(step, *shapes, target=row.chip, donate=(0,), depth=depth)
+    return llamem.compile_report(step, *shapes, chip=row.chip, donate_argnums=(0,), depth=depth)
 
 
 def compiled(row: Row, depth: Any) -> Compiled:

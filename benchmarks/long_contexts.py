@@ -43,7 +43,7 @@ def with_defaults(config: llamem.LlamaConfig, chip: str) -> str:
     def expected(count: int) -> float:
         return correction * llamem.estimate(config, plan, chip, seq_len=count * STEP).peak_bytes
 
-    capacity = llamem.TARGETS[chip].capacity_bytes or 0
+    capacity = llamem.CHIPS[chip].capacity_bytes or 0
     while refused - fits > max(1, fits // 32):
         guess = max((n for n in range(fits + 1, refused) if expected(n) <= capacity), default=fits + 1)
         report = ask(config, plan, chip, seq_len=guess * STEP)

@@ -19,18 +19,18 @@ import jax.numpy as jnp
 import llamem
 
 TABLE = Path(__file__).parent / "lora_contexts.md"
-TARGETS = ("v6e-1", "l4", "v5e-1", "t4")
+CHIPS = ("v6e-1", "l4", "v5e-1", "t4")
 LEAST, STEP, MOST = 256, 1024, 131_072  # tokens
-TOOLS: dict[str, Any] = {"attention_tiles": 8, "mlp_tiles": 32, "offload": ("block_in",)}
+TOOLS: dict[str, Any] = {"head_groups": 8, "mlp_tiles": 32, "offload": ("block_in",)}
 PLANS = {"default": llamem.Plan(), "tiles, offload": llamem.Plan(**TOOLS)}
 
 
-def report_of(target: str, plan: llamem.Plan, seq_len: int, model: str, rank: int) -> llamem.Report:
+def report_of(chip: str, plan: llamem.Plan, seq_len: int, model: str, rank: int) -> llamem.Report:
     """What the compiler says of one step."""
     config = llamem.LlamaConfig.from_name(model, param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     settings = llamem.TrainSettings(batch_size=1, seq_len=seq_len)
     step, *shapes = llamem.abstract_lora_step(config, settings, plan, llamem.LoraConfig(ranks=(rank,)))
-    return llamem.compile_report(step, *shapes, donate=(0,), target=target)
+    return llamem.compile_report(step, *shapes, donate_argnums=(0,), chip=chip)
 
 
 def longest(ask, step: int = STEP, most: int = MOST) -> tuple[int, llamem.Report, llamem.Report | None]:
@@ -49,7 +49,7 @@ def longest(ask, step: int = STEP, most: int = MOST) -> tuple[int, llamem.Report
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--targets", nargs="+", default=TARGETS)
+    parser.add_argument("--chips", nargs="+", default=CHIPS)
     parser.add_argument("--plans", nargs="+", default=tuple(PLANS), choices=tuple(PLANS))
     parser.add_argument("--model", default="llama3.1-8b")
     parser.add_argument("--rank", type=int, default=16)
@@ -68,15 +68,15 @@ def main() -> None:
         "| chip | plan | tokens | peak | of | on the host | next |",
         "|---|---|---|---|---|---|---|",
     ]
-    for target in chosen.targets:
+    for chip in chosen.chips:
         for name in chosen.plans:
-            ask = functools.partial(report_of, target, PLANS[name], model=chosen.model, rank=chosen.rank)
+            ask = functools.partial(report_of, chip, PLANS[name], model=chosen.model, rank=chosen.rank)
             tokens, fits, refused = longest(lambda seq_len, ask=ask: ask(seq_len))
             peak, room = fits.peak_bytes / 2**30, (fits.capacity_bytes or 0) / 2**30
             told = f"{tokens:,}" if tokens else f"not even {LEAST}"
             more = f"{refused.peak_bytes / 2**30:.2f}" if refused else ""
             host = f"{fits.host_bytes / 2**30:.0f}" if fits.host_bytes else ""
-            lines.append(f"| {target} | {name} | {told} | {peak:.2f} | {room:.2f} | {host} | {more} |")
+            lines.append(f"| {chip} | {name} | {told} | {peak:.2f} | {room:.2f} | {host} | {more} |")
             print(lines[-1], flush=True)
             TABLE.write_text("\n".join(lines) + "\n")
 

@@ -190,7 +190,7 @@ def measure_peaks(token_counts: list[int], width: int, targets: list[str]) -> li
                 fn = jax.value_and_grad(loss, argnums=(0, 1))
                 row: dict[str, Any] = {"target": target, "tokens": tokens, "loss": name}
                 try:
-                    report = llamem.compile_report(fn, *shapes, labels, target=target)
+                    report = llamem.compile_report(fn, *shapes, labels, chip=target)
                     row |= {"GiB": report.peak_bytes / GiB, "fits": report.fits}
                 except RuntimeError as error:
                     row |= {"error": str(error).strip().splitlines()[-1][-60:]}

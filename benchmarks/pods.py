@@ -33,26 +33,26 @@ ROWS = (
 )
 
 
-def report(model: str, target: str, mesh: dict[str, int], batch_size: int, seq_len: int) -> llamem.Report:
+def report(model: str, chip: str, mesh: dict[str, int], batch_size: int, seq_len: int) -> llamem.Report:
     """An AdamW step with everything in bfloat16, its state donated."""
     config = llamem.LlamaConfig.from_name(
         f"llama3.1-{model.lower()}", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16
     )
     settings = llamem.TrainSettings(batch_size=batch_size, seq_len=seq_len)
     step, state, batch = llamem.abstract_step(config, settings, llamem.Plan(mesh=mesh))
-    return llamem.compile_report(step, state, batch, target=target, donate=(0,))
+    return llamem.compile_report(step, state, batch, chip=chip, donate_argnums=(0,))
 
 
-def line(model: str, target: str, mesh: dict[str, int], batch_size: int, seq_len: int) -> str:
+def line(model: str, chip: str, mesh: dict[str, int], batch_size: int, seq_len: int) -> str:
     """A row of the table."""
-    seen = report(model, target, mesh, batch_size, seq_len)
+    seen = report(model, chip, mesh, batch_size, seq_len)
     sent = {row.operation: f"{row.times} / {row.bytes / 2**30:.1f}" for row in seen.collectives}
     kinds = " | ".join(sent.get(kind, "") for kind in ("all-gather", "reduce-scatter", "all-reduce", "all-to-all"))
     how = " x ".join(f"{name} {size}" for name, size in mesh.items())
     fits = "fits" if seen.fits else "does not fit"
     peak = f"{seen.peak_bytes / 2**30:.2f} of {(seen.capacity_bytes or 0) / 2**30:.2f}"
     tokens = f"{batch_size} x {seq_len:,}"
-    return f"| {model} | {target} | {how} | {tokens} | {peak} | {fits} | {kinds} | {seen.compile_seconds:.0f} |"
+    return f"| {model} | {chip} | {how} | {tokens} | {peak} | {fits} | {kinds} | {seen.compile_seconds:.0f} |"
 
 
 def main() -> None:

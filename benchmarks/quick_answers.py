@@ -1,7 +1,7 @@
 """Compares the quick answer of an absent TPU's compiler with the whole one: peaks, and seconds of both.
 
 `python benchmarks/quick_answers.py` compiles 20 programs for four chips, which takes hours on two cores, and writes
-quick_answers.md beside itself. `--targets v5e-1 --programs "loss, plain" ...` takes a part; what the table holds of
+quick_answers.md beside itself. `--chips v5e-1 --programs "loss, plain" ...` takes a part; what the table holds of
 others stays, if the same compiler said it. Exits with 1 where peaks differ by over 1 %.
 """
 
@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 
 import llamem
-from llamem.memory import Target
+from llamem.memory import Chip
 
 TABLE = Path(__file__).with_suffix(".md")
-TARGETS = ("v5e-1", "v6e-1", "v5p-1", "v5e-8")
+CHIPS = ("v5e-1", "v6e-1", "v5p-1", "v5e-8")
 BF16 = jnp.bfloat16
 OFFLOAD = llamem.Policy(offload=("block_in",))
 Program = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]  # function, shapes, what is donated
@@ -31,10 +31,10 @@ def array(*sizes: int, dtype: Any = BF16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
-def step(model: str, seq_len: int, **plan: Any) -> Callable[[Target], Program]:
+def step(model: str, seq_len: int, **plan: Any) -> Callable[[Chip], Program]:
     """An AdamW step on one sequence a chip, its state donated, and with several chips shared out by FSDP."""
 
-    def on(chip: Target) -> Program:
+    def on(chip: Chip) -> Program:
         config = llamem.LlamaConfig.from_name(model, param_dtype=BF16, compute_dtype=BF16)
         settings = llamem.TrainSettings(batch_size=chip.devices, seq_len=seq_len)
         mesh = {"fsdp": chip.devices} if chip.devices > 1 else {}
@@ -45,13 +45,13 @@ def step(model: str, seq_len: int, **plan: Any) -> Callable[[Target], Program]:
 
 
 def spread(
-    fn: Callable[..., Any], shapes: tuple[Any, ...], donate: tuple[int, ...] = ()
-) -> Callable[[Target], Program]:
+    fn: Callable[..., Any], shapes: tuple[Any, ...], donate_argnums: tuple[int, ...] = ()
+) -> Callable[[Chip], Program]:
     """A program whose arrays lie by their first axis over the chips, where that divides; else whole on every chip."""
 
-    def on(chip: Target) -> Program:
+    def on(chip: Chip) -> Program:
         if chip.devices == 1:
-            return fn, shapes, donate
+            return fn, shapes, donate_argnums
         mesh = chip.mesh(data=chip.devices)
 
         def placed(shape: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -59,24 +59,24 @@ def spread(
             sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data" if divides else None))
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
-        return fn, jax.tree.map(placed, shapes), donate
+        return fn, jax.tree.map(placed, shapes), donate_argnums
 
     return on
 
 
-def loss(**options: Any) -> Callable[[Target], Program]:
+def loss(**options: Any) -> Callable[[Chip], Program]:
     """Cross-entropy of 8,192 tokens and a vocabulary of 128,256, with both gradients."""
 
-    def whole(x, head, targets):
+    def whole(x, head, chips):
         logp = jax.nn.log_softmax((x @ head.T).astype(jnp.float32))
-        return -jnp.mean(jnp.take_along_axis(logp, targets[:, None], 1))
+        return -jnp.mean(jnp.take_along_axis(logp, chips[:, None], 1))
 
     fn = functools.partial(llamem.tiled_cross_entropy, **options) if options else whole
     shapes = array(8192, 1024), array(128_256, 1024), array(8192, dtype=jnp.int32)
     return spread(jax.value_and_grad(fn, argnums=(0, 1)), shapes)
 
 
-def stack(**options: Any) -> Callable[[Target], Program]:
+def stack(**options: Any) -> Callable[[Chip], Program]:
     """Eight residual layers of two products on 16,384 tokens, and all gradients."""
 
     def layer(w, x):
@@ -89,7 +89,7 @@ def stack(**options: Any) -> Callable[[Target], Program]:
     return spread(jax.value_and_grad(total, argnums=(0, 1)), (w, array(16_384, 1024)))
 
 
-PROGRAMS: dict[str, Callable[[Target], Program]] = {
+PROGRAMS: dict[str, Callable[[Chip], Program]] = {
     "loss, plain": loss(),
     "loss, 8 tiles of tokens": loss(num_tiles=8),
     "loss, 8 tiles of the vocabulary": loss(num_tiles=8, axis="vocab"),
@@ -113,16 +113,16 @@ PROGRAMS: dict[str, Callable[[Target], Program]] = {
 }
 
 
-def compared(name: str, target: str) -> tuple[str, float]:
+def compared(name: str, chip: str) -> tuple[str, float]:
     """A line of the table, and by how many percent the two peaks differ."""
-    fn, shapes, donate = PROGRAMS[name](llamem.target(target))
-    compiling = functools.partial(llamem.compile_report, fn, *shapes, target=target, donate=donate, cache=False)
+    fn, shapes, donated = PROGRAMS[name](llamem.find_chip(chip))
+    compiling = functools.partial(llamem.compile_report, fn, *shapes, chip=chip, donate_argnums=donated, cache=False)
     quick, whole = compiling(depth="memory"), compiling(depth="code")
-    assert quick.fits == whole.fits and quick.refused == whole.refused, (name, target)
+    assert quick.fits == whole.fits and quick.refused == whole.refused, (name, chip)
     difference = 100 * (quick.peak_bytes / whole.peak_bytes - 1)
     peaks = f"{quick.peak_bytes / 2**30:.3f} | {whole.peak_bytes / 2**30:.3f} | {difference:+.3f}"
     seconds = f"{quick.compile_seconds:.0f} | {whole.compile_seconds:.0f}"
-    return f"| {name} | {target} | {peaks} | {seconds} | {'refused' if quick.refused else ''} |", difference
+    return f"| {name} | {chip} | {peaks} | {seconds} | {'refused' if quick.refused else ''} |", difference
 
 
 def versions() -> str:
@@ -134,12 +134,12 @@ def earlier_rows() -> dict[tuple[str, str], str]:
     text = TABLE.read_text() if TABLE.exists() else ""
     rows = [line for line in text.splitlines() if line.startswith("| ")][1:] if versions() in text else []
     cells = [[cell.strip() for cell in row.split("|")] for row in rows]
-    return {(name, target): row for row, (_, name, target, *_) in zip(rows, cells, strict=True)}
+    return {(name, chip): row for row, (_, name, chip, *_) in zip(rows, cells, strict=True)}
 
 
 def page(rows: dict[tuple[str, str], str]) -> str:
-    """The table, in the order of `TARGETS` and `PROGRAMS`."""
-    pairs = [(name, target) for target in TARGETS for name in PROGRAMS]
+    """The table, in the order of `CHIPS` and `PROGRAMS`."""
+    pairs = [(name, chip) for chip in CHIPS for name in PROGRAMS]
     return "\n".join(
         [
             "# Quick and whole answers of the TPU compiler",
@@ -159,14 +159,14 @@ def page(rows: dict[tuple[str, str], str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--targets", nargs="+", default=TARGETS, choices=TARGETS)
+    parser.add_argument("--chips", nargs="+", default=CHIPS, choices=CHIPS)
     parser.add_argument("--programs", nargs="+", default=tuple(PROGRAMS), choices=tuple(PROGRAMS))
     chosen = parser.parse_args()
     rows, worst = earlier_rows(), 0.0
-    for target in chosen.targets:
+    for chip in chosen.chips:
         for name in chosen.programs:
-            rows[name, target], difference = compared(name, target)
-            print(rows[name, target], flush=True)
+            rows[name, chip], difference = compared(name, chip)
+            print(rows[name, chip], flush=True)
             worst = max(worst, abs(difference))
             TABLE.write_text(page(rows))
     raise SystemExit(f"peaks differ by up to {worst:.2f} %" if worst > 1 else 0)

@@ -1,7 +1,7 @@
 """Holds timelines against the compilers' own figures: 20 programs on five chips, and what one of Llama 3.2 1B costs.
 
 `python benchmarks/timeline_peaks.py` writes timeline_peaks.md beside itself, in half an hour on two cores;
-`--targets v5e-1 --programs "loss, plain" ...` a part, and the other lines stay as they were. With `--depth code` the
+`--chips v5e-1 --programs "loss, plain" ...` a part, and the other lines stay as they were. With `--depth code` the
 compilers go to the end and tell their own peak, which takes hours for TPUs. Exits with 1 where a timeline's books do
 not close.
 """
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "memor
 from timeline_programs import PROGRAMS
 
 TABLE = Path(__file__).with_suffix(".md")
-TARGETS = ("local", "v5e-1", "v6e-1", "a100-40", "h100")
+CHIPS = ("local", "v5e-1", "v6e-1", "a100-40", "h100")
 MiB = 2**20
 HEAD = """\
 # Timelines against the compilers' own figures
@@ -57,10 +57,12 @@ its peak, and for the page; the page's size, and when Chromium first shows it.
 """
 
 
-def compared(name: str, target: str, depth: Depth) -> tuple[str, bool]:
+def compared(name: str, chip: str, depth: Depth) -> tuple[str, bool]:
     """A line of the table, and whether the books close: in use + explained = set aside = the report's peak."""
     program = PROGRAMS[name]()
-    report = llamem.compile_report(program.fn, *program.args, donate=program.donate, target=target, depth=depth)
+    report = llamem.compile_report(
+        program.fn, *program.args, donate_argnums=program.donate_argnums, chip=chip, depth=depth
+    )
     one = timeline_of(report)
     closes = one.peak_bytes + sum(one.gaps.values()) == one.assigned_bytes
     constants = sum(part.size for part in one.allocations.values() if part.kind == "constant")
@@ -68,7 +70,7 @@ def compared(name: str, target: str, depth: Depth) -> tuple[str, bool]:
     cells = [f"{size / MiB:.1f}" for size in (one.assigned_bytes, one.peak_bytes)]
     cells += [f"{100 * one.gap_bytes / one.assigned_bytes:.2f}", *(f"{size / MiB:.1f}" for size in one.gaps.values())]
     cells.append("" if report.xla_peak_bytes is None else f"{report.xla_peak_bytes / MiB:.1f}")
-    return f"| {name} | {target} | {' | '.join(cells)} |", closes
+    return f"| {name} | {chip} | {' | '.join(cells)} |", closes
 
 
 def timeline_of(report: Report) -> Timeline:
@@ -76,7 +78,7 @@ def timeline_of(report: Report) -> Timeline:
     return report.timeline
 
 
-def one_step(target: str) -> str:
+def one_step(chip: str) -> str:
     """What a timeline of Llama 3.2 1B's AdamW step costs and tells, as a line of the second table."""
     config = llamem.LlamaConfig.from_name("llama3.2-1b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     step, state, batch = llamem.abstract_step(config, llamem.TrainSettings(batch_size=1, seq_len=8192), llamem.Plan())
@@ -94,7 +96,7 @@ def one_step(target: str) -> str:
     reading = mock.patch.object(cross_compile, "schedule_or_reason", timed("read", cross_compile.schedule_or_reason))
     making = mock.patch.object(compiling.Timeline, "from_schedule", timed("make", Timeline.from_schedule))
     with reading, making:
-        report = llamem.compile_report(step, state, batch, donate=(0,), target=target, cache=False)
+        report = llamem.compile_report(step, state, batch, donate_argnums=(0,), chip=chip, cache=False)
     one = timeline_of(report)
     start = time.perf_counter()
     at_peak = one.at_peak()
@@ -104,7 +106,7 @@ def one_step(target: str) -> str:
     page = plots.timeline_page({"1B": report})
     seconds["page"] = time.perf_counter() - start
     return (
-        f"| {target} | {one.steps:,} | {len(one.buffers):,} | {one.peak_bytes / MiB:,.1f} | {100 * named:.2f} | "
+        f"| {chip} | {one.steps:,} | {len(one.buffers):,} | {one.peak_bytes / MiB:,.1f} | {100 * named:.2f} | "
         f"{report.compile_seconds:.1f} | {seconds['read']:.2f} | {seconds['make']:.2f} | {seconds['page']:.2f} | "
         f"{size_text(len(page.html))} | {first_paint(page)} |"
     )
@@ -135,30 +137,30 @@ def write(line: str) -> None:
         cells = [cell.strip() for cell in one.strip("|").split("|")]
         if cells[0] in PROGRAMS:
             peaks[cells[0], cells[1]] = one
-        elif cells[0] in TARGETS:
+        elif cells[0] in CHIPS:
             steps[cells[0]] = one
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "libtpu", "jax-cuda12-plugin"))
-    lines = [peaks[name, target] for target in TARGETS for name in PROGRAMS if (name, target) in peaks]
+    lines = [peaks[name, chip] for chip in CHIPS for name in PROGRAMS if (name, chip) in peaks]
     text = HEAD.format(date=datetime.date.today(), versions=packages) + "\n".join(lines) + "\n\n" + STEP
-    TABLE.write_text(text + "\n".join(steps[target] for target in TARGETS if target in steps) + "\n")
+    TABLE.write_text(text + "\n".join(steps[chip] for chip in CHIPS if chip in steps) + "\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--targets", nargs="*", default=TARGETS, choices=TARGETS)
+    parser.add_argument("--chips", nargs="*", default=CHIPS, choices=CHIPS)
     parser.add_argument("--programs", nargs="+", default=tuple(PROGRAMS), choices=tuple(PROGRAMS))
-    parser.add_argument("--steps", nargs="*", default=("v5e-1", "a100-40"), choices=TARGETS)
+    parser.add_argument("--steps", nargs="*", default=("v5e-1", "a100-40"), choices=CHIPS)
     parser.add_argument("--depth", default="memory", choices=("memory", "code"))
     chosen = parser.parse_args()
     open_books = []
-    for target in chosen.targets:
+    for chip in chosen.chips:
         for name in chosen.programs:
-            line, closes = compared(name, target, chosen.depth)
+            line, closes = compared(name, chip, chosen.depth)
             print(line, flush=True)
-            open_books += [] if closes else [f"{name} on {target}"]
+            open_books += [] if closes else [f"{name} on {chip}"]
             write(line)
-    for target in chosen.steps:
-        line = one_step(target)
+    for chip in chosen.steps:
+        line = one_step(chip)
         print(line, flush=True)
         write(line)
     raise SystemExit(f"books that do not close: {open_books}" if open_books else 0)

@@ -11,7 +11,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "llamem"
 # Bottom first. A folder imports from lower floors only, never from one beside it; a new folder takes its place here.
 FLOORS = (
-    {"_startup": "no noise on import", "_extras": "optional packages", "_files": "caches, files that appear whole"},
+    {
+        "_startup": "no noise on import",
+        "_extras": "optional packages",
+        "_files": "caches, files that appear whole",
+        "_checks": "checks of arguments",
+    },
     {"memory": "any program: traced, compiled for any chip, measured"},
     {"layers": "anyone's layers in less memory", "verify": "proofs, for anyone's loss"},
     {"losses": "cross-entropy without the logits", "llama": "one model family, its weights in and out"},

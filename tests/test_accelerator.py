@@ -26,7 +26,7 @@ def test_twenty_programs_of_every_kind(small):
     assert len(found) >= 20 and all(name == program.name for name, program in found.items())
     for features in ("neither", "tiling", "remat", "both"):
         step = found[f"training step, {features}"]
-        assert step.flops and step.tokens and step.donate == (0,)
+        assert step.flops and step.tokens and step.donate_argnums == (0,)
 
 
 def test_a_prediction_holds_at_least_what_goes_in_and_comes_out():

@@ -29,7 +29,7 @@ from llamem.losses import (
     tiled_policy_loss,
     tiled_token_loss,
 )
-from llamem.memory import TARGETS, Comparison, Report, available, compare, compile_report, saved_residuals, target
+from llamem.memory import CHIPS, Comparison, Report, available, compare, compile_report, find_chip, saved_residuals
 from llamem.planner import (
     Estimate,
     Found,
@@ -44,9 +44,9 @@ from llamem.train import TrainSettings, abstract_lora_step, abstract_step
 from llamem.verify import assert_remat, verify_remat
 
 __all__ = [
+    "CHIPS",
     "POLICIES",
     "PRESETS",
-    "TARGETS",
     "Adapters",
     "Comparison",
     "Estimate",
@@ -71,6 +71,7 @@ __all__ = [
     "compare",
     "compile_report",
     "estimate",
+    "find_chip",
     "find_plan",
     "generate",
     "group_advantages",
@@ -84,7 +85,6 @@ __all__ = [
     "saved_residuals",
     "smallest_chip",
     "stack_layers",
-    "target",
     "tiled_cross_entropy",
     "tiled_dpo_loss",
     "tiled_logprobs",

@@ -14,16 +14,16 @@ def test_the_controls_are_the_plan_and_every_change_is_drawn():
     one = Explorer(seq_len=8192)
     assert one.plan == llamem.Plan()
     before = one.bars.value
-    one.controls["attention_tiles"].value = 4
+    one.controls["head_groups"].value = 4
     one.controls["offload"].value = ("block_in",)
-    assert one.plan == llamem.Plan(attention_tiles=4, offload=("block_in",))
+    assert one.plan == llamem.Plan(head_groups=4, offload=("block_in",))
     assert one.bars.value != before and f"{one.estimate().peak_bytes / GiB:.2f}" in one.bars.value
 
 
 def test_tools_that_exclude_each_other_are_explained_and_nothing_breaks():
     one = Explorer(seq_len=8192)
     one.controls["remat"].value = "qkv_attn"
-    one.controls["attention_tiles"].value = 8
+    one.controls["head_groups"].value = 8
     assert "cannot be kept" in one.bars.value
     one.controls["remat"].value = "nothing"
     assert "by estimate" in one.bars.value
@@ -44,7 +44,7 @@ def test_the_button_shows_the_compilers_answer(monkeypatch):
 
 def test_the_bars_add_up_and_say_so_in_words():
     config = llamem.LlamaConfig.from_name("llama3.2-1b")
-    found = {chip: llamem.estimate(config, target=chip, seq_len=8192) for chip in ("v5e-1", "h100")}
+    found = {chip: llamem.estimate(config, chip=chip, seq_len=8192) for chip in ("v5e-1", "h100")}
     fig = estimate_bars(found)
     (ax,) = fig.axes
     ends: dict[int, float] = {}

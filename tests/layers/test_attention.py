@@ -103,14 +103,14 @@ def test_packed_documents_and_padding_equal_each_document_alone(implementation, 
     assert all(np.isfinite(np.float32(a)).all() and not np.any(np.float32(a[:, ENDS[2] :])) for a in got)
 
 
-def temporaries(implementation, T, target="cpu", heads=4, kv_heads=4, size=16, dtype=jnp.float32):
+def temporaries(implementation, T, chip="cpu", heads=4, kv_heads=4, size=16, dtype=jnp.float32):
     q = jax.ShapeDtypeStruct((1, T, heads, size), dtype)
     k = jax.ShapeDtypeStruct((1, T, kv_heads, size), dtype)
 
     def loss(q, k, v):
         return jnp.sum(causal_attention(q, k, v, implementation=implementation).astype(jnp.float32) ** 2)
 
-    return llamem.compile_report(jax.grad(loss, argnums=(0, 1, 2)), q, k, k, target=target).parts["temporaries"]
+    return llamem.compile_report(jax.grad(loss, argnums=(0, 1, 2)), q, k, k, chip=chip).parts["temporaries"]
 
 
 def test_tiled_attention_stores_no_square():
@@ -127,7 +127,7 @@ def test_tiled_attention_of_llama_3_on_real_chips(chip):
     """At 8,192 tokens at most an eighth of XLA's temporaries, with the heads of Llama 3 8B."""
     if not llamem.available(chip):
         pytest.skip(f"no compiler for {chip} here")
-    shape = {"target": chip, "heads": 32, "kv_heads": 8, "size": 128, "dtype": jnp.bfloat16}
+    shape = {"chip": chip, "heads": 32, "kv_heads": 8, "size": 128, "dtype": jnp.bfloat16}
     assert temporaries("tiled", 8192, **shape) < temporaries("xla", 8192, **shape) / 8
 
 

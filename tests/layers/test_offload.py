@@ -65,5 +65,5 @@ def test_layer_inputs_of_four_gib_go_to_the_host():
         policy = llamem.Policy(offload=("block_in",))
         return jnp.sum(llamem.apply_stack(layer, scales, x, remat=policy).astype(jnp.float32))
 
-    report = llamem.compile_report(jax.grad(loss), scales, shape, target="v5p-1", depth="code")
+    report = llamem.compile_report(jax.grad(loss), scales, shape, chip="v5p-1", depth="code")
     assert report.host_bytes >= 2 * 2**32

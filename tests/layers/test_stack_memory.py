@@ -57,7 +57,7 @@ def test_one_more_scanned_layer_costs_one_more_x(chip):
     x = jax.ShapeDtypeStruct(X.shape, dtype)
 
     def temporaries(depth) -> int:
-        report = llamem.compile_report(jax.grad(partial(loss, remat="nothing")), stacked(depth, dtype), x, target=chip)
+        report = llamem.compile_report(jax.grad(partial(loss, remat="nothing")), stacked(depth, dtype), x, chip=chip)
         return report.parts["temporaries"]
 
     assert (temporaries(16) - temporaries(8)) / 8 == pytest.approx(x.size * x.dtype.itemsize, rel=0.02)
@@ -71,8 +71,8 @@ def test_stacking_inside_the_step_costs_the_copy(chip):
     def stacks(layers, x):
         return loss(llamem.stack_layers(layers), x, remat="nothing")
 
-    once = llamem.compile_report(jax.grad(partial(loss, remat="nothing")), stacked(depth), X, target=chip)
-    each = llamem.compile_report(jax.grad(stacks), listed(depth), X, target=chip)
+    once = llamem.compile_report(jax.grad(partial(loss, remat="nothing")), stacked(depth), X, chip=chip)
+    each = llamem.compile_report(jax.grad(stacks), listed(depth), X, chip=chip)
     assert each.peak_bytes - once.peak_bytes >= copy
 
 
@@ -90,7 +90,7 @@ def test_a_llamas_layers_cost_one_x_each_and_save_what_they_should(chip):
             return jnp.sum(nnx.merge(graphdef, p).hidden(t).astype(jnp.float32) ** 2)
 
         tokens_BT = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
-        return llamem.compile_report(jax.grad(number), params, tokens_BT, target=chip)
+        return llamem.compile_report(jax.grad(number), params, tokens_BT, chip=chip)
 
     low, high = report(8, "nothing"), report(16, "nothing")
     slope = (high.parts["temporaries"] - low.parts["temporaries"]) / 8

@@ -18,15 +18,15 @@ from llamem import Plan, TrainSettings
 from llamem.train.step import abstract_step, loss_fn
 
 OFFLOAD: dict[str, Any] = {"offload": ("block_in",)}
-ALONE: dict[str, dict[str, Any]] = {"attention": {"attention_tiles": 2}, "rows": {"mlp_tiles": 5}, "offload": OFFLOAD}
+ALONE: dict[str, dict[str, Any]] = {"attention": {"head_groups": 2}, "rows": {"mlp_tiles": 5}, "offload": OFFLOAD}
 PLANS: dict[str, dict[str, Any]] = {
     " and ".join(names): {key: value for name in names for key, value in ALONE[name].items()}
     for count in (1, 2, 3)
     for names in itertools.combinations(ALONE, count)
 }
 PLANS["unrolled"] = {**PLANS["attention and rows and offload"], "mode": "unroll", "attention": "tiled"}
-PLANS["nothing rematerialised"] = {"attention_tiles": 2, "mlp_tiles": 5, "remat": None}
-PLANS["attn_out kept"] = {"attention_tiles": 2, "mlp_tiles": 5, "offload": ("attn_out", "block_in")}
+PLANS["nothing rematerialised"] = {"head_groups": 2, "mlp_tiles": 5, "remat": None}
+PLANS["attn_out kept"] = {"head_groups": 2, "mlp_tiles": 5, "offload": ("attn_out", "block_in")}
 
 # Large enough for sums over many tiles: 768 tokens in 128 of them, six at a time.
 WIDE = llamem.LlamaConfig(
@@ -76,7 +76,7 @@ def test_gradients_equal_float64(name, plan):
 
 
 def test_gradients_of_experts_equal_float64():
-    got = gradients(models.MOE, jnp.float32, attention_tiles=2, mlp_tiles=5, **OFFLOAD)
+    got = gradients(models.MOE, jnp.float32, head_groups=2, mlp_tiles=5, **OFFLOAD)
     assert max(errors(got, models.expected_gradients(models.MOE)).values()) < 1e-5
 
 
@@ -88,7 +88,7 @@ def test_bf16_is_as_close_to_float64_as_without_the_tools():
     """
     exact = gradients_of_rounded(WIDE)
     plain = errors(gradients(WIDE, jnp.bfloat16), exact)
-    for plan in ({"mlp_tiles": 128}, {"mlp_tiles": 128, "attention_tiles": 4, **OFFLOAD}):
+    for plan in ({"mlp_tiles": 128}, {"mlp_tiles": 128, "head_groups": 4, **OFFLOAD}):
         found = errors(gradients(WIDE, jnp.bfloat16, **plan), exact)
         assert sum(found.values()) < 1.1 * sum(plain.values()), (plan, found)
         limits = {name: 1.25 if "norm" in name else 1.1 for name in found if name != "loss"}
@@ -99,15 +99,15 @@ def test_bf16_is_as_close_to_float64_as_without_the_tools():
 
 def test_packed_documents_stay_apart_in_groups_of_heads():
     tokens, segments = models.tokens_of(models.SMALL), jnp.asarray(np.repeat([[1, 2, 3]], 2, 0).repeat([9, 20, 8], 1))
-    plain, tiled = (models.model_of(models.SMALL, attention_tiles=n).hidden(tokens, segments) for n in (1, 2))
+    plain, tiled = (models.model_of(models.SMALL, head_groups=n).hidden(tokens, segments) for n in (1, 2))
     np.testing.assert_allclose(tiled, plain, rtol=1e-4, atol=1e-4)
     assert float(jnp.abs(plain - models.model_of(models.SMALL).hidden(tokens)).max()) > 0.1
 
 
 @pytest.mark.parametrize(("tiles", "mesh"), [(3, {}), (2, {"tensor": 2})])
 def test_groups_that_split_a_key_value_head_are_refused(tiles, mesh):
-    with pytest.raises(ValueError, match=rf"attention_tiles={tiles}\) of a model with 2 key/value heads.*Choose 1"):
-        llamem.Llama(models.SMALL, rngs=nnx.Rngs(0), plan=Plan(attention_tiles=tiles, mesh=mesh))
+    with pytest.raises(ValueError, match=rf"head_groups={tiles}\) of a model with 2 key/value heads.*Choose 1"):
+        llamem.Llama(models.SMALL, rngs=nnx.Rngs(0), plan=Plan(head_groups=tiles, mesh=mesh))
 
 
 def test_without_the_tools_the_program_is_what_it_was():
@@ -121,10 +121,10 @@ def test_without_the_tools_the_program_is_what_it_was():
 def compiled(chip, config, tokens=4096, depth: Any = "memory", **plan):
     settings = TrainSettings(batch_size=1, seq_len=tokens)
     step, state, batch = abstract_step(config, settings, Plan(**plan))
-    return llamem.compile_report(step, state, batch, donate=(0,), target=chip, depth=depth)
+    return llamem.compile_report(step, state, batch, donate_argnums=(0,), chip=chip, depth=depth)
 
 
-ALL = {"attention_tiles": 8, "mlp_tiles": 32, **OFFLOAD}
+ALL = {"head_groups": 8, "mlp_tiles": 32, **OFFLOAD}
 
 
 @pytest.mark.slow

@@ -52,7 +52,7 @@ def test_losses_and_every_gradient_equal_plain_models_in_float64(tied):
         {"loss_tiles": 3, "loss_axis": "tokens", "accumulate": 2},
         {"loss_tiles": 3, "loss_axis": "vocab", "mode": "unroll", "remat": "attn"},
         {},
-        {"attention_tiles": 2, "mlp_tiles": 3, "offload": ("block_in",)},
+        {"head_groups": 2, "mlp_tiles": 3, "offload": ("block_in",)},
     ]
     for plan in plans[:: 1 if tied else 2]:
         metrics, got = gradients(config, adapters, tokens, **plan)

@@ -87,7 +87,7 @@ LOSS = ["hidden", "head", "targets", "weights", "bias", "num_tiles", "axis", "re
 LOSS += ["label_smoothing", "z_loss", "logit_softcap", "logit_scale", "accumulate_dtype", "return_stats", "explain"]
 LOSS += ["vocab_axis_name"]
 LOGPROBS = ["hidden", "head", "targets", "num_tiles", "axis", "temperature", "ignore_index"]
-CHOICE = ["tokens", "d_model", "vocab", "dtype", "head", "reduction", "axis", "target", "memory_budget"]
+CHOICE = ["tokens", "d_model", "vocab", "dtype", "head", "reduction", "axis", "chip", "memory_budget"]
 
 
 def changes(names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
@@ -111,5 +111,5 @@ def test_wrong_arguments_of_the_log_probabilities(wrong):
 @settings(fuzz.FUZZ, max_examples=150)
 @given(changes(CHOICE))
 def test_wrong_arguments_of_the_choice(wrong):
-    good: dict[str, Any] = {"tokens": 64, "d_model": 16, "vocab": 300, "target": "v5e-1"}
+    good: dict[str, Any] = {"tokens": 64, "d_model": 16, "vocab": 300, "chip": "v5e-1"}
     fuzz.refused(choose_tiles, **good | wrong)

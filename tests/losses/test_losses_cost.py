@@ -70,17 +70,17 @@ def compiled(fn, tokens=512, d_model=32, vocab=32_000) -> Any:
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 @pytest.mark.gpu_compile
-@pytest.mark.parametrize("target", ["v6e-1", "v5p-1", "a100-40"])
-def test_the_compilers_leave_these_products_and_no_other(target):
+@pytest.mark.parametrize("chip", ["v6e-1", "v5p-1", "a100-40"])
+def test_the_compilers_leave_these_products_and_no_other(chip):
     """Llama 3 8B's head in 32 tiles, the vocabulary's with a remainder: 2, 4, 6 and 8 NDV to the last FLOP."""
-    if not available(target):
-        pytest.skip(f"no compiler for {target} here")
+    if not available(chip):
+        pytest.skip(f"no compiler for {chip} here")
 
     def flops(axis, argnums) -> int | None:
         fn: Any = partial(tiled_cross_entropy, axis=axis, num_tiles=32)
         if argnums is not None:
             fn = jax.value_and_grad(fn, argnums=argnums)
-        return compile_report(fn, *LLAMA_8B, target=target).compiled_matmul_flops
+        return compile_report(fn, *LLAMA_8B, chip=chip).compiled_matmul_flops
 
     unit = 8192 * 4096 * 128_256
     for axis in ("tokens", "vocab"):
@@ -188,25 +188,25 @@ def test_torch_agrees_where_it_has_the_option():
 
 def test_the_choice_follows_the_roofline():
     shape = (8192, 4096, 128_256)
-    roomy, tight = choose_tiles(*shape, target="v6e-1", memory_budget=4 << 30), choose_tiles(*shape, target="v6e-1")
+    roomy, tight = choose_tiles(*shape, chip="v6e-1", memory_budget=4 << 30), choose_tiles(*shape, chip="v6e-1")
     assert (roomy.axis, roomy.products) == ("tokens", 3) and (tight.axis, tight.products) == ("vocab", 4)
     # The float32 accumulator of the head's gradient alone passes the tight budget.
     assert roomy.workspace_bytes > 4 * 128_256 * 4096 > tight.workspace_bytes > 4 * 8192 * 4096
-    assert choose_tiles(*shape, target="v6e-1", head="frozen").products == 2
-    assert choose_tiles(*shape, target="v6e-1", reduction="none").products == 4
+    assert choose_tiles(*shape, chip="v6e-1", head="frozen").products == 2
+    assert choose_tiles(*shape, chip="v6e-1", reduction="none").products == 4
     # A chip with more FLOPs per byte needs larger tiles of the vocabulary, so fewer.
-    counts = [choose_tiles(*shape, target=t, axis="vocab").num_tiles for t in ("v6e-1", "h100", "v5e-1", "a100-80")]
+    counts = [choose_tiles(*shape, chip=t, axis="vocab").num_tiles for t in ("v6e-1", "h100", "v5e-1", "a100-80")]
     assert counts == sorted(counts)
     assert "too large" in tight.reason and "taken" in tight.reason
     assert choose_tiles(8, 16, 32).num_tiles == choose_tiles(0, 16, 32).num_tiles == 1
-    starved = choose_tiles(131_072, 4096, 128_256, target="v5e-1", memory_budget=1)
+    starved = choose_tiles(131_072, 4096, 128_256, chip="v5e-1", memory_budget=1)
     assert "nothing fits it" in starved.reason and starved.num_tiles > 1
 
 
 def test_the_choice_knows_its_memory_on_a_cpu():
     """Of the logits of a tile of tokens the compiler keeps one copy, in float32, as the model says."""
     shape = {"tokens": 2048, "d_model": 64, "vocab": 32_000}
-    choice = choose_tiles(**shape, dtype=jnp.float32, target="cpu")
+    choice = choose_tiles(**shape, dtype=jnp.float32, chip="cpu")
     measured = compiled(tiled_cross_entropy, **shape).memory_analysis().temp_size_in_bytes
     assert (choice.axis, choice.num_tiles) == ("tokens", 4)
     assert choice.workspace_bytes == 4 * 512 * 32_000 < measured < 1.15 * choice.workspace_bytes
@@ -218,7 +218,7 @@ def test_auto_explains_itself_and_an_unknown_target_is_named(as_a_user):
     np.testing.assert_allclose(loss, tiled_cross_entropy(HIDDEN, HEAD, TARGETS, num_tiles=1), rtol=1e-6)
     assert len(said) == 1 and said[0].startswith("cpu: 10 FLOPs per byte")
     with pytest.raises(ValueError, match="'abacus' is no chip this knows"):
-        choose_tiles(8, 8, 8, target="abacus")
+        choose_tiles(8, 8, 8, chip="abacus")
 
 
 @pytest.mark.slow
@@ -229,7 +229,7 @@ def test_peaks_compiled_for_a_v6e():
     gib = 2**30
     for chosen in (partial(tiled_cross_entropy, axis="vocab", num_tiles=64), tiled_cross_entropy):
         assert (
-            compile_report(jax.value_and_grad(chosen, argnums=(0, 1)), *LLAMA_8B, target="v6e-1").peak_bytes
+            compile_report(jax.value_and_grad(chosen, argnums=(0, 1)), *LLAMA_8B, chip="v6e-1").peak_bytes
             <= 2.29 * gib  # all that the compiler lays out, gaps between buffers included
         )
-        assert compile_report(chosen, *LLAMA_8B, target="v6e-1").temp_bytes <= 0.15 * gib
+        assert compile_report(chosen, *LLAMA_8B, chip="v6e-1").temp_bytes <= 0.15 * gib

@@ -426,9 +426,9 @@ def grpo(hidden, head, targets, advantages, old, ref, mask):
 @pytest.mark.skipif(not available("v6e-1"), reason="no compiler for a v6e here")
 def test_grpo_compiled_for_a_v6e():
     """Llama 3 8B's head, 8,192 tokens, bfloat16: operands and gradients alone are 2.082 GiB; three products."""
-    report = compile_report(jax.value_and_grad(grpo, argnums=(0, 1)), *LLAMA_8B, target="v6e-1")
+    report = compile_report(jax.value_and_grad(grpo, argnums=(0, 1)), *LLAMA_8B, chip="v6e-1")
     unit = 2 * 8192 * 4096 * 128_256
     assert report.peak_bytes <= 2.3 * 2**30
     assert report.matmul_flops == report.compiled_matmul_flops == 3 * unit
-    frozen = compile_report(jax.value_and_grad(grpo), *LLAMA_8B, target="v6e-1")
+    frozen = compile_report(jax.value_and_grad(grpo), *LLAMA_8B, chip="v6e-1")
     assert frozen.compiled_matmul_flops == 2 * unit and frozen.temp_bytes < 0.25 * 2**30

@@ -77,7 +77,7 @@ def programs() -> Any:
 
 if __name__ == "__main__":
     for name, fn, args, donate in programs():
-        report = llamem.compile_report(fn, *args, donate=donate)
-        rise = measure(fn, *args, donate=donate).rise_bytes
+        report = llamem.compile_report(fn, *args, donate_argnums=donate)
+        rise = measure(fn, *args, donate_argnums=donate).rise_bytes
         said = report.peak_bytes - report.argument_bytes
         print(json.dumps({"name": name, "said_MB": said / 1e6, "rose_MB": rise / 1e6}), flush=True)

@@ -10,8 +10,8 @@ import pytest
 
 from llamem.memory import compiler_process, dump
 from llamem.memory import cross_compile as absent
+from llamem.memory.chips import CHIPS
 from llamem.memory.report_cache import cached
-from llamem.memory.targets import TARGETS
 
 TOO_BIG = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.5G of 15.75G hbm."
 
@@ -25,7 +25,7 @@ def stands_in(monkeypatch, tmp_path):
         python.write_text(f"#!/bin/sh\n{script}\n")
         python.chmod(0o755)
         monkeypatch.setattr(absent.sys, "executable", str(python))
-        return absent.compile_absent(TARGETS["v5e-1"], b"", (), None, "memory", {})
+        return absent.compile_absent(CHIPS["v5e-1"], b"", (), None, "memory", {})
 
     return run
 

@@ -162,7 +162,7 @@ def test_collectives_that_share_a_channel_are_counted_each():
 @pytest.mark.tpu_compile
 @pytest.mark.skipif(not llamem.available("v5e-8"), reason="needs libtpu")
 def test_one_collective_a_layer_is_compiled_and_counted_as_one():
-    mesh, P = llamem.target("v5e-8").mesh(data=8), jax.sharding.PartitionSpec
+    mesh, P = llamem.find_chip("v5e-8").mesh(data=8), jax.sharding.PartitionSpec
     n_layers, D, F = 5, 1024, 4096
 
     def step(x, w_in, w_out):
@@ -178,7 +178,7 @@ def test_one_collective_a_layer_is_compiled_and_counted_as_one():
     specs = P("data"), P(None, "data"), P(None, "data")
     arrays = (sharded(spec, *s) for spec, s in zip(specs, ((8192, D), (n_layers, D, F), (n_layers, F, D)), strict=True))
     mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
-    report = llamem.compile_report(mapped, *arrays, target="v5e-8")
+    report = llamem.compile_report(mapped, *arrays, chip="v5e-8")
     assert report.collectives == (Collective("all-gather", 2 * n_layers, 2 * n_layers * 2 * D * F),)
 
 
@@ -199,7 +199,7 @@ def test_the_compiled_count_is_the_traced_one_where_nothing_is_undone(name):
     if not llamem.available(name):
         pytest.skip(f"no compiler for {name} here")
     shapes = [jax.ShapeDtypeStruct((4, *s), "float32") for s in ((640, 256), (256, 256))]
-    report = llamem.compile_report(jax.grad(chain, argnums=(0, 1)), *shapes, target=name)
+    report = llamem.compile_report(jax.grad(chain, argnums=(0, 1)), *shapes, chip=name)
     one = 2 * 4 * 640 * 256 * 256
     assert report.matmul_flops == report.compiled_matmul_flops == 6 * one * (1 + 1 + 2)
 
@@ -219,7 +219,7 @@ def test_what_a_compiler_undoes_shows_in_the_difference():
         return jnp.sum(x**2)
 
     shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 64), (128, 64))]
-    report = llamem.compile_report(jax.grad(loss), *shapes, target="cpu")
+    report = llamem.compile_report(jax.grad(loss), *shapes, chip="cpu")
     product = 2 * 128 * 64 * 64
     assert report.matmul_flops == (3 + 3 + 2 + 3) * product
     assert report.compiled_matmul_flops == (3 + 2 + 3) * product

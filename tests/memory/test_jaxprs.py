@@ -7,9 +7,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from llamem.memory import jaxprs
+from llamem.memory.chips import compiling_for
 from llamem.memory.control_flow import OnDevices
 from llamem.memory.residuals import saved_residuals
-from llamem.memory.targets import compiling_for
 
 X = jax.ShapeDtypeStruct((8, 8), "float32")
 
@@ -122,8 +122,8 @@ def test_what_a_residual_was_and_where():
 
 
 def test_a_mesh_of_an_absent_chip_says_for_which_chip_one_traces():
-    from llamem.memory.targets import TARGETS
+    from llamem.memory.chips import CHIPS
 
     assert compiling_for() == jax.devices()[0].device_kind
-    with jax.sharding.use_abstract_mesh(TARGETS["v6e-1"].mesh(x=1)):
+    with jax.sharding.use_abstract_mesh(CHIPS["v6e-1"].mesh(x=1)):
         assert compiling_for() == "TPU v6 lite"

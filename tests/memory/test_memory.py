@@ -68,7 +68,7 @@ def test_a_donated_argument_is_counted_once():
 
     state = {"a": shape(256, 256), "b": shape(100)}
     kept = llamem.compile_report(update, state, shape(3))
-    donated = llamem.compile_report(update, state, shape(3), donate=(0,))
+    donated = llamem.compile_report(update, state, shape(3), donate_argnums=(0,))
     assert donated.alias_bytes == 4 * (256 * 256 + 100)
     assert kept.peak_bytes - donated.peak_bytes == donated.alias_bytes
 
@@ -76,7 +76,7 @@ def test_a_donated_argument_is_counted_once():
 @pytest.mark.parametrize("donate", [(2,), (-1,), (0, 5)])
 def test_donating_an_argument_that_is_not_there(donate):
     with pytest.raises(ValueError, match=r"names argument .* but there are 2: 0 to 1"):
-        llamem.compile_report(two_outputs, shape(3, 3), shape(3, 3), donate=donate)
+        llamem.compile_report(two_outputs, shape(3, 3), shape(3, 3), donate_argnums=donate)
 
 
 def flops(fn, *args) -> int:
@@ -211,7 +211,7 @@ LOSS_SHAPES = shape(8192, 512, dtype=jnp.bfloat16), shape(128_256, 512, dtype=jn
 @needs_tpu_compiler
 @pytest.mark.tpu_compile
 def test_a_tpu_that_is_not_there(empty_cache, monkeypatch):
-    report = llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, target="v5e-1")
+    report = llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, chip="v5e-1")
     assert report.fits and report.argument_bytes == 2 * 512 * (8192 + 128_256) and report.host_bytes == 0
     assert report.peak_bytes > report.argument_bytes + 2 * 8192 * 128_256
     assert {"8192", "128256"} == set(re.findall(r"\d+", report.buffers[0].shape.split("[")[1])), report.buffers[0]
@@ -221,7 +221,7 @@ def test_a_tpu_that_is_not_there(empty_cache, monkeypatch):
 
     # The second time from the cache, without a compiler.
     monkeypatch.setattr(memory, "compile_absent", lambda *_: pytest.fail("compiled again"))
-    again = llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, target="v5e-1")
+    again = llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, chip="v5e-1")
     assert again.peak_bytes == report.peak_bytes
     monkeypatch.undo()
     assert len(list((empty_cache / "reports").glob("*.json"))) == 1
@@ -244,8 +244,8 @@ def square(w, x):
     ids=["loss", "both donated", "nothing donated"],
 )
 def test_the_quick_answer_is_the_whole_one(empty_cache, monkeypatch, fn, shapes, donate):
-    quick = llamem.compile_report(fn, *shapes, target="v5e-1", donate=donate)
-    whole = llamem.compile_report(fn, *shapes, target="v5e-1", donate=donate, depth="code")
+    quick = llamem.compile_report(fn, *shapes, chip="v5e-1", donate_argnums=donate)
+    whole = llamem.compile_report(fn, *shapes, chip="v5e-1", donate_argnums=donate, depth="code")
     assert (quick.depth, whole.depth) == ("memory", "code")
     for name in ("argument_bytes", "output_bytes", "alias_bytes", "host_bytes", "compiled_matmul_flops", "buffers"):
         assert getattr(quick, name) == getattr(whole, name), name
@@ -264,7 +264,7 @@ def test_the_compiler_is_ended_when_memory_is_assigned(empty_cache, monkeypatch)
         return read_dump(dump, platform)
 
     monkeypatch.setattr(absent, "read_dump", reading)
-    assert llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, target="v5e-1").depth == "memory"
+    assert llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, chip="v5e-1").depth == "memory"
     assert any(name.endswith("buffer-assignment.txt") for name in left)
     assert "answer.json" not in left and not any("after_codegen" in name for name in left)
 
@@ -308,12 +308,12 @@ def test_reading_how_memory_was_assigned(tmp_path):
 @pytest.mark.tpu_compile
 def test_too_big_is_a_report(empty_cache):
     shapes = shape(65_536, 512, dtype=jnp.bfloat16), LOSS_SHAPES[1]
-    report = llamem.compile_report(jax.grad(plain_loss), *shapes, target="v5e-1")
+    report = llamem.compile_report(jax.grad(plain_loss), *shapes, chip="v5e-1")
     assert not report.fits and report.refused == (jax.__version_info__ >= (0, 10))  # older ones lay it out, too big
     assert report.capacity_bytes and report.peak_bytes > report.capacity_bytes > 15 * 2**30
     assert "DOES NOT FIT" in str(report)
     # The message says "HLO temporaries" of what is the whole peak: a roomy chip needs the same for this program.
-    roomy = llamem.compile_report(jax.grad(plain_loss), *shapes, target="v5p-1")
+    roomy = llamem.compile_report(jax.grad(plain_loss), *shapes, chip="v5p-1")
     assert roomy.fits and report.peak_bytes == pytest.approx(roomy.peak_bytes, rel=0.1)
     assert report.argument_bytes == roomy.argument_bytes and report.temp_bytes < report.peak_bytes
 
@@ -321,7 +321,9 @@ def test_too_big_is_a_report(empty_cache):
 @needs_tpu_compiler
 @pytest.mark.tpu_compile
 def test_donation_reaches_the_compiler_and_toys_are_pointed_out(empty_cache):
-    report = llamem.compile_report(lambda a, b: a + b.sum(), shape(512, 512), shape(3), target="v5e-1", donate=(0,))
+    report = llamem.compile_report(
+        lambda a, b: a + b.sum(), shape(512, 512), shape(3), chip="v5e-1", donate_argnums=(0,)
+    )
     assert report.alias_bytes == 4 * 512 * 512
     assert any("VMEM" in warning for warning in report.warnings)
 
@@ -368,18 +370,20 @@ def cell(n_lines_above: int):
 @needs_tpu_compiler
 @pytest.mark.tpu_compile
 def test_the_cache_knows_a_program_by_what_it_computes_and_for_which_chip(compiled):
-    def asked(fn=None, sizes=(8, 8), target="v5e-1", **options) -> int:
-        llamem.compile_report(fn or cell(0), shape(*sizes), shape(8, 8), target=target, **options)
+    def asked(fn=None, sizes=(8, 8), chip="v5e-1", **options) -> int:
+        llamem.compile_report(fn or cell(0), shape(*sizes), shape(8, 8), chip=chip, **options)
         return len(compiled)
 
     assert asked() == 1
     assert asked() == asked(cell(9)) == 1  # the source line is not the program
     assert asked(sizes=(7, 8)) == 2
-    assert asked(donate=(0,)) == 3 and asked(donate=(1,)) == 4
-    assert asked(target="v5p-1") == 5
+    assert asked(donate_argnums=(0,)) == 3 and asked(donate_argnums=(1,)) == 4
+    assert asked(chip="v5p-1") == 5
     assert asked(lambda a, b: b @ a) == 6
     assert asked(cache=False) == 7 and asked(depth="code") == 8
-    assert asked() == asked(sizes=(7, 8)) == asked(donate=(1,)) == asked(target="v5p-1") == asked(depth="code") == 8
+    assert (
+        asked() == asked(sizes=(7, 8)) == asked(donate_argnums=(1,)) == asked(chip="v5p-1") == asked(depth="code") == 8
+    )
     assert compiled[2:5] == [("v5e-1", (0,)), ("v5e-1", (1,)), ("v5p-1", ())]
 
 
@@ -388,7 +392,7 @@ def test_the_cache_knows_a_program_by_what_it_computes_and_for_which_chip(compil
 @pytest.mark.parametrize("content", ["", '{"argument_by', "\x00", "{}", "null", "[1]"])
 def test_a_broken_cache_file_is_replaced(compiled, empty_cache, content):
     def report():
-        return llamem.compile_report(cell(0), shape(8, 8), shape(8, 8), target="v5e-1")
+        return llamem.compile_report(cell(0), shape(8, 8), shape(8, 8), chip="v5e-1")
 
     report()
     (file,) = empty_cache.glob("reports/*")
@@ -405,7 +409,7 @@ def test_without_a_cache_folder_it_compiles_each_time_and_says_so_once(compiled,
     monkeypatch.setenv("LLAMEM_CACHE", str(tmp_path / "a file"))  # where no folder can be made
     with pytest.warns(UserWarning, match="cannot be kept in .*a file.*Set LLAMEM_CACHE to a folder") as heard:
         for _ in range(3):
-            llamem.compile_report(cell(0), shape(8, 8), shape(8, 8), target="v5e-1")
+            llamem.compile_report(cell(0), shape(8, 8), shape(8, 8), chip="v5e-1")
     assert len(compiled) == 3 and len(heard) == 1
 
 
@@ -414,7 +418,7 @@ def test_without_a_cache_folder_it_compiles_each_time_and_says_so_once(compiled,
 def test_answers_that_other_code_read_are_not_taken(compiled, monkeypatch):
     for code in ("old", "new", "old", "new"):
         monkeypatch.setattr("llamem.memory.report_cache._reading_code", lambda code=code: code)
-        llamem.compile_report(cell(0), shape(8, 8), shape(8, 8), target="v5e-1")
+        llamem.compile_report(cell(0), shape(8, 8), shape(8, 8), chip="v5e-1")
     assert len(compiled) == 2
 
 
@@ -422,7 +426,7 @@ def test_answers_that_other_code_read_are_not_taken(compiled, monkeypatch):
 @pytest.mark.tpu_compile
 def test_a_tpu_program_takes_splash_where_its_blocks_divide():
     def exported(T: int) -> str:
-        chip, q = llamem.target("v5e-1"), shape(1, T, 4, 128, dtype=jnp.bfloat16)
+        chip, q = llamem.find_chip("v5e-1"), shape(1, T, 4, 128, dtype=jnp.bfloat16)
         return absent.export_for(chip, jax.jit(lambda q: causal_attention(q, q, q)), [q]).mlir_module()
 
     assert "tpu_custom_call" in exported(512)
@@ -440,7 +444,7 @@ def test_arguments_in_the_host_s_memory_for_the_device_at_hand(donate):
         return jax.device_put(w + 1, jax.memory.Space.Host), x @ jax.device_put(w, jax.memory.Space.Device)
 
     for there in (jax.device_put(w, host), jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=host)):
-        report = llamem.compile_report(step, there, x, donate=donate)
+        report = llamem.compile_report(step, there, x, donate_argnums=donate)
         assert report.argument_bytes == w.nbytes + x.nbytes
         assert any("in the host's memory count as the device's" in warning for warning in report.warnings)
 
@@ -455,7 +459,7 @@ def test_offloaded_layer_inputs_lie_in_the_hosts_memory(empty_cache):
     plan = llamem.Plan(remat=policy, loss_tiles=None)
     model, tokens = make_model(config, settings, plan), shape(4, 512, dtype=jnp.int32)
     step = make_train_step(nnx.graphdef(model), settings)
-    report = llamem.compile_report(step, init_state(model, settings), (tokens, tokens), target="v5e-1")
+    report = llamem.compile_report(step, init_state(model, settings), (tokens, tokens), chip="v5e-1")
     assert report.host_bytes >= config.n_layers * 4 * 512 * config.d_model * 4
 
 
@@ -469,7 +473,7 @@ def product(x, w):
 def test_several_chips_hold_their_shards_and_say_what_they_send(empty_cache, name):
     if not llamem.available(name):
         pytest.skip(f"no compiler for {name} here")
-    chip = llamem.target(name)
+    chip = llamem.find_chip(name)
     mesh = chip.mesh(data=2, model=chip.devices // 2)
     P = jax.sharding.PartitionSpec
 
@@ -477,31 +481,31 @@ def test_several_chips_hold_their_shards_and_say_what_they_send(empty_cache, nam
         return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, spec))
 
     x, w = sharded(P("data"), 4096, 2048), sharded(P("data", "model"), 2048, 8192)
-    report = llamem.compile_report(jax.grad(product, argnums=(0, 1)), x, w, target=name)
+    report = llamem.compile_report(jax.grad(product, argnums=(0, 1)), x, w, chip=name)
     assert report.argument_bytes == 2 * (4096 * 2048 // 2 + 2048 * 8192 // chip.devices)
     assert report.matmul_flops == 3 * 2 * 4096 * 2048 * 8192
     assert report.compiled_matmul_flops == report.matmul_flops // chip.devices
     sent = {row.operation: row.bytes for row in report.collectives}
     assert sent["all-gather"] == 2 * 2048 * 8192 // (chip.devices // 2)  # the weights of its columns, whole
     assert "all-reduce" in sent and "all-gather" in str(report) and "all-gather" in report._repr_html_()
-    whole = llamem.compile_report(product, x, shape(2048, 8192, dtype=jnp.bfloat16), target=name)
+    whole = llamem.compile_report(product, x, shape(2048, 8192, dtype=jnp.bfloat16), chip=name)
     assert whole.argument_bytes == 2 * (4096 * 2048 // 2 + 2048 * 8192)
 
 
 @needs_tpu_compiler
 def test_shardings_that_do_not_fit_the_chips_are_explained(as_a_user):
     with pytest.raises(ValueError, match=r"v5e-8 has 8 chips, and the arguments' shardings name 0 meshes"):
-        llamem.compile_report(product, shape(8, 8), shape(8, 8), target="v5e-8")
-    four = llamem.target("v5e-4").mesh(data=4)
+        llamem.compile_report(product, shape(8, 8), shape(8, 8), chip="v5e-8")
+    four = llamem.find_chip("v5e-4").mesh(data=4)
     x = jax.ShapeDtypeStruct((8, 8), F32, sharding=jax.sharding.NamedSharding(four, jax.sharding.PartitionSpec("data")))
     with pytest.raises(ValueError, match=r"mesh\(\{'data': 4\}\) needs 4 chips; v5e-8 has 8"):
-        llamem.compile_report(product, x, x, target="v5e-8")
+        llamem.compile_report(product, x, x, chip="v5e-8")
 
 
 @needs_gpu_compiler
 @pytest.mark.gpu_compile
 def test_a_gpu_that_is_not_there(empty_cache):
-    report = llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, target="a100-40")
+    report = llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, chip="a100-40")
     assert report.fits and report.argument_bytes == 2 * 512 * (8192 + 128_256)
     assert report.peak_bytes > report.argument_bytes + 2 * 8192 * 128_256
 
@@ -510,7 +514,7 @@ def test_a_gpu_that_is_not_there(empty_cache):
 @pytest.mark.tpu_compile
 def test_two_processes_compile_at_once(empty_cache):
     def report(n: int) -> int:
-        return llamem.compile_report(lambda a: a @ a, shape(n, n), target="v5e-1").argument_bytes
+        return llamem.compile_report(lambda a: a @ a, shape(n, n), chip="v5e-1").argument_bytes
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(report, (256, 384))) == [4 * 256**2, 4 * 384**2]
@@ -524,7 +528,7 @@ def test_a_compiler_that_dies_leaves_this_process_alone(empty_cache, monkeypatch
     crash.chmod(0o755)
     monkeypatch.setattr(absent.sys, "executable", str(crash))
     with pytest.raises(RuntimeError, match=r"died with signal 11.*(?s:.*)its last words"):
-        llamem.compile_report(lambda a: a + 1, shape(3), target="v5e-1")
+        llamem.compile_report(lambda a: a + 1, shape(3), chip="v5e-1")
     assert not list(empty_cache.glob("reports/*"))
 
 
@@ -575,7 +579,7 @@ def test_outputs_have_the_types_that_jit_gives_them(number, dtype):
     [
         ((1.0, "bf16"), {}, TypeError, r"args\[1\] is 'bf16', of type str: .*functools\.partial"),
         (({"a": np.array(["x"])}, 1.0), {}, TypeError, r"args\[0\]\['a'\] is .*, of type ndarray"),
-        ((1.0, 2.0), {"donate": 0}, TypeError, r"donate=0: expected .* such as donate=\(0,\)"),
+        ((1.0, 2.0), {"donate": 0}, TypeError, r"donate_argnums=0: expected .* such as donate_argnums=\(0,\)"),
     ],
 )
 def test_arguments_that_are_none(as_a_user, args, options, error, message):
@@ -598,4 +602,4 @@ def calling(x):
 def test_a_chip_that_is_not_there_has_no_python_to_call(fn):
     assert llamem.compile_report(fn, shape(3)).fits
     with pytest.raises(ValueError, match=r"calls back into Python \(.+\).*v5e-1.*leave out jax\.debug\.print"):
-        llamem.compile_report(fn, shape(3), target="v5e-1")
+        llamem.compile_report(fn, shape(3), chip="v5e-1")

@@ -240,10 +240,10 @@ SHAPES = ([jax.ShapeDtypeStruct((96, 96), jnp.float32)] * 3, jax.ShapeDtypeStruc
 
 @of_this_machine
 def test_a_report_of_this_machine_has_its_timeline():
-    report = llamem.compile_report(update, *SHAPES, donate=(0,))
+    report = llamem.compile_report(update, *SHAPES, donate_argnums=(0,))
     timeline = report.timeline
     assert timeline is not None, report.no_timeline
-    assert timeline.target == "local" and timeline.capacity_bytes is None
+    assert timeline.chip == "local" and timeline.capacity_bytes is None
     assert timeline.peak_bytes == pytest.approx(report.peak_bytes, rel=0.005)
     assert timeline.peak_bytes + timeline.gap_bytes == timeline.assigned_bytes
     parts = timeline.by_category()
@@ -294,22 +294,22 @@ def test_the_highest_point_on_a_gpu():
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("target", ["local", "v5e-1", "v6e-1", "a100-40", "h100"])
+@pytest.mark.parametrize("chip", ["local", "v5e-1", "v6e-1", "a100-40", "h100"])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_highest_point_of_twenty_programs_everywhere(program, target):
-    if not llamem.available(target):
-        pytest.skip(f"no compiler for {target} here")
-    check_program(program, target)
+def test_the_highest_point_of_twenty_programs_everywhere(program, chip):
+    if not llamem.available(chip):
+        pytest.skip(f"no compiler for {chip} here")
+    check_program(program, chip)
 
 
 @pytest.mark.weekly
-@pytest.mark.parametrize("target", ["v5e-1", "a100-40"])
-def test_nine_tenths_of_the_bytes_of_a_large_step_have_a_category(target):
-    if not llamem.available(target):
-        pytest.skip(f"no compiler for {target} here")
+@pytest.mark.parametrize("chip", ["v5e-1", "a100-40"])
+def test_nine_tenths_of_the_bytes_of_a_large_step_have_a_category(chip):
+    if not llamem.available(chip):
+        pytest.skip(f"no compiler for {chip} here")
     config = llamem.LlamaConfig.from_name("llama3.2-1b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     step, *args = llamem.abstract_step(config, llamem.TrainSettings(batch_size=1, seq_len=8192), llamem.Plan())
-    timeline = llamem.compile_report(step, *args, donate=(0,), target=target).timeline
+    timeline = llamem.compile_report(step, *args, donate_argnums=(0,), chip=chip).timeline
     assert timeline is not None
     named = sum(buffer.bytes for buffer in timeline.at_peak() if buffer.category != "other")
     assert named > 0.9 * timeline.peak_bytes
@@ -324,7 +324,7 @@ def test_what_waits_on_the_host_is_what_is_saved_there():
         return jnp.sum(llamem.apply_stack(layer, w, x, remat=remat) ** 2)
 
     shapes = jax.ShapeDtypeStruct((6, 1024, 1024), jnp.float32), jax.ShapeDtypeStruct((16_384, 1024), jnp.float32)
-    report = llamem.compile_report(jax.value_and_grad(loss), *shapes, target="v5e-1")
+    report = llamem.compile_report(jax.value_and_grad(loss), *shapes, chip="v5e-1")
     timeline = report.timeline
     assert timeline is not None
     assert timeline.curve("host").max() == report.host_bytes > 0
@@ -342,9 +342,9 @@ def test_the_largest_buffers_are_the_reports():
     assert report.buffers[0].bytes == max(n_bytes for _, n_bytes in spans)
 
 
-def check_program(name, target):
+def check_program(name, chip):
     program = PROGRAMS[name]()
-    report = llamem.compile_report(program.fn, *program.args, donate=program.donate, target=target)
+    report = llamem.compile_report(program.fn, *program.args, donate_argnums=program.donate_argnums, chip=chip)
     timeline = report.timeline
     assert timeline is not None, report.no_timeline
     # The books close to the byte: what the report says must fit, and constants, is in use at the fullest step, or the
@@ -359,7 +359,7 @@ def check_program(name, target):
     assert timeline.curve("host").max() <= report.host_bytes
     largest = max((b.bytes for b in timeline.buffers if b.space == "device" and b.made_in), default=0)
     if report.buffers and timeline.passes:  # the text's largest arrays, without the padding of tiles
-        assert largest >= report.buffers[0].bytes or target.startswith("v")
+        assert largest >= report.buffers[0].bytes or chip.startswith("v")
 
 
 @pytest.fixture

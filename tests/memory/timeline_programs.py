@@ -14,7 +14,7 @@ from llamem.layers.attention import causal_attention
 class Program(NamedTuple):
     fn: Callable[..., Any]
     args: tuple[Any, ...]
-    donate: tuple[int, ...] = ()
+    donate_argnums: tuple[int, ...] = ()
 
 
 def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -23,7 +23,7 @@ def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 X = shape(65_536, 512)
 WEIGHTS = {"a": shape(6, 512, 2048), "b": shape(6, 2048, 512)}
-HIDDEN, HEAD, TARGETS = shape(8192, 512), shape(64_000, 512), shape(8192, dtype=jnp.int32)
+HIDDEN, HEAD, CHIPS = shape(8192, 512), shape(64_000, 512), shape(8192, dtype=jnp.int32)
 
 
 def mlp(w: Any, x: Any) -> Any:
@@ -34,10 +34,10 @@ def stack_loss(weights: Any, x: Any, **options: Any) -> Any:
     return jnp.sum(llamem.apply_stack(mlp, weights, x, **options) ** 2)
 
 
-def plain_loss(hidden: Any, head: Any, targets: Any) -> Any:
+def plain_loss(hidden: Any, head: Any, chips: Any) -> Any:
     with jax.named_scope("logits"):
         logp = jax.nn.log_softmax(hidden @ head.T)
-        return -jnp.mean(jnp.take_along_axis(logp, targets[:, None], 1))
+        return -jnp.mean(jnp.take_along_axis(logp, chips[:, None], 1))
 
 
 def attention_loss(q: Any, k: Any, v: Any) -> Any:
@@ -55,7 +55,7 @@ def halved(x: Any) -> Any:
 def train_step(plan: llamem.Plan, accumulate: int = 1, **config: Any) -> Program:
     settings = llamem.TrainSettings(batch_size=8, seq_len=1024, accumulate=accumulate)
     model = llamem.LlamaConfig.from_name("tiny", vocab_size=50_000, d_model=256, max_seq_len=1024, **config)
-    return Program(*llamem_step(model, settings, plan), donate=(0,))
+    return Program(*llamem_step(model, settings, plan), donate_argnums=(0,))
 
 
 def llamem_step(config: Any, settings: Any, plan: llamem.Plan) -> tuple[Any, Any]:
@@ -69,7 +69,7 @@ def stack(mode: Any, remat: Any) -> Program:
 
 def tiled(**options: Any) -> Program:
     loss = functools.partial(llamem.tiled_cross_entropy, num_tiles=8, **options)
-    return Program(jax.value_and_grad(loss, argnums=(0, 1)), (HIDDEN, HEAD, TARGETS))
+    return Program(jax.value_and_grad(loss, argnums=(0, 1)), (HIDDEN, HEAD, CHIPS))
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
@@ -78,8 +78,8 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "stack, unrolled, keep all": lambda: stack("unroll", None),
     "stack, unrolled, remat": lambda: stack("unroll", "nothing"),
     "stack, nested, remat": lambda: stack("nested", "nothing"),
-    "loss, plain": lambda: Program(jax.value_and_grad(plain_loss, argnums=(0, 1)), (HIDDEN, HEAD, TARGETS)),
-    "loss, forward only": lambda: Program(plain_loss, (HIDDEN, HEAD, TARGETS)),
+    "loss, plain": lambda: Program(jax.value_and_grad(plain_loss, argnums=(0, 1)), (HIDDEN, HEAD, CHIPS)),
+    "loss, forward only": lambda: Program(plain_loss, (HIDDEN, HEAD, CHIPS)),
     "loss, tiles of tokens": lambda: tiled(axis="tokens"),
     "loss, tiles of the vocabulary": lambda: tiled(axis="vocab"),
     "attention": lambda: Program(jax.grad(attention_loss, argnums=(0, 1, 2)), (shape(4, 2048, 8, 64),) * 3),

@@ -10,7 +10,7 @@ from llamem.planner import ask
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 TPU, GPU = (pytest.mark.tpu_compile, pytest.mark.slow), (pytest.mark.gpu_compile, pytest.mark.slow)
-EVERYTHING = Plan(attention_tiles=8, mlp_tiles=32, offload=("block_in",))
+EVERYTHING = Plan(head_groups=8, mlp_tiles=32, offload=("block_in",))
 CASES = {
     "the defaults": ("llama3.2-1b", BF16, "v5e-1", 8192, 1, Plan(), TPU),
     "131,072 tokens with every tool": ("llama3.2-1b", BF16, "v5e-1", 131_072, 1, EVERYTHING, TPU),

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from llamem import TARGETS
+from llamem import CHIPS
 from llamem.planner.command import BAD_INPUT, FITS, NOTHING_FITS, main
 
 
@@ -15,7 +15,7 @@ def test_json_says_what_a_script_needs(capsys):
     (row,) = json.loads(capsys.readouterr().out)
     assert status == FITS and row["fits"] and row["compiled"] is False
     assert row["chip"] == "v6e-1" and row["seq_len"] == 32_768
-    assert 0 < row["peak_bytes"] <= row["capacity_bytes"] == TARGETS["v6e-1"].capacity_bytes
+    assert 0 < row["peak_bytes"] <= row["capacity_bytes"] == CHIPS["v6e-1"].capacity_bytes
     assert row["plan"]["mode"] in ("scan", "nested") and row["alternatives"]
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from llamem import LlamaConfig, Plan, Policy, TrainSettings, estimate
-from llamem.memory import TARGETS
+from llamem.memory import CHIPS
 from llamem.planner.lines import LINES
 from llamem.planner.share import share_of
 from llamem.train import abstract_state
@@ -52,7 +52,7 @@ def test_weights_and_moments_are_those_of_the_state_to_the_byte(name, dtype, chi
     assert abs(line(found, "moments") - bytes_of(state.opt_state)) <= counters
 
 
-@pytest.mark.parametrize("chip", [name for name, target in TARGETS.items() if target.devices == 1])
+@pytest.mark.parametrize("chip", [name for name, chip in CHIPS.items() if chip.devices == 1])
 def test_the_peak_is_a_moment_and_not_a_sum_of_everything(chip):
     found = estimate(LlamaConfig.from_name("llama3.2-1b", **BF16), Plan(), chip, seq_len=8192)
     sums = {name: sum(part.bytes for part in lines) for name, lines in found.moments.items()}
@@ -62,7 +62,7 @@ def test_the_peak_is_a_moment_and_not_a_sum_of_everything(chip):
 
 
 TOOLS = {
-    "attention_tiles": (Plan(attention_tiles=8), "attention"),
+    "head_groups": (Plan(head_groups=8), "attention"),
     "mlp_tiles": (Plan(mlp_tiles=64), "feed-forward"),
     "offload": (Plan(offload=("block_in",)), "residuals"),
     "moments": (Plan(moments="host"), "moments"),
@@ -152,8 +152,8 @@ def test_what_is_kept_is_paid_for_in_bytes_and_saves_products(policy):
 
 def test_devices_share_the_work_of_a_mesh():
     config = LlamaConfig.from_name("llama3.1-8b", **BF16)
-    one = share_of(config, Plan(), TARGETS["v5e-1"], 8192, 8)
-    eight = share_of(config, Plan(mesh={"fsdp": 2, "tensor": 2, "context": 2}), TARGETS["v5e-8"], 8192, 8)
+    one = share_of(config, Plan(), CHIPS["v5e-1"], 8192, 8)
+    eight = share_of(config, Plan(mesh={"fsdp": 2, "tensor": 2, "context": 2}), CHIPS["v5e-8"], 8192, 8)
     assert one.N == 4 * eight.N and one.H == 2 * eight.H and one.V == 2 * eight.V
     assert one.layer_weights == 2 * eight.layer_weights
     # Norms are whole on every device.
@@ -161,14 +161,14 @@ def test_devices_share_the_work_of_a_mesh():
 
 
 BAD: dict[str, dict[str, Any]] = {
-    "no chip is called 'v9'": {"target": "v9"},
+    "no chip is called 'v9'": {"chip": "v9"},
     "seq_len=0": {"seq_len": 0},
     "batch_size=2.0": {"batch_size": 2.0},
     "n_experts=128": {"config": LlamaConfig.from_name("qwen3-30b-a3b")},
     "mesh {'fsdp': 8} has 8 devices": {"plan": Plan(mesh={"fsdp": 8})},
-    "has 1 devices, and v5e-8 has 8": {"target": "v5e-8"},
-    "attention_tiles=16) of a model with 8 key/value heads": {"plan": Plan(attention_tiles=16)},
-    "batch_size=3 does not divide among 8": {"plan": Plan(mesh={"fsdp": 8}), "target": "v5e-8", "batch_size": 3},
+    "has 1 devices, and v5e-8 has 8": {"chip": "v5e-8"},
+    "head_groups=16) of a model with 8 key/value heads": {"plan": Plan(head_groups=16)},
+    "batch_size=3 does not divide among 8": {"plan": Plan(mesh={"fsdp": 8}), "chip": "v5e-8", "batch_size": 3},
 }
 
 
@@ -177,12 +177,12 @@ def test_bad_input_is_named(complaint, as_a_user):
     given: dict[str, Any] = {
         "config": LlamaConfig.from_name("llama3.2-1b"),
         "plan": Plan(),
-        "target": "v5e-1",
+        "chip": "v5e-1",
         "seq_len": 512,
     }
     given |= BAD[complaint]
     with pytest.raises((ValueError, TypeError), match=re.escape(complaint)):
-        estimate(given.pop("config"), given.pop("plan"), given.pop("target"), **given)
+        estimate(given.pop("config"), given.pop("plan"), given.pop("chip"), **given)
 
 
 def test_no_config_and_no_plan_are_refused(as_a_user):

@@ -42,7 +42,7 @@ def finer(config, chip, seq_len, batch_size):
                 mode=mode,
                 remat=remat,
                 moments=moments,
-                attention_tiles=heads,
+                head_groups=heads,
                 mlp_tiles=rows,
                 offload=offload,
                 loss_tiles=tiles,
@@ -101,7 +101,7 @@ def every_plan(config, chip, seq_len, batch_size):
     homes = itertools.product(candidates.OFFLOADS, candidates.MOMENTS)
     settings: Any = itertools.product(candidates.KEPT, tiles, homes, losses)
     for (mode, remat), (heads, rows), (offload, moments), loss in settings:
-        tools: Any = {"attention_tiles": heads, "mlp_tiles": rows, "offload": offload, "moments": moments} | loss
+        tools: Any = {"head_groups": heads, "mlp_tiles": rows, "offload": offload, "moments": moments} | loss
         try:
             plan = Plan(mode=mode, remat=remat, **tools)
         except ValueError:
@@ -151,13 +151,13 @@ class Compiler:
     def __init__(self, factor=1.0, dies=()):
         self.factor, self.dies, self.asked = factor, dies, []
 
-    def __call__(self, config, plan, target, *, seq_len, batch_size=1, clip="global"):
+    def __call__(self, config, plan, chip, *, seq_len, batch_size=1, clip="global"):
         self.asked.append(plan)
         if len(self.asked) in self.dies:
             raise RuntimeError("the compiler died with signal 11")
-        guess = llamem.estimate(config, plan, target, seq_len=seq_len, batch_size=batch_size)
+        guess = llamem.estimate(config, plan, chip, seq_len=seq_len, batch_size=batch_size)
         peak = int(self.factor * guess.peak_bytes)
-        return llamem.Report(guess.target, 0, 0, 0, 0, peak, 0, 0, 0.0)
+        return llamem.Report(guess.chip, 0, 0, 0, 0, peak, 0, 0, 0.0)
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def compiler(monkeypatch):
     def install(**how):
         one = Compiler(**how)
         monkeypatch.setattr(search, "ask", one)
-        monkeypatch.setattr(search, "checked_target", lambda name: llamem.TARGETS[name])
+        monkeypatch.setattr(search, "find_chip", lambda name: llamem.CHIPS[name])
         return one
 
     return install
@@ -239,9 +239,9 @@ def test_longest_context_and_largest_batch_are_as_long_as_they_say():
 def test_the_smallest_chip_is_the_first_that_is_enough():
     found = smallest_chip(LlamaConfig.from_name("llama3.1-8b", **BF16), seq_len=8192, compiler=False, progress=None)
     assert found.estimate.fits
-    for chip in llamem.TARGETS.values():
+    for chip in llamem.CHIPS.values():
         memory = (chip.capacity_bytes or 0) * chip.devices
-        if memory < (found.estimate.capacity_bytes or 0) * found.estimate.target.devices:
+        if memory < (found.estimate.capacity_bytes or 0) * found.estimate.chip.devices:
             with pytest.raises(NothingFits):
                 find_plan(found.estimate.config, chip.name, seq_len=8192, compiler=False, progress=None)
 
@@ -295,7 +295,7 @@ def test_several_chips_share_what_one_cannot_hold():
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"target": "v9"}, "no chip is called 'v9'"),
+        ({"chip": "v9"}, "no chip is called 'v9'"),
         ({"seq_len": -1}, "seq_len=-1"),
         ({"batch_size": True}, "batch_size=True"),
         ({"seq_len": 200_000}, "beyond this model's max_seq_len=131,072"),
@@ -303,7 +303,7 @@ def test_several_chips_share_what_one_cannot_hold():
 )
 def test_bad_questions_are_refused(change, complaint, as_a_user):
     with pytest.raises(ValueError, match=complaint):
-        find_plan(ONE_B, **({"target": "v5e-1", "seq_len": 512, "compiler": False} | change))
+        find_plan(ONE_B, **({"chip": "v5e-1", "seq_len": 512, "compiler": False} | change))
 
 
 def test_a_mesh_is_chosen_for_a_pod():

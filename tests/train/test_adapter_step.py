@@ -174,7 +174,7 @@ def test_the_abstract_step_is_the_step_and_compiles():
     assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), shapes[0])
     params = 3 * sum(leaf.size for leaf in jax.tree.leaves(state.params.weights))
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes[0])) < params + 200, "adapters and their moments alone"
-    report = compile_report(step, *shapes, donate=(0,), target="cpu")
+    report = compile_report(step, *shapes, donate_argnums=(0,), chip="cpu")
     assert report.alias_bytes >= 4 * params
 
 

@@ -102,7 +102,7 @@ def test_moments_leave_the_chip(dtype):
     for moments in ("device", "host"):
         plan = Plan(moments=moments)
         step, state, batch = abstract_step(config, TrainSettings(batch_size=1, seq_len=2048), plan)
-        reports[moments] = llamem.compile_report(step, state, batch, target="v5e-1", donate=(0,))
+        reports[moments] = llamem.compile_report(step, state, batch, chip="v5e-1", donate_argnums=(0,))
     device, host = reports["device"], reports["host"]
     matrices = sum(a.size * a.dtype.itemsize for p, a in jax.tree.leaves_with_path(state.opt_state) if waits_on_host(p))
     assert host.host_bytes >= matrices and device.argument_bytes - host.argument_bytes == matrices

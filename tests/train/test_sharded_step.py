@@ -141,7 +141,7 @@ def test_a_run_goes_on_on_another_mesh_and_its_model_writes_the_same_text(others
 def test_llama_8b_trains_on_eight_v5e_chips_8192_tokens_on_each():
     config = LlamaConfig.from_name("llama3.1-8b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     step, state, batch = abstract_step(config, TrainSettings(batch_size=8, seq_len=8192), Plan(mesh={"fsdp": 8}))
-    report = compile_report(step, state, batch, target="v5e-8", donate=(0,))
+    report = compile_report(step, state, batch, chip="v5e-8", donate_argnums=(0,))
     assert report.fits and report.peak_bytes < 12.1 * 2**30
 
 

@@ -39,7 +39,7 @@ LAYERS = {"clip": "layer"}
 STREAMED: dict[str, Any] = {"weights": "host", "moments": "host", "update": "in_backward", "offload": ("block_in",)}
 
 
-TILES = {"attention_tiles": 2, "mlp_tiles": 3}
+TILES = {"head_groups": 2, "mlp_tiles": 3}
 
 
 def tiles_of(plan):
@@ -397,10 +397,10 @@ def test_adapters_have_no_moments_worth_a_place(plan, settings, says):
 @pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
 def test_adapters_of_llama_8b_train_on_131072_tokens_on_one_v5e_and_30_gib_of_host():
     config = llamem.LlamaConfig.from_name("llama3.1-8b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
-    plan = Plan(weights="host", offload=("block_in",), mode="nested", attention_tiles=8, mlp_tiles=32)
+    plan = Plan(weights="host", offload=("block_in",), mode="nested", head_groups=8, mlp_tiles=32)
     settings = TrainSettings(batch_size=1, seq_len=131_072)
     step, *shapes = llamem.abstract_lora_step(config, settings, plan, llamem.LoraConfig(ranks=(16,)))
-    report = llamem.compile_report(step, *shapes, donate=(0,), target="v5e-1")
+    report = llamem.compile_report(step, *shapes, donate_argnums=(0,), chip="v5e-1")
     assert report.fits and report.peak_bytes <= 13.3 * 2**30 and report.host_bytes <= 30 * 2**30
 
 
@@ -409,10 +409,10 @@ def test_adapters_of_llama_8b_train_on_131072_tokens_on_one_v5e_and_30_gib_of_ho
 @pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
 def test_llama_8b_trains_in_f32_on_131072_tokens_on_one_v5e():
     config = llamem.LlamaConfig.from_name("llama3.1-8b", param_dtype=jnp.float32, compute_dtype=jnp.bfloat16)
-    plan = Plan(attention_tiles=8, mlp_tiles=32, **STREAMED)
+    plan = Plan(head_groups=8, mlp_tiles=32, **STREAMED)
     settings = TrainSettings(batch_size=1, seq_len=131_072, clip="layer")
     step, state, batch = abstract_step(config, settings, plan)
-    report = llamem.compile_report(step, state, batch, donate=(0,), target="v5e-1")
+    report = llamem.compile_report(step, state, batch, donate_argnums=(0,), chip="v5e-1")
     assert report.fits and report.peak_bytes <= 13.0 * 2**30
     expected = llamem.estimate(config, plan, "v5e-1", seq_len=131_072, clip="layer")
     assert report.host_bytes == pytest.approx(expected.host_bytes, rel=0.02)
@@ -427,7 +427,7 @@ def test_llama_1b_trains_on_1048576_tokens_on_one_v6e():
     """Longer than RoPE was set up for: a statement about memory."""
     config = llamem.LlamaConfig.from_name("llama3.2-1b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     settings = TrainSettings(batch_size=1, seq_len=2**20, clip="layer", rounding="stochastic")
-    plan = Plan(attention_tiles=8, mlp_tiles=32, **STREAMED)
+    plan = Plan(head_groups=8, mlp_tiles=32, **STREAMED)
     step, *shapes = abstract_step(config.replace(max_seq_len=2**20), settings, plan)
-    report = llamem.compile_report(step, *shapes, donate=(0,), target="v6e-1", depth="memory")
+    report = llamem.compile_report(step, *shapes, donate_argnums=(0,), chip="v6e-1", depth="memory")
     assert report.fits and report.peak_bytes <= 30 * 2**30

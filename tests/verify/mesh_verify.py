@@ -40,7 +40,7 @@ def mapped(loss, w, x, *keys, check_vma):
 
 
 def inside_shard_map(check_vma: bool) -> None:
-    x, options = jnp.tile(X, (64, 1)), {"with_": True, "without": False}
+    x, options = jnp.tile(X, (64, 1)), {"remat": True, "baseline": False}
 
     def right(w, x, how):
         return mapped(lambda w, x: scanned(jax.checkpoint(layer) if how else layer, w, x), w, x, check_vma=check_vma)
@@ -86,7 +86,7 @@ def draws_inside_shard_map() -> None:
 
     batch = {"x": jnp.tile(X, (8, 1)), "key": KEYS[7]}
     proofs = [llamem.verify.randomness_is_fresh, llamem.verify.choices_are_the_same]
-    verification = llamem.verify_remat(loss, WEIGHTS, batch, with_=True, without=False, proofs=proofs)
+    verification = llamem.verify_remat(loss, WEIGHTS, batch, remat=True, baseline=False, proofs=proofs)
     assert [proof.holds for proof in verification.proofs] == [None, None], verification
 
 

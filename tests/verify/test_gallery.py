@@ -18,7 +18,7 @@ NEWER_CPU = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
 def examined(row: Row):
     params, batch = WEIGHTS if row.params is None else row.params, X if row.batch is None else row.batch
     options = {"evaluate": row.evaluate, "proofs": [row.proof]}
-    return verify_remat(row.loss, params, batch, with_=True, without=False, **options)
+    return verify_remat(row.loss, params, batch, remat=True, baseline=False, **options)
 
 
 @pytest.mark.parametrize("name", GALLERY | QUIET)
@@ -34,7 +34,7 @@ def test_every_failure_is_caught_and_its_cause_named(name):
 
 def test_what_is_too_small_to_judge_is_said():
     scales = jax.random.normal(KEYS[0], (L, 1))
-    verification = verify_remat(small_and_undone, scales, X[:32], with_=True, without=False)
+    verification = verify_remat(small_and_undone, scales, X[:32], remat=True, baseline=False)
     seen = {proof.name: (proof.holds, str(proof)) for proof in verification.proofs}
     for name, reason in [("memory falls", "below 1 MiB"), ("the compiler leaves them", "only those are counted")]:
         assert seen[name][0] is None and "not proved" in seen[name][1] and reason in seen[name][1], verification
@@ -43,7 +43,7 @@ def test_what_is_too_small_to_judge_is_said():
 @pytest.mark.parametrize("name", STYLES)
 def test_correct_programs_raise_no_alarm(name):
     loss, params, batch, how, options = STYLES[name]
-    verification = verify_remat(loss, params, batch, with_=how, without=None, **options)
+    verification = verify_remat(loss, params, batch, remat=how, baseline=None, **options)
     assert verification.holds, verification
     waived = [proof for proof in verification.proofs if proof.waived]
     assert [proof.name for proof in waived] == list(options.get("waive", {})), verification
@@ -52,23 +52,23 @@ def test_correct_programs_raise_no_alarm(name):
 @pytest.mark.parametrize("name", BROKEN)
 def test_failures_not_met_before_are_caught(name):
     loss, proof, params, batch = BROKEN[name]
-    assert not verify_remat(loss, params, batch, with_=True, without=False, proofs=[proof]).holds
+    assert not verify_remat(loss, params, batch, remat=True, baseline=False, proofs=[proof]).holds
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOUND)
 def test_correct_programs_not_met_before_raise_no_alarm(name):
-    assert_remat(*SOUND[name], with_=True, without=False)
+    assert_remat(*SOUND[name], remat=True, baseline=False)
 
 
 def test_names_of_single_layers_are_found():
     """Unrolled on a CPU the compiler undoes it, so that the policy alone is judged."""
     proofs = [options_are_sound, layer_runs_again, gradients_are_the_same]
-    assert_remat(names_of_each_layer, WEIGHTS, X, with_=True, without=False, proofs=proofs)
+    assert_remat(names_of_each_layer, WEIGHTS, X, remat=True, baseline=False, proofs=proofs)
 
 
 def test_waivers_are_shown_and_checked():
-    both = {"with_": True, "without": False, "proofs": [randomness_is_fresh]}
+    both = {"remat": True, "baseline": False, "proofs": [randomness_is_fresh]}
     reason = "random features are fixed"
     waived = verify_remat(fixed_projection, WEIGHTS, X, waive={"random numbers are fresh": reason}, **both)
     assert waived.holds and f"waived: {reason}" in str(waived) and reason in waived._repr_html_()
@@ -101,6 +101,6 @@ def test_what_is_not_seen_is_not_called_proved():
 
     for loss, reason in [(hidden, "inside a shard_map"), (skipped, "did not run")]:
         (proof,) = verify_remat(
-            loss, WEIGHTS, {"x": X, "key": KEYS[1]}, with_=True, without=False, proofs=[randomness_is_fresh]
+            loss, WEIGHTS, {"x": X, "key": KEYS[1]}, remat=True, baseline=False, proofs=[randomness_is_fresh]
         ).proofs
         assert proof.holds is None and reason in proof.seen, proof

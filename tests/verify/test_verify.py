@@ -23,7 +23,7 @@ from llamem.verify.runs import count_runs
 @pytest.mark.parametrize("name", CORRECT)
 def test_no_false_alarm(name):
     loss, params, batch, how = CORRECT[name]
-    assert_remat(loss, params, batch, with_=how, without=None)
+    assert_remat(loss, params, batch, remat=how, baseline=None)
 
 
 def model_config(name):
@@ -58,9 +58,9 @@ def test_on_a_chip_that_is_not_there_unrolled_layers_are_proved(name):
     if not llamem.available("a100-40"):
         pytest.skip("no compiler for a100-40 here")
     if name == "layer":
-        assert_remat(stack("unroll"), WEIGHTS, jnp.tile(X, (16, 1)), target="a100-40")
+        assert_remat(stack("unroll"), WEIGHTS, jnp.tile(X, (16, 1)), chip="a100-40")
     else:
-        assert_remat(*model_case(name, "unroll"), target="a100-40")
+        assert_remat(*model_case(name, "unroll"), chip="a100-40")
 
 
 @pytest.mark.tpu_compile
@@ -72,7 +72,7 @@ def test_offloaded_bytes_arrive_or_are_missed(place):
         names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst=place
     )
     case = by_policy(policy), WEIGHTS, jnp.tile(X, (16, 1))
-    found = verify_remat(*case, with_=True, without=False, target="v5e-1", proofs=[proofs.offloaded_bytes_arrive])
+    found = verify_remat(*case, remat=True, baseline=False, chip="v5e-1", proofs=[proofs.offloaded_bytes_arrive])
     (proof,) = found.proofs
     assert proof.holds == (place == "pinned_host"), proof
     asked = L * 16 * N * 4 * D * 4 if proof.holds else 0
@@ -93,7 +93,7 @@ def test_proofs_can_be_had_alone():
     proof = proofs.layer_runs_again(both)
     assert proof.holds and f"{L} runs of checkpointed functions, {L} again" in proof.seen
     assert "expected" not in vars(both), "nothing is computed that the proof does not need"
-    alone = verify_remat(stack("scan"), WEIGHTS, X, with_=None, proofs=[proofs.memory_falls])
+    alone = verify_remat(stack("scan"), WEIGHTS, X, remat=None, proofs=[proofs.memory_falls])
     assert [proof.name for proof in alone.failed] == ["memory falls"]
 
 
@@ -119,11 +119,11 @@ def test_jax_remat3_is_understood(remat3, name):
     loss, params, batch, how = CORRECT[name]
     runs = count_runs(lambda p, b: loss(p, b, how), params, batch)
     assert (runs.forward, runs.again, runs.changed) == (L, L, ())
-    assert_remat(loss, params, batch, with_=how, without=None)
+    assert_remat(loss, params, batch, remat=how, baseline=None)
 
 
 def test_buffers_outlive_the_proof():
-    assert_remat(donated, WEIGHTS, X, with_=True, proofs=[proofs.gradients_are_the_same])
+    assert_remat(donated, WEIGHTS, X, remat=True, proofs=[proofs.gradients_are_the_same])
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((WEIGHTS, X)))
 
 

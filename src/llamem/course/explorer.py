@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from llamem.course import plots
 from llamem.llama import PRESETS, LlamaConfig
 from llamem.llama.plan import Plan
-from llamem.memory import TARGETS, GiB
+from llamem.memory import CHIPS, GiB
 from llamem.planner import Estimate, ask, estimate
 from llamem.planner.candidates import words
 from llamem.planner.lines import LINES
@@ -75,7 +75,7 @@ class Explorer:
             return kind(description=name, options=options, value=value, style={"description_width": "9em"})
 
         dense = [name for name, config in PRESETS.items() if not config.n_experts]
-        single = [name for name, target in TARGETS.items() if target.devices == 1]
+        single = [name for name, chip in CHIPS.items() if chip.devices == 1]
         lengths = [(f"{n:,}", n) for n in sorted({*_LENGTHS, seq_len})]
         tiles, groups = (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8)
         self.controls = {
@@ -87,7 +87,7 @@ class Explorer:
             "mode": choice("mode", ("scan", "nested"), plan.mode),
             "remat": choice("remat", ("nothing", "attn", "qkv_attn", "minimal", ("keep all", None)), plan.remat),
             "loss_tiles": choice("loss_tiles", ("auto", ("plain loss", None), *tiles), plan.loss_tiles),
-            "attention_tiles": choice("attention_tiles", groups, plan.attention_tiles, widgets.SelectionSlider),
+            "head_groups": choice("head_groups", groups, plan.head_groups, widgets.SelectionSlider),
             "mlp_tiles": choice("mlp_tiles", tiles, plan.mlp_tiles, widgets.SelectionSlider),
             "offload": choice("offload", (("nothing", ()), ("block_in", ("block_in",))), plan.offload),
             "moments": choice("moments", ("device", "host"), plan.moments),
@@ -120,7 +120,7 @@ class Explorer:
     @property
     def plan(self) -> Plan:
         """The plan that is chosen. Raises ValueError where its tools exclude each other."""
-        names = ("mode", "remat", "loss_tiles", "attention_tiles", "mlp_tiles", "offload", "moments")
+        names = ("mode", "remat", "loss_tiles", "head_groups", "mlp_tiles", "offload", "moments")
         return Plan(**{name: self.controls[name].value for name in names})
 
     def estimate(self) -> Estimate:
@@ -141,9 +141,9 @@ class Explorer:
         with self.answer:
             try:
                 guess = self.estimate()
-                print(f"asking {guess.target.name}'s compiler about {words(guess.plan)} ...")
+                print(f"asking {guess.chip.name}'s compiler about {words(guess.plan)} ...")
                 sizes = {"seq_len": guess.seq_len, "batch_size": guess.batch_size}
-                report = ask(guess.config, guess.plan, guess.target.name, **sizes)
+                report = ask(guess.config, guess.plan, guess.chip.name, **sizes)
             except (ValueError, RuntimeError, ImportError) as error:
                 print(error)
                 return
@@ -175,7 +175,7 @@ def bars_html(one: Estimate) -> str:
     )
     verdict = "fits" if one.fits else "does not fit"
     title = (
-        f"<b>{one.target.name}: {verdict}, by estimate</b>: {one.peak_bytes / GiB:.2f} of {capacity / GiB:.2f} GiB, "
+        f"<b>{one.chip.name}: {verdict}, by estimate</b>: {one.peak_bytes / GiB:.2f} of {capacity / GiB:.2f} GiB, "
         f"fullest at {html.escape(one.peak_at)}; {one.host_bytes / GiB:.2f} GiB on the host; about "
         f"{one.seconds.total:.1f} s a step (roofline, not measured)"
     )

@@ -124,7 +124,7 @@ def timeline_alt(reports: Mapping[str, Report | Timeline]) -> str:
         sentence = f"{name}: highest at {one.peak_bytes / n_bytes:.1f}{where}, of it {shares}"
         if one.capacity_bytes:
             verdict = "more than" if one.over_capacity else "within"
-            sentence += f"; {verdict} the {one.capacity_bytes / n_bytes:.2f} that {one.target} offers"
+            sentence += f"; {verdict} the {one.capacity_bytes / n_bytes:.2f} that {one.chip} offers"
         words.append(sentence + ".")
     return " ".join(words)
 
@@ -197,7 +197,7 @@ def _capacity(ax: Axes, one: Timeline, n_bytes: int, unit: str) -> None:
         left = (one.peak_step < 0.5 * steps) == high
         place = {"ha": "left" if left else "right", "va": "bottom", "fontsize": 8}
         frame = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.8}
-        label = f"{one.target}: {capacity:.2f} {unit}"
+        label = f"{one.chip}: {capacity:.2f} {unit}"
         ax.text((0.005 if left else 0.995) * steps, 1.015 * capacity, label, bbox=frame, **place)
 
 

@@ -73,7 +73,7 @@ def _program(name: str, one: Timeline) -> dict[str, Any]:
         "name": name,
         "verdict": f"{one.peak_bytes / n_bytes:.2f} {unit} at the peak{fits}",
         "alt": timeline_alt({name: one}),
-        "target": one.target,
+        "chip": one.chip,
         "capacity": one.capacity_bytes,
         "steps": one.steps,
         "peakStep": one.peak_step,

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from llamem.layers.tiled_attention import tiled_causal_attention
-from llamem.memory.targets import compiling_for
+from llamem.memory.chips import compiling_for
 
 Implementation = Literal["auto", "xla", "tiled", "splash", "cudnn"]
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from llamem.layers.attention import SPLASH_BLOCK, Implementation, causal_attention, splash_attention
 from llamem.layers.tiled_attention import tiled_causal_attention, visible_pairs
-from llamem.memory.targets import compiling_for
+from llamem.memory.chips import compiling_for
 
 
 def local_positions(length: int, axis: str | None) -> Int[Array, " t"]:

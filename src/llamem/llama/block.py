@@ -94,26 +94,26 @@ class Block(nnx.Module):
         mesh: MeshShape = MeshShape(),
         lora: LayerAdapters = NO_ADAPTERS,
         *,
-        attention_tiles: int = 1,
+        head_groups: int = 1,
         mlp_tiles: int = 1,
         offload: tuple[str, ...] = (),
     ) -> Float[Array, "B T D"]:
         """The layer over a whole sequence; `ACTIVATIONS` lists the names it gives for `llamem.Policy`.
 
-        `attention_tiles`, `mlp_tiles` and `offload`: see `llamem.Plan`.
+        `head_groups`, `mlp_tiles` and `offload`: see `llamem.Plan`.
 
         On a mesh, inside `shard_map`, the weights are this device's part of the heads and of F, whole along D, and
         the sequence is this device's part of it. `lora` adds to the seven projections.
         """
         x_BTD = name_in_pieces(x_BTD, "block_in") if "block_in" in offload else checkpoint_name(x_BTD, "block_in")
         y_BTD = enter(rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps), mesh.tensor_axis)
-        if attention_tiles == 1:
+        if head_groups == 1:
             attn_BTHh = self._attend(y_BTD, rope, segments_BT, implementation, mesh, lora)
             return self.finish(x_BTD, attn_BTHh, mesh.tensor_axis, mlp_tiles, lora)
         graphdef, mine, others = nnx.split(self, lambda path, _: path[0] in _ATTENTION, ...)
-        heads, shared = _groups_of_heads(mine, attention_tiles)
+        heads, shared = _groups_of_heads(mine, head_groups)
         channels = {t: math.prod(w.shape[-2:]) for t, w in (("q", self.wq), ("k", self.wk), ("v", self.wv))}
-        lora_heads, lora_shared = lora.in_groups_of_heads(attention_tiles, {**channels, "o": channels["q"]})
+        lora_heads, lora_shared = lora.in_groups_of_heads(head_groups, {**channels, "o": channels["q"]})
 
         def group(shared: Any, heads: Any, dtype: Any) -> Array:
             (weights, lora), y_BTD, rope, segments_BT = shared

@@ -153,7 +153,7 @@ class Llama(nnx.Module):
     ) -> Callable[..., Array]:
         """One layer as the plan says, of its parameters, what enters it, and what adapters add."""
         plan, mesh = self.plan, MeshShape.of(self.plan.mesh)
-        tools = {name: getattr(plan, name) for name in ("attention_tiles", "mlp_tiles", "offload")}
+        tools = {name: getattr(plan, name) for name in ("head_groups", "mlp_tiles", "offload")}
 
         def layer(params: nnx.State, x_BTD: Array, lora: LayerAdapters = NO_ADAPTERS) -> Array:
             # Gathered in here: rematerialised with the layer, and so never whole for more than one layer.
@@ -270,12 +270,12 @@ def check_heads(config: LlamaConfig, plan: Plan) -> None:
     """Raises ValueError where the plan's groups of heads would not be equal."""
     tensor = MeshShape.of(plan.mesh).tensor
     heads = config.n_kv_heads // tensor
-    if heads % plan.attention_tiles:
+    if heads % plan.head_groups:
         each = f"{config.n_kv_heads} key/value heads" + (
             f", {heads} on each of tensor={tensor} devices" if tensor > 1 else ""
         )
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ValueError(
-            f"Plan(attention_tiles={plan.attention_tiles}) of a model with {each}: groups of heads are equal, and keep "
+            f"Plan(head_groups={plan.head_groups}) of a model with {each}: groups of heads are equal, and keep "
             f"the queries of a key/value head together. Choose {divisors}."
         )

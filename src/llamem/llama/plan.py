@@ -30,7 +30,7 @@ class Plan:
 
     Tools for long contexts and little memory, each off by default:
 
-    `attention_tiles`: into how many groups of heads attention is cut, a divisor of the key/value heads. Projections,
+    `head_groups`: into how many groups of heads attention is cut, a divisor of the key/value heads. Projections,
     attention and its backward pass are computed for one group after the other, so that the queries, keys, values and
     logsumexps of one group are alive at a time. Costs one more forward pass of attention, unless "attn_out" is kept.
     `mlp_tiles`: into how many tiles of tokens the feed-forward is cut; gate and up of one tile are alive at a time.
@@ -60,7 +60,7 @@ class Plan:
     loss_tiles: int | Literal["auto"] | None = "auto"
     loss_axis: LossAxis = "auto"
     mesh: MeshShape | Mapping[str, int] = MeshShape()
-    attention_tiles: int = 1
+    head_groups: int = 1
     mlp_tiles: int = 1
     offload: tuple[str, ...] = ()
     moments: Home = "device"
@@ -105,7 +105,7 @@ class Plan:
         _check_word("weights", self.weights, get_args(Home))
         _check_word("update", self.update, get_args(Update))
         object.__setattr__(self, "offload", _names(self.offload))
-        self._check_tiles("attention_tiles", _IN_ATTENTION_TILES)
+        self._check_tiles("head_groups", _IN_ATTENTION_TILES)
         self._check_tiles("mlp_tiles", _IN_MLP_TILES)
         if self.moments == "host" and mesh.devices > 1:
             raise ValueError(
@@ -155,7 +155,7 @@ class Plan:
     @property
     def saves_memory(self) -> bool:
         """Whether any tool for long contexts is on, so that memory is worth more than the compiler's freedom."""
-        tiles = self.attention_tiles > 1 or self.mlp_tiles > 1
+        tiles = self.head_groups > 1 or self.mlp_tiles > 1
         return tiles or bool(self.offload) or self.moments == "host" or self.layer_by_layer
 
     @property

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from llamem.layers.tiling import floating_type
 from llamem.losses.arguments import one_of, whole
 from llamem.losses.one_tile import Tiles
-from llamem.memory.targets import TARGETS, Target, compiling_for
+from llamem.memory.chips import CHIPS, Chip, compiling_for
 
 __all__ = ["TileChoice", "choose_tiles"]
 
-# Of a CPU with a few cores, and of an accelerator that is not in `llamem.targets`: orders of magnitude.
-_CPU = Target("cpu", "cpu", "cpu", 16 * 10**9, 200e9, 20e9)
-_UNKNOWN = TARGETS["h100"]
+# Of a CPU with a few cores, and of an accelerator that is not in `llamem.CHIPS`: orders of magnitude.
+_CPU = Chip("cpu", "cpu", "cpu", 16 * 10**9, 200e9, 20e9)
+_UNKNOWN = CHIPS["h100"]
 _BUDGET_SHARE = 1 / 16  # of device memory, for what the loss needs beyond its operands and gradients
 _LEAST_ROWS, _ALIGN = 512, 256  # a v6e multiplies blocks of 256 by 256
 # An unaligned tile of the vocabulary makes the TPU compiler lay the head out anew: a copy of all of it.
@@ -39,14 +39,14 @@ class TileChoice:
     reason: str
 
 
-def _chip(name: str | None) -> Target:
+def _chip(name: str | None) -> Chip:
     if name is None:
         kind = compiling_for()
-        known = (chip for chip in (_CPU, *TARGETS.values()) if chip.device_kind.lower() == kind.lower())
+        known = (chip for chip in (_CPU, *CHIPS.values()) if chip.device_kind.lower() == kind.lower())
         return next(known, _UNKNOWN)
-    chips = {"cpu": _CPU, **TARGETS}
+    chips = {"cpu": _CPU, **CHIPS}
     if not isinstance(name, str) or name not in chips:
-        raise ValueError(f"target {name!r} is no chip this knows: give one of {', '.join(chips)}, or None.")
+        raise ValueError(f"chip {name!r} is no chip this knows: give one of {', '.join(chips)}, or None.")
     return chips[name]
 
 
@@ -135,7 +135,7 @@ def choose_tiles(
     head: Literal["trained", "frozen"] = "trained",
     reduction: Literal["mean", "sum", "none"] = "mean",
     axis: Literal["auto", "tokens", "vocab"] = "auto",
-    target: str | None = None,
+    chip: str | None = None,
     memory_budget: int | None = None,
 ) -> TileChoice:
     """The cheapest way to tile the loss that fits the budget, by a roofline model.
@@ -152,7 +152,7 @@ def choose_tiles(
         head: "frozen" when no gradient for it is wanted.
         reduction: of the loss; "none" has to compute the logits twice.
         axis: restrict the choice to one axis.
-        target: "cpu" or a chip of `llamem.targets` such as "v6e-1"; None for the one that compiles.
+        chip: "cpu" or a chip of `llamem.CHIPS` such as "v6e-1"; None for the one that compiles.
         memory_budget: bytes for what the loss needs beyond operands and gradients; None for 1/16 of the chip's.
 
     The model is checked against no measurement of time but published ones: see notebook 04.
@@ -162,10 +162,10 @@ def choose_tiles(
     one_of("head", head, ("trained", "frozen"))
     one_of("reduction", reduction, ("mean", "sum", "none"))
     one_of("axis", axis, ("auto", "tokens", "vocab"))
-    chip = _chip(target)
-    assert chip.peak_flops and chip.bandwidth and chip.capacity_bytes  # every chip of the table has them
-    balance, size = chip.peak_flops / chip.bandwidth, floating_type("dtype", dtype).itemsize
-    budget = int(chip.capacity_bytes * _BUDGET_SHARE)
+    chosen = _chip(chip)
+    assert chosen.peak_flops and chosen.bandwidth and chosen.capacity_bytes  # every chosen of the table has them
+    balance, size = chosen.peak_flops / chosen.bandwidth, floating_type("dtype", dtype).itemsize
+    budget = int(chosen.capacity_bytes * _BUDGET_SHARE)
     if memory_budget is not None:
         budget = _at_least("memory_budget", memory_budget, 1)
     trained, small = head == "trained", size < 4
@@ -184,7 +184,7 @@ def choose_tiles(
             base = 4 * tokens * d_model
         # Logits in float32, and their gradient in the type of the products; where a tile is worked on in columns, the
         # gradient is as narrow as they are.
-        per_row = (4 if chip is _CPU and axis == "tokens" else 4 + min(size, 4)) * other
+        per_row = (4 if chosen is _CPU and axis == "tokens" else 4 + min(size, 4)) * other
         wanted = max(_size(balance, work, fixed, traffic), _LEAST_ROWS)
         affordable = max(budget - base, 0) // per_row
         aligned = min(-(-int(wanted) // _ALIGN), affordable // _ALIGN) * _ALIGN
@@ -200,7 +200,7 @@ def choose_tiles(
     best = min(fitting, key=lambda o: o.relative_time)
     note = "" if granted == budget else f" (nothing fits it: taken as {granted / 2**20:.0f} MiB)"
     lines = [
-        f"{chip.name}: {balance:.0f} FLOPs per byte; N={tokens}, D={d_model}, V={vocab}; "
+        f"{chosen.name}: {balance:.0f} FLOPs per byte; N={tokens}, D={d_model}, V={vocab}; "
         f"budget {budget / 2**20:.0f} MiB{note}."
     ]
     for option in (candidate(a, granted) for a in axes):

@@ -1,26 +1,26 @@
 """Any program: traced, compiled for any chip, measured."""
 
+from llamem.memory.chips import CHIPS, Chip, available, find_chip
 from llamem.memory.compiling import compile_report, matmul_flops
 from llamem.memory.measured import Measurement, measure
 from llamem.memory.report import Buffer, Collective, Comparison, GiB, Report, compare
 from llamem.memory.residuals import Residuals, saved_residuals
-from llamem.memory.targets import TARGETS, Target, available, target
 
 __all__ = [
-    "TARGETS",
+    "CHIPS",
     "Buffer",
+    "Chip",
     "Collective",
     "Comparison",
     "GiB",
     "Measurement",
     "Report",
     "Residuals",
-    "Target",
     "available",
     "compare",
     "compile_report",
+    "find_chip",
     "matmul_flops",
     "measure",
     "saved_residuals",
-    "target",
 ]

@@ -21,6 +21,7 @@ import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import core as jex_core
 
+from llamem.memory.chips import Chip, find_chip
 from llamem.memory.cross_compile import compile_absent, export_for, traced_for
 from llamem.memory.dump import analysed_bytes, needed_bytes
 from llamem.memory.hlo import optimised_text
@@ -29,7 +30,6 @@ from llamem.memory.jaxprs import callbacks_in, matmul_flops, moved_to_host
 from llamem.memory.report import Buffer, Collective, Depth, Report
 from llamem.memory.report_cache import cached
 from llamem.memory.shapes import is_key, key_implementation, on_host, shape_of
-from llamem.memory.targets import Target, target
 from llamem.memory.timeline import Timeline
 from llamem.memory.timeline_schedule import schedule_or_reason
 
@@ -39,37 +39,37 @@ __all__ = ["compile_report", "matmul_flops", "moved_to_host"]
 def compile_report(
     fn: Callable[..., Any],
     *args: Any,
-    target: str = "local",
-    donate: tuple[int, ...] = (),
+    chip: str = "local",
+    donate_argnums: tuple[int, ...] = (),
     depth: Depth = "memory",
     cache: bool = True,
 ) -> Report:
     """Compiles `fn(*args)` for a chip, here or absent, and reports its memory. Nothing is computed.
 
     `args`: pytrees of arrays or `jax.ShapeDtypeStruct`; only shapes and types matter, and for several chips shardings
-    over `llamem.target(name).mesh(...)`; what has none lies on every chip whole. For one chip, arguments
+    over `llamem.find_chip(name).mesh(...)`; what has none lies on every chip whole. For one chip, arguments
     whose sharding has the `memory_kind="pinned_host"` lie in the host's memory, and so do results that `fn` puts there;
-    of shapes `fn` has to say it again, `jax.device_put(x, jax.memory.Space.Host)`. `donate`: which of them the program
-    may overwrite, as in `jax.jit(donate_argnums=)`. `target`: see `llamem.target`. Reports for absent chips are
+    of shapes `fn` has to say it again, `jax.device_put(x, jax.memory.Space.Host)`. `donate_argnums`: which of them
+    the program may overwrite, as in `jax.jit(donate_argnums=)`. `chip`: see `llamem.find_chip`. Reports for absent chips are
     cached on disk by program, compiler and chip, under `$LLAMEM_CACHE` or `~/.cache/llamem`.
 
     `depth`: how far an absent chip's compiler goes. With "memory" it is ended when it has assigned every buffer, in
     seconds; the report is the same, but a compiler that would fail later, while it makes code, is not found out. With
     "code" it goes to the end. The local compiler always does.
 
-    Raises what tracing `fn` raises, ValueError and ImportError as `llamem.target` does, RuntimeError where a compiler
-    dies.
+    Raises what tracing `fn` raises, ValueError and ImportError as `llamem.find_chip` does, RuntimeError where a
+    compiler dies.
     """
-    chip = _target(target)
+    chosen = find_chip(chip)
     if depth not in typing.get_args(Depth):
         raise ValueError(f"depth={depth!r}: expected 'memory', as soon as memory is assigned, or 'code', to the end.")
-    donated = _donated_leaves(args, donate)
+    donated = _donated_leaves(args, donate_argnums)
     paths, tree = jax.tree.flatten_with_path(args)
     places = [f"args{jax.tree_util.keystr(path)}" for path, _ in paths]
     given = [shape_of(leaf, place) for place, (_, leaf) in zip(places, paths, strict=True)]
     keys = [key_implementation(leaf) if is_key(leaf.dtype) else None for leaf in given]
-    leaves = [_placed(shape, leaf, place, chip) for shape, place, (_, leaf) in zip(given, places, paths, strict=True)]
-    mesh = _mesh(leaves, chip)
+    leaves = [_placed(shape, leaf, place, chosen) for shape, place, (_, leaf) in zip(given, places, paths, strict=True)]
+    mesh = _mesh(leaves, chosen)
     hosted = tuple(i for i, (_, leaf) in enumerate(paths) if _waits_on_host(leaf))
 
     def flat(*leaves: Any) -> list[Any]:
@@ -79,15 +79,15 @@ def compile_report(
         return [jax.random.key_data(out) if is_key(getattr(out, "dtype", None)) else out for out in outputs]
 
     # The one trace serves the compiler, too. What is donated is for the child process to say, where there is one.
-    jitted = jax.jit(flat, donate_argnums=() if chip.absent else donated, keep_unused=True)
-    with traced_for(chip, mesh):
+    jitted = jax.jit(flat, donate_argnums=() if chosen.absent else donated, keep_unused=True)
+    with traced_for(chosen, mesh):
         jaxpr = jitted.trace(*leaves).jaxpr
-    if chip.absent:
-        _refuse_callbacks(jaxpr.jaxpr, chip)
-        program, axes = export_for(chip, jitted, leaves, mesh), dict(mesh.shape) if mesh else None
+    if chosen.absent:
+        _refuse_callbacks(jaxpr.jaxpr, chosen)
+        program, axes = export_for(chosen, jitted, leaves, mesh), dict(mesh.shape) if mesh else None
         hosts = {"arguments": hosted, "results": [i for i, out in enumerate(jaxpr.out_avals) if on_host(out)]}
-        compiling = partial(compile_absent, chip, bytes(program.serialize()), donated, axes, depth, hosts)
-        options = (_versions(chip), chip, donated, axes, depth, hosts)
+        compiling = partial(compile_absent, chosen, bytes(program.serialize()), donated, axes, depth, hosts)
+        options = (_versions(chosen), chosen, donated, axes, depth, hosts)
         answer = cached(f"{options} {_without_lines(program)}", compiling) if cache else compiling()
     else:
         start, depth = time.perf_counter(), "code"
@@ -96,21 +96,18 @@ def compile_report(
             with _no_compilation_cache():
                 compiled = jitted.lower(*leaves).compile(compiler_options=options)
             answer = _described(compiled, time.perf_counter() - start)
-            answer |= schedule_or_reason(Path(dump), chip.platform)
-    report = _report(chip, depth, answer, jaxpr, leaves, donated, hosted)
+            answer |= schedule_or_reason(Path(dump), chosen.platform)
+    report = _report(chosen, depth, answer, jaxpr, leaves, donated, hosted)
     if "schedule" not in answer:
         return dataclasses.replace(report, no_timeline=answer["no_schedule"])
     names = argument_names(fn, args)
-    timeline = Timeline.from_schedule(answer["schedule"], chip.name, chip.capacity_bytes, names)
+    timeline = Timeline.from_schedule(answer["schedule"], chosen.name, chosen.capacity_bytes, names)
     return dataclasses.replace(report, timeline=timeline)
-
-
-_target = target  # the function, where a parameter has its name
 
 
 def report_compiled(compiled: jax.stages.Compiled, traced: jex_core.ClosedJaxpr) -> Report:
     """The report of a program that was compiled for the devices at hand, `traced` being what was traced of it."""
-    return _report(_target("local"), "code", _described(compiled, 0.0), traced, [], (), ())
+    return _report(find_chip("local"), "code", _described(compiled, 0.0), traced, [], (), ())
 
 
 @contextlib.contextmanager
@@ -137,19 +134,24 @@ def _shard(array: Any) -> tuple[int, ...]:
     return sharding.shard_shape(array.shape) if isinstance(sharding, jax.sharding.NamedSharding) else array.shape
 
 
-def _donated_leaves(args: tuple[Any, ...], donate: tuple[int, ...]) -> tuple[int, ...]:
-    if not isinstance(donate, tuple):
-        raise TypeError(f"donate={donate!r}: expected the positions of the arguments as a tuple, such as donate=(0,).")
-    wrong = [i for i in donate if not 0 <= i < len(args)]
+def _donated_leaves(args: tuple[Any, ...], donate_argnums: tuple[int, ...]) -> tuple[int, ...]:
+    if not isinstance(donate_argnums, tuple):
+        raise TypeError(
+            f"donate_argnums={donate_argnums!r}: expected the positions of the arguments as a tuple, such as (0,)."
+        )
+    wrong = [i for i in donate_argnums if not 0 <= i < len(args)]
     if wrong:
-        raise ValueError(f"donate={donate} names argument {wrong[0]}, but there are {len(args)}: 0 to {len(args) - 1}.")
+        raise ValueError(
+            f"donate_argnums={donate_argnums} names argument {wrong[0]}, but there are {len(args)}: "
+            f"0 to {len(args) - 1}."
+        )
     counts = [len(jax.tree.leaves(arg)) for arg in args]
     starts = np.cumsum([0, *counts])
-    return tuple(int(leaf) for i in donate for leaf in range(starts[i], starts[i + 1]))
+    return tuple(int(leaf) for i in donate_argnums for leaf in range(starts[i], starts[i + 1]))
 
 
-def _placed(shape: jax.ShapeDtypeStruct, leaf: Any, where: str, chip: Target) -> jax.ShapeDtypeStruct:
-    """The shape with the sharding that its leaf names, if any, on the chips of the target; a key as its numbers."""
+def _placed(shape: jax.ShapeDtypeStruct, leaf: Any, where: str, chip: Chip) -> jax.ShapeDtypeStruct:
+    """The shape with the sharding that its leaf names, if any, on the chips of the chip; a key as its numbers."""
     sharding = getattr(leaf, "sharding", None)
     kind = getattr(sharding, "memory_kind", None)
     hosted = _waits_on_host(leaf)
@@ -187,28 +189,28 @@ def argument_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
     return [name + jax.tree_util.keystr(path) for name, path in leaves]
 
 
-def _mesh(leaves: list[jax.ShapeDtypeStruct], chip: Target) -> Any:
+def _mesh(leaves: list[jax.ShapeDtypeStruct], chip: Chip) -> Any:
     # What lies in the memory of one device's host has a sharding, too, and no mesh.
     meshes = {leaf.sharding.mesh for leaf in leaves if isinstance(leaf.sharding, jax.sharding.NamedSharding)}
     if chip.devices > 1 and len(meshes) != 1:
         raise ValueError(
             f"{chip.name} has {chip.devices} chips, and the arguments' shardings name {len(meshes)} meshes, not one. "
-            f"Say how they are spread: mesh = llamem.target({chip.name!r}).mesh(data={chip.devices}), then "
+            f"Say how they are spread: mesh = llamem.find_chip({chip.name!r}).mesh(data={chip.devices}), then "
             "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, jax.P('data')))."
         )
     return meshes.pop() if chip.devices > 1 else None
 
 
-def _refuse_callbacks(jaxpr: jex_core.Jaxpr, chip: Target) -> None:
+def _refuse_callbacks(jaxpr: jex_core.Jaxpr, chip: Chip) -> None:
     if calling := sorted(set(callbacks_in(jaxpr))):
         raise ValueError(
             f"the program calls back into Python ({', '.join(calling)}), and a program for {chip.name}, which is not "
             "here, has no Python to call: leave out jax.debug.print, jax.debug.callback, jax.pure_callback and "
-            "io_callback, or compile for target='local'."
+            "io_callback, or compile for chip='local'."
         )
 
 
-def _versions(chip: Target) -> tuple[str, ...]:
+def _versions(chip: Chip) -> tuple[str, ...]:
     compiler = {"tpu": "libtpu", "cuda": "jax-cuda12-plugin"}[chip.platform]
     return jax.__version__, jaxlib.__version__, metadata.version(compiler)
 
@@ -219,7 +221,7 @@ def _without_lines(program: jax.export.Exported) -> str:
 
 
 def _report(
-    chip: Target,
+    chip: Chip,
     depth: Depth,
     answer: dict[str, Any],
     jaxpr: Any,

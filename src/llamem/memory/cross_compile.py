@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import jax.export
 
+from llamem.memory.chips import Chip
 from llamem.memory.dump import analysed_bytes, memory_is_assigned, read_dump
 from llamem.memory.hlo_counts import describe
 from llamem.memory.report import Depth
-from llamem.memory.targets import Target
 from llamem.memory.timeline_schedule import schedule_or_reason
 
 _ENVIRONMENT = {
@@ -38,33 +38,33 @@ _ENVIRONMENT = {
 }
 
 
-def traced_for(target: Target, mesh: Any = None) -> contextlib.AbstractContextManager[Any]:
-    """Within it, tracing sees the target as its chip: Pallas kernels, attention and tile choices ask for it."""
-    return jax.sharding.use_abstract_mesh(mesh or target.mesh(x=1)) if target.absent else contextlib.nullcontext()
+def traced_for(chip: Chip, mesh: Any = None) -> contextlib.AbstractContextManager[Any]:
+    """Within it, tracing sees the chip as its chip: Pallas kernels, attention and tile choices ask for it."""
+    return jax.sharding.use_abstract_mesh(mesh or chip.mesh(x=1)) if chip.absent else contextlib.nullcontext()
 
 
 def export_for(
-    target: Target, jitted: jax.stages.Wrapped, leaves: Sequence[jax.ShapeDtypeStruct], mesh: Any = None
+    chip: Chip, jitted: jax.stages.Wrapped, leaves: Sequence[jax.ShapeDtypeStruct], mesh: Any = None
 ) -> jax.export.Exported:
-    """`jitted(*leaves)`, traced and lowered for the target's platform."""
-    with traced_for(target, mesh):
+    """`jitted(*leaves)`, traced and lowered for the chip's platform."""
+    with traced_for(chip, mesh):
         # Not for keeping, but for a child process with the same JAX: what may change in a year may be exported.
         names = ("LayoutConstraint", "MoveToHost", "MoveToDevice")
         allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
-        exported = jax.export.export(jitted, platforms=(target.platform,), disabled_checks=allowed)(*leaves)
+        exported = jax.export.export(jitted, platforms=(chip.platform,), disabled_checks=allowed)(*leaves)
     # A `checkify.debug_check` that is switched off leaves an effect behind, without a serialised form or a meaning.
     return dataclasses.replace(exported, ordered_effects=(), unordered_effects=())
 
 
 def compile_absent(
-    target: Target,
+    chip: Chip,
     program: bytes,
     donated: Sequence[int],
     axes: Mapping[str, int] | None,
     depth: Depth,
     hosted: Mapping[str, Sequence[int]],
 ) -> dict[str, Any]:
-    """What the target's compiler says: the bytes of `read_dump` and `describe`, or `{"error": the compiler's message}`;
+    """What the chip's compiler says: the bytes of `read_dump` and `describe`, or `{"error": the compiler's message}`;
     and what `schedule_or_reason` gives.
 
     `axes` are those of the mesh of several chips; `hosted` are the numbers of the "arguments" and "results" that lie in
@@ -75,7 +75,7 @@ def compile_absent(
         folder, start = Path(name), time.perf_counter()
         dump, file = folder / "dump", folder / "answer.json"
         (folder / "program").write_bytes(program)
-        request = {"topology": _topology(target), "donated": list(donated), "axes": axes, "hosted": dict(hosted)}
+        request = {"topology": _topology(chip), "donated": list(donated), "axes": axes, "hosted": dict(hosted)}
         (folder / "request.json").write_text(json.dumps(request))
         wide = jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
         environment = {**os.environ, **_ENVIRONMENT, "JAX_ENABLE_X64": str(int(wide))}
@@ -94,37 +94,37 @@ def compile_absent(
             finally:
                 child.kill()
         if depth == "memory" and memory_is_assigned(dump):
-            answer = describe("") | read_dump(dump, target.platform)
+            answer = describe("") | read_dump(dump, chip.platform)
         elif file.exists():
             answer = json.loads(file.read_text())
             if "error" not in answer:
-                dumped, analysed = read_dump(dump, target.platform), analysed_bytes(SimpleNamespace(**answer))
+                dumped, analysed = read_dump(dump, chip.platform), analysed_bytes(SimpleNamespace(**answer))
                 answer = describe(answer.get("text", "")) | dumped | analysed
         else:
             died = f"signal {-child.returncode}" if child.returncode < 0 else f"exit status {child.returncode}"
             raise RuntimeError(
-                f"the compiler for {target.name} died with {died} and gave no answer. Your own process is unharmed. "
+                f"the compiler for {chip.name} died with {died} and gave no answer. Your own process is unharmed. "
                 "Often an old compiler: upgrade libtpu or the CUDA plugin. Its last words: "
                 f"{(folder / 'words').read_text(errors='replace')[-800:]}"
             )
         # Programs that are refused have a schedule too: it shows where they need too much.
-        answer |= schedule_or_reason(dump, target.platform)
+        answer |= schedule_or_reason(dump, chip.platform)
         return answer | {"compile_seconds": time.perf_counter() - start}
 
 
-def _topology(target: Target) -> dict[str, Any]:
+def _topology(chip: Chip) -> dict[str, Any]:
     """What `jax.experimental.topologies.get_topology_desc` is to be given."""
-    if target.platform == "tpu":
-        alone: dict[str, Any] = {"chips_per_host_bounds": [1, 1, 1]} if target.devices == 1 else {}
-        return {"platform": "tpu", "topology_name": target.topology} | alone
-    topology = target.topology or "1x1x1"
-    return {"platform": "cuda", "target_config": gpu_description(target), "topology": topology}
+    if chip.platform == "tpu":
+        alone: dict[str, Any] = {"chips_per_host_bounds": [1, 1, 1]} if chip.devices == 1 else {}
+        return {"platform": "tpu", "topology_name": chip.topology} | alone
+    topology = chip.topology or "1x1x1"
+    return {"platform": "cuda", "target_config": gpu_description(chip), "topology": topology}
 
 
-def gpu_description(target: Target) -> str:
+def gpu_description(chip: Chip) -> str:
     """The text form of XLA's GPU description, which stands in for asking a driver."""
-    gpu = target.gpu
-    assert gpu is not None, target
+    gpu = chip.gpu
+    assert gpu is not None, chip
     major, minor = gpu.compute_capability
     extension = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     return f"""
@@ -136,15 +136,15 @@ gpu_device_info {{
   l2_cache_size: {gpu.l2_bytes} clock_rate_ghz: {gpu.clock_ghz}
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
-  memory_bandwidth: {int(target.bandwidth or 0)} device_memory_size: {target.capacity_bytes}
+  memory_bandwidth: {int(chip.bandwidth or 0)} device_memory_size: {chip.capacity_bytes}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   device_address_bits: 64 pcie_bandwidth: 34359738368 ecc_enabled: true
   cuda_compute_capability {{ major: {major} minor: {minor} {extension} }}
-  device_vendor: "NVIDIA Corporation" name: "{target.device_kind}"
+  device_vendor: "NVIDIA Corporation" name: "{chip.device_kind}"
   platform_version: "Compute Capability {major}.{minor}"
   driver_version: "13.0.0" runtime_version: "12.8.0" compile_time_toolkit_version: "12.8.0" dnn_version: "9.10.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{target.device_kind}"
+device_description_str: "{chip.device_kind}"
 """

@@ -29,7 +29,7 @@ class Measurement:
         return f"{most}{self.rise_bytes / 2**20:.0f} MiB above {self.start_bytes / 2**20:.0f} MiB ({self.counted_by})"
 
 
-def measure(fn: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Measurement:
+def measure(fn: Callable[..., Any], *args: Any, donate_argnums: tuple[int, ...] = ()) -> Measurement:
     """Compiles `fn`, then calls it once on `args` (arrays) and measures the peak while it runs.
 
     On an accelerator from the allocator's statistics, on a CPU from the process's resident memory (Linux only; other
@@ -37,8 +37,8 @@ def measure(fn: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) ->
     Raises RuntimeError where neither exists.
     """
     device = jax.local_devices()[0]
-    args = jax.block_until_ready(jax.device_put(args, device, may_alias=not donate))
-    compiled = jax.jit(fn, donate_argnums=donate).lower(*args).compile()
+    args = jax.block_until_ready(jax.device_put(args, device, may_alias=not donate_argnums))
+    compiled = jax.jit(fn, donate_argnums=donate_argnums).lower(*args).compile()
     gc.collect()
     if stats := device.memory_stats():
         before, old_peak = stats["bytes_in_use"], stats["peak_bytes_in_use"]

@@ -5,8 +5,8 @@ import html
 from collections.abc import Mapping
 from typing import Literal
 
+from llamem.memory.chips import Chip
 from llamem.memory.show import html_table
-from llamem.memory.targets import Target
 from llamem.memory.timeline import Timeline
 
 GiB = 2**30
@@ -54,7 +54,7 @@ class Report:
     compiler wrote down cannot be read, and `no_timeline` says why.
     """
 
-    target: Target
+    chip: Chip
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
@@ -76,7 +76,7 @@ class Report:
     @property
     def capacity_bytes(self) -> int | None:
         """What the chip offers a program; None where unknown."""
-        return self.target.capacity_bytes
+        return self.chip.capacity_bytes
 
     @property
     def fits(self) -> bool:
@@ -93,7 +93,7 @@ class Report:
     def __str__(self) -> str:
         of = f" of {self.capacity_bytes / GiB:.2f}" if self.capacity_bytes else ""
         lines = [
-            f"{self.target.name}: {'fits' if self.fits else 'DOES NOT FIT'}, peak {self.peak_bytes / GiB:.2f}{of} GiB"
+            f"{self.chip.name}: {'fits' if self.fits else 'DOES NOT FIT'}, peak {self.peak_bytes / GiB:.2f}{of} GiB"
         ]
         for name in ("argument", "output", "alias", "temp", "host"):
             lines.append(f"  {name:<9}{getattr(self, f'{name}_bytes') / GiB:8.2f} GiB")
@@ -105,7 +105,7 @@ class Report:
     def _repr_html_(self) -> str:
         capacity = f" of {self.capacity_bytes / GiB:.2f}" if self.capacity_bytes else ""
         verdict = "fits" if self.fits else "does not fit"
-        title = f"<b>{html.escape(self.target.name)}: {verdict}</b>, peak {self.peak_bytes / GiB:.2f}{capacity} GiB"
+        title = f"<b>{html.escape(self.chip.name)}: {verdict}</b>, peak {self.peak_bytes / GiB:.2f}{capacity} GiB"
         parts = [(name, f"{size / GiB:.2f}") for name, size in (self.parts | {"on the host": self.host_bytes}).items()]
         tables = [html_table(("part", "GiB"), parts)]
         if self.collectives:
@@ -129,7 +129,7 @@ class Comparison:
             sizes = (report.peak_bytes, *report.parts.values(), report.host_bytes)
             left = report.compiled_matmul_flops
             flops = (f"{report.matmul_flops / 1e12:.2f}", "" if left is None else f"{left / 1e12:.2f}")
-            cells = (name, report.target.name, *(f"{size / GiB:.2f}" for size in sizes), *flops)
+            cells = (name, report.chip.name, *(f"{size / GiB:.2f}" for size in sizes), *flops)
             rows.append((*cells, "fits" if report.fits else "does not fit"))
         return rows
 

@@ -63,7 +63,7 @@ class Timeline:
     on-chip memory for much of their time: `curve("on-chip")`.
     """
 
-    target: str
+    chip: str
     capacity_bytes: int | None
     allocations: Mapping[int, Allocation]
     steps: int
@@ -74,7 +74,7 @@ class Timeline:
 
     @classmethod
     def from_schedule(
-        cls, schedule: Mapping[str, Any], target: str, capacity_bytes: int | None, arguments: Sequence[str]
+        cls, schedule: Mapping[str, Any], chip: str, capacity_bytes: int | None, arguments: Sequence[str]
     ) -> "Timeline":
         """From the table of `read_schedule` and the names of the program's arguments, in their flat order."""
         texts = schedule["texts"]
@@ -101,7 +101,7 @@ class Timeline:
             )
 
         return cls(
-            target=target,
+            chip=chip,
             capacity_bytes=capacity_bytes,
             allocations=allocations,
             steps=schedule["steps"],
@@ -237,7 +237,7 @@ class Timeline:
         where = f" ({self.pass_at(self.peak_step)})" if self.passes else ""
         gaps = self.gap_bytes / (self.assigned_bytes or 1)
         lines = [
-            f"{self.target}: {self.steps} steps, highest at step {self.peak_step}{where}: {size_text(self.peak_bytes)} "
+            f"{self.chip}: {self.steps} steps, highest at step {self.peak_step}{where}: {size_text(self.peak_bytes)} "
             f"in use, {size_text(self.assigned_bytes)} set aside, of it gaps {gaps:.1%}"
         ]
         if self.gap_bytes > self.assigned_bytes / 1000:

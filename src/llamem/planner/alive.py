@@ -54,7 +54,7 @@ def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
         both = Line("head gradient", (_F32 + share.compute_bytes) * share.head, "as it was summed, and narrowed")
         stream = Line("stream", 3 * share.compute_bytes * share.N * share.D, "what the loss has read and made")
         moments["the head's gradient, narrowed"] = [*at_loss, left, both, stream]
-    if share.target.platform == "tpu":
+    if share.chip.platform == "tpu":
         if _logits_forward(share):
             moments["a tile of the loss, forward"] = [*at_loss, left, *_loss(share, forward=True)]
         for lines in moments.values():
@@ -151,7 +151,7 @@ def _held(share: Share) -> list[Line]:
 
 def _logits_forward(share: Share) -> bool:
     """Whether tiles of logits are f32 in the forward pass alone: a TPU's, of some columns."""
-    return share.target.platform == "tpu" and share.loss_axis == "vocab"
+    return share.chip.platform == "tpu" and share.loss_axis == "vocab"
 
 
 def _loss(share: Share, forward: bool = False) -> list[Line]:
@@ -172,13 +172,13 @@ def _loss(share: Share, forward: bool = False) -> list[Line]:
             Line("loss tiles", tile, f"{share.loss_columns:,} columns of logits, their gradient"),
             Line("stream", (2 * c + (0 if forward else _F32)) * N * D, "the last output, its norm, its f32 gradient"),
         ]
-    if share.target.platform != "tpu" and logits == N * share.V:  # one tile: the head's gradient is a product, no sum
+    if share.chip.platform != "tpu" and logits == N * share.V:  # one tile: the head's gradient is a product, no sum
         return [
             Line("loss tiles", (_F32 + c) * logits, "all logits, f32, and their gradient"),
             Line("stream", 3 * c * N * D, "the last output, its norm, the norm's gradient"),
         ]
     # A TPU narrows the logits' gradient inside the product, of tiles of 752 tokens, say; of 4,096 it does not.
-    narrow = 0 if share.target.platform == "tpu" and share.loss_rows <= 1024 else c
+    narrow = 0 if share.chip.platform == "tpu" and share.loss_rows <= 1024 else c
     return [
         Line("head gradient", _F32 * share.head, "summed over tiles in f32"),
         Line("loss tiles", (_F32 + narrow) * logits, f"logits of {share.loss_rows:,} tokens, f32"),
@@ -204,7 +204,7 @@ def _backward(share: Share) -> list[Line]:
 
 def _summed_in_f32(share: Share) -> bool:
     """Whether the head's gradient is a sum over tiles of tokens."""
-    one_product = share.target.platform != "tpu" and share.loss_rows >= share.N
+    one_product = share.chip.platform != "tpu" and share.loss_rows >= share.N
     whole = share.plan.loss_tiles is None or share.mesh.tensor > 1
     return share.loss_axis == "tokens" and not whole and not one_product
 
@@ -213,19 +213,19 @@ def _narrowed_late(share: Share) -> bool:
     """Whether such a sum stays f32 until the embedding's gradient joins it: on GPUs, and where a TPU makes that one in
     a `scatter_custom_fusion`.
     """
-    if share.target.platform != "tpu":
+    if share.chip.platform != "tpu":
         return True
-    generation = share.target.name[:3]
+    generation = share.chip.name[:3]
     return share.tables == 1 and _CUSTOM_SCATTER.get(generation, math.inf) <= share.N
 
 
 def _norm(share: Share) -> list[Line]:
     """To sum the squares of wq's gradient a TPU widens it, of all layers at once; those in groups it copies, too."""
-    if share.target.platform != "tpu":
+    if share.chip.platform != "tpu":
         return [_all_gradients(share)]
     wide = 0
     if share.param_bytes < _F32:
-        nested = share.groups > 1 and share.plan.attention_tiles == 1
+        nested = share.groups > 1 and share.plan.head_groups == 1
         channels = _F32 * share.h + (share.param_bytes * share.lanes if nested else 0)
         wide = share.L * share.D * share.H * channels // share.split
     both = 2 * share.compute_bytes if share.param_bytes > share.compute_bytes and share.tables == 1 else 0

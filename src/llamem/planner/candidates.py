@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from llamem.layers import Policy
 from llamem.llama import LlamaConfig, MeshShape, Plan
-from llamem.memory import Target
+from llamem.memory import Chip
 from llamem.planner.estimates import Estimate, estimate
 from llamem.train.settings import Clip
 
@@ -30,8 +30,8 @@ MOMENTS: tuple[Literal["device", "host"], ...] = ("device", "host")
 LOSS_TILES: tuple[tuple[str, int] | None, ...] = (None, ("vocab", 512), ("plain", 0))
 
 
-def meshes(config: LlamaConfig, chip: Target, seq_len: int, batch_size: int) -> Iterator[MeshShape]:
-    """Ways to lay a model and its batch on a target's chips: FSDP first, then with tensor or context parallelism."""
+def meshes(config: LlamaConfig, chip: Chip, seq_len: int, batch_size: int) -> Iterator[MeshShape]:
+    """Ways to lay a model and its batch on a chip's chips: FSDP first, then with tensor or context parallelism."""
     n = chip.devices
     for other in (size for size in range(1, n + 1) if n % size == 0):
         for axis in ("tensor", "context") if other > 1 else ("tensor",):
@@ -44,11 +44,11 @@ def meshes(config: LlamaConfig, chip: Target, seq_len: int, batch_size: int) -> 
                 yield mesh
 
 
-def plans(config: LlamaConfig, chip: Target, seq_len: int, batch_size: int, mesh: MeshShape | None) -> Iterator[Plan]:
+def plans(config: LlamaConfig, chip: Chip, seq_len: int, batch_size: int, mesh: MeshShape | None) -> Iterator[Plan]:
     """The plans that are tried, without those that exclude themselves."""
     for lies in [mesh] if mesh is not None else meshes(config, chip, seq_len, batch_size):
-        attention_tiles = [n for n in ATTENTION_TILES if (config.n_kv_heads // lies.tensor) % n == 0]
-        choices = product(KEPT, attention_tiles, MLP_TILES, OFFLOADS, MOMENTS, LOSS_TILES)
+        head_groups = [n for n in ATTENTION_TILES if (config.n_kv_heads // lies.tensor) % n == 0]
+        choices = product(KEPT, head_groups, MLP_TILES, OFFLOADS, MOMENTS, LOSS_TILES)
         for (mode, remat), heads, rows, offload, moments, loss in choices:
             if remat is None and (heads, rows) != (1, 1):
                 continue
@@ -56,7 +56,7 @@ def plans(config: LlamaConfig, chip: Target, seq_len: int, batch_size: int, mesh
                 yield Plan(
                     mode=mode,
                     remat=remat,
-                    attention_tiles=heads,
+                    head_groups=heads,
                     mlp_tiles=rows,
                     offload=offload,
                     moments=moments,
@@ -79,7 +79,7 @@ def _loss(choice: tuple[str, int] | None, config: LlamaConfig, mesh: MeshShape) 
 
 def estimates(
     config: LlamaConfig,
-    chip: Target,
+    chip: Chip,
     seq_len: int,
     batch_size: int,
     mesh: MeshShape | Mapping[str, int] | None = None,
@@ -90,14 +90,14 @@ def estimates(
 
 @functools.lru_cache(maxsize=8)
 def _estimates(
-    config: LlamaConfig, chip: Target, seq_len: int, batch_size: int, mesh: MeshShape | None
+    config: LlamaConfig, chip: Chip, seq_len: int, batch_size: int, mesh: MeshShape | None
 ) -> tuple[Estimate, ...]:
     tried = plans(config, chip, seq_len, batch_size, mesh)
     return tuple(estimate(config, plan, chip.name, seq_len=seq_len, batch_size=batch_size) for plan in tried)
 
 
 def streamed_estimates(
-    config: LlamaConfig, chip: Target, seq_len: int, batch_size: int, clip: Clip
+    config: LlamaConfig, chip: Chip, seq_len: int, batch_size: int, clip: Clip
 ) -> tuple[Estimate, ...]:
     """Estimates of plans that update layers in the backward pass, or fetch them from the host, or both.
 
@@ -115,7 +115,7 @@ def streamed_estimates(
         ways.append({"moments": "host", "weights": "host"})
     choices = product(ways, heads, MLP_TILES, ((), ("block_in",)), LOSS_TILES)
     plans = [
-        Plan(attention_tiles=attention, mlp_tiles=rows, offload=offload, **way, **_loss(loss, config, MeshShape()))
+        Plan(head_groups=attention, mlp_tiles=rows, offload=offload, **way, **_loss(loss, config, MeshShape()))
         for way, attention, rows, offload, loss in choices
     ]
     return tuple(estimate(config, p, chip.name, seq_len=seq_len, batch_size=batch_size, clip=clip) for p in plans)

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from llamem.llama import LlamaConfig, MeshShape
-from llamem.memory import TARGETS, GiB
+from llamem.memory import CHIPS, GiB
 from llamem.planner.candidates import words
 from llamem.planner.search import Found, NothingFits, find_plan, longest_context
 
@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument(
         "models", nargs="+", metavar="MODEL", help="such as llama3.2-1b, or a config.json of Hugging Face"
     )
-    plan.add_argument("--chip", nargs="+", default=["v5e-1"], help=f"{', '.join(TARGETS)}, or all; default v5e-1")
+    plan.add_argument("--chip", nargs="+", default=["v5e-1"], help=f"{', '.join(CHIPS)}, or all; default v5e-1")
     plan.add_argument("--tokens", type=int, help="of one sequence; without it, the longest context that fits")
     plan.add_argument("--batch", type=int, default=1, help="sequences of one step, over all chips; default 1")
     plan.add_argument("--param-dtype", default="bfloat16", help="of weights and moments; default bfloat16")
@@ -40,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         configs = {name: _config(name, given.param_dtype) for name in given.models}
-        chips = list(TARGETS) if given.chip == ["all"] else given.chip
-        if unknown := [name for name in chips if name not in TARGETS]:
-            raise ValueError(f"no chip is called {unknown[0]!r}. Known: {', '.join(TARGETS)}, all.")
+        chips = list(CHIPS) if given.chip == ["all"] else given.chip
+        if unknown := [name for name in chips if name not in CHIPS]:
+            raise ValueError(f"no chip is called {unknown[0]!r}. Known: {', '.join(CHIPS)}, all.")
         rows = [_answer(model, config, chip, given) for model, config in configs.items() for chip in chips]
     except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -11,18 +11,18 @@ from llamem.planner.share import Share
 def layer_copies(share: Share) -> list[Line]:
     """Copies of layers' weights that stay for a whole step."""
     plan, p, c = share.plan, share.param_bytes, share.compute_bytes
-    tpu = share.target.platform == "tpu"
+    tpu = share.chip.platform == "tpu"
     lines = []
     # A TPU narrows all layers at once, a GPU one by one, unless the backward pass reads the forward pass's copies: of
     # products in tiles it does not.
     if p > c and (tpu or share.kept):
         done_again = 0 if tpu or plan.mlp_tiles == 1 else share.L * share.mlp_weights // share.split
-        done_again += 0 if tpu or plan.attention_tiles == 1 else share.L * share.attention_weights // share.split
+        done_again += 0 if tpu or plan.head_groups == 1 else share.L * share.attention_weights // share.split
         size = c * (share.stack - done_again)
         lines.append(Line("layer weights", size, "of all layers, in the type of the products"))
     if second_layouts(share):
         lines.append(Line("layer weights", second_layouts(share), "wq, wk and wv in a second layout"))
-    if not tpu and plan.attention_tiles == share.K > 1:
+    if not tpu and plan.head_groups == share.K > 1:
         lines.append(Line("layer weights", 2 * p * share.L * share.D * share.K * share.h, "wk and wv, heads first"))
     return lines
 
@@ -31,7 +31,7 @@ def second_layouts(share: Share) -> int:
     """Bytes of wq, wk and wv where a TPU keeps them in a second layout: moments that are fetched dictate one that pads
     heads of fewer than 128 channels. Some of them XLA compresses, where that lowers the peak: not counted.
     """
-    if share.target.platform != "tpu" or share.plan.moments != "host" or share.h == share.lanes:
+    if share.chip.platform != "tpu" or share.plan.moments != "host" or share.h == share.lanes:
         return 0
     return share.param_bytes * share.L * share.D * (share.H + 2 * share.K) * share.lanes // share.split
 
@@ -54,7 +54,7 @@ def head_copy(share: Share) -> list[Line]:
 def zeroed_table(share: Share) -> list[Line]:
     """The embedding's gradient, in the type of the products, where a GPU zeroes it before the backward pass is done."""
     early = share.groups == 1 or share.plan.moments == "device"
-    if share.target.platform == "tpu" or share.param_bytes == share.compute_bytes or not early:
+    if share.chip.platform == "tpu" or share.param_bytes == share.compute_bytes or not early:
         return []
     return [Line("head gradient", share.compute_bytes * share.head // share.split, "the embedding's, zeroed")]
 

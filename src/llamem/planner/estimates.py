@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from llamem.llama import LlamaConfig
 from llamem.llama.plan import Plan
-from llamem.memory import TARGETS, GiB, Report, Target
+from llamem.memory import CHIPS, Chip, GiB, Report
+from llamem.memory.chips import pod
 from llamem.memory.show import html_table
-from llamem.memory.targets import pod
 from llamem.planner.alive import moments_of
 from llamem.planner.host import host_bytes, link_bytes
 from llamem.planner.ledger import Ledger, beside
@@ -36,7 +36,7 @@ class Estimate:
 
     config: LlamaConfig
     plan: Plan
-    target: Target
+    chip: Chip
     seq_len: int
     batch_size: int
     moments: Mapping[str, tuple[Line, ...]]
@@ -62,7 +62,7 @@ class Estimate:
     @property
     def capacity_bytes(self) -> int | None:
         """What the chip offers a program."""
-        return self.target.capacity_bytes
+        return self.chip.capacity_bytes
 
     @property
     def fits(self) -> bool:
@@ -79,16 +79,16 @@ class Estimate:
 
         Raises ValueError where the report has no timeline, or is of another chip.
         """
-        if report.target.name != self.target.name:
-            raise ValueError(f"an estimate for {self.target.name} beside a report for {report.target.name}.")
-        share = share_of(self.config, self.plan, self.target, self.seq_len, self.batch_size)
+        if report.chip.name != self.chip.name:
+            raise ValueError(f"an estimate for {self.chip.name} beside a report for {report.chip.name}.")
+        share = share_of(self.config, self.plan, self.chip, self.seq_len, self.batch_size)
         return beside(share, self.lines, self.peak_at, report)
 
     def __str__(self) -> str:
         verdict = "fits" if self.fits else "DOES NOT FIT"
         of = f" of {self.capacity_bytes / GiB:.2f}" if self.capacity_bytes else ""
         lines = [
-            f"{self.target.name}, {self.batch_size} x {self.seq_len:,} tokens, estimated: {verdict}, "
+            f"{self.chip.name}, {self.batch_size} x {self.seq_len:,} tokens, estimated: {verdict}, "
             f"peak {self.peak_bytes / GiB:.2f}{of} GiB ({self.peak_at}), host {self.host_bytes / GiB:.2f} GiB"
         ]
         lines += [f"  {line.bytes / GiB:7.2f} GiB  {line.name:<15}{line.why}" for line in self.lines if line.bytes]
@@ -101,7 +101,7 @@ class Estimate:
         rows += [("on the host", f"{self.host_bytes / GiB:.2f}", "")]
         parts = [(name, f"{value:.2f}") for name, value in describe(self.seconds).items()]
         parts.append(("step", f"{self.seconds.total:.2f}"))
-        title = html.escape(f"{self.target.name}, {self.batch_size} x {self.seq_len:,} tokens")
+        title = html.escape(f"{self.chip.name}, {self.batch_size} x {self.seq_len:,} tokens")
         verdict = "fits" if self.fits else "does not fit"
         return (
             f"<p><b>{title}: {verdict}</b>, by estimate</p>{html_table(('line', 'GiB', 'why'), rows)}"
@@ -109,24 +109,24 @@ class Estimate:
         )
 
 
-def chip_called(name: str) -> Target:
-    """A chip of `llamem.TARGETS`, or TPUs by how they are connected, `"v5p:4x4x4"`; no compiler need be installed."""
-    chip = TARGETS.get(name) or pod(name)
+def chip_called(name: str) -> Chip:
+    """A chip of `llamem.CHIPS`, or TPUs by how they are connected, `"v5p:4x4x4"`; no compiler need be installed."""
+    chip = CHIPS.get(name) or pod(name)
     if chip is None:
-        raise ValueError(f"no chip is called {name!r}. Known: {', '.join(TARGETS)}; and slices, such as 'v5p:4x4x4'.")
+        raise ValueError(f"no chip is called {name!r}. Known: {', '.join(CHIPS)}; and slices, such as 'v5p:4x4x4'.")
     return chip
 
 
 def estimate(
     config: LlamaConfig,
     plan: Plan = Plan(),
-    target: str = "v5e-1",
+    chip: str = "v5e-1",
     *,
     seq_len: int,
     batch_size: int = 1,
     clip: Clip = "global",
 ) -> Estimate:
-    """What one AdamW step will need on a chip of `llamem.TARGETS` or on a slice, in microseconds, without a compiler.
+    """What one AdamW step will need on a chip of `llamem.CHIPS` or on a slice, in microseconds, without a compiler.
 
     The step is that of `llamem.abstract_step`, its state donated, gradients clipped as `llamem.TrainSettings(clip=)`
     says. With several chips the plan's mesh says who holds
@@ -138,10 +138,10 @@ def estimate(
             f"estimate({config!r}, {plan!r}): expected a llamem.LlamaConfig, such as "
             "LlamaConfig.from_name('llama3.2-1b'), and a llamem.Plan."
         )
-    chip = chip_called(target)
+    on = chip_called(chip)
     for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r}: expected a whole number of at least 1.")
-    share = share_of(config, plan, chip, seq_len, batch_size, clip)
+    share = share_of(config, plan, on, seq_len, batch_size, clip)
     host, moved = host_bytes(share), link_bytes(share)
-    return Estimate(config, plan, chip, seq_len, batch_size, moments_of(share), host, moved, seconds_of(share, moved))
+    return Estimate(config, plan, on, seq_len, batch_size, moments_of(share), host, moved, seconds_of(share, moved))

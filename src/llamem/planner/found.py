@@ -78,7 +78,7 @@ def explained(one: Estimate, report: Report | None, tried: Sequence[Estimate], a
     capacity = one.capacity_bytes or 0
     peak, who = (report.peak_bytes, "compiled") if report else (one.peak_bytes, "estimated, not compiled")
     lines = [
-        f"{words(one.plan)}: {peak / GiB:.2f} of {capacity / GiB:.2f} GiB on {one.target.name} ({who}), "
+        f"{words(one.plan)}: {peak / GiB:.2f} of {capacity / GiB:.2f} GiB on {one.chip.name} ({who}), "
         f"{one.host_bytes / GiB:.2f} GiB on the host, {one.seconds.total:.2f} s a step (estimated) for "
         f"{one.batch_size} x {one.seq_len:,} tokens."
     ]

@@ -14,19 +14,19 @@ def feed_forward(share: Share) -> list[Line]:
     """The lines of its feed-forward, and of what attention's forward pass, run again, has left for later."""
     c, N, tiles = share.compute_bytes, share.N, share.plan.mlp_tiles
     rows = -(-N // tiles)
-    kept = 0 if share.kept or share.plan.attention_tiles > 1 else _kept_for_attention(share)
+    kept = 0 if share.kept or share.plan.head_groups > 1 else _kept_for_attention(share)
     if kept and share.attention == "tiled" and "attn_out" in share.saved:  # its f32 sum, as nothing asks for it yet
         kept += c * N * share.h * share.H
-    v5e = share.target.name.startswith("v5e")
+    v5e = share.chip.name.startswith("v5e")
     inner = (3 if v5e else 4) * c * rows * share.F  # other compilers hold silu's result, too
     if tiles > 1 or v5e:
         copies = 2 if tiles == 1 and share.B > 1 else 1  # of several sequences it is laid out anew, before it shrinks
         kept += copies * _logsumexp(share) if kept else 0
-    elif share.target.platform == "tpu" and share.groups == 1 and "attn" in share.saved:  # no logsumexp by then
+    elif share.chip.platform == "tpu" and share.groups == 1 and "attn" in share.saved:  # no logsumexp by then
         kept = _turned_back(share)
     if share.kept and tiles == 1:
         inner = 2 * c * rows * share.F
-    if tiles > 1 and share.plan.attention_tiles > 1 and share.target.platform != "tpu":
+    if tiles > 1 and share.plan.head_groups > 1 and share.chip.platform != "tpu":
         inner += c * (N + 2 * rows) * share.D  # a GPU has zeroed the sum over heads by now; the tile's input, its norm
     return [
         Line("attention", kept, "what its forward pass, run again, leaves for its backward one"),
@@ -37,7 +37,7 @@ def feed_forward(share: Share) -> list[Line]:
 
 def attention(share: Share) -> list[Line]:
     """The lines of its attention, of one group of heads where they are in groups."""
-    c, N, tiles = share.compute_bytes, share.N, share.plan.attention_tiles
+    c, N, tiles = share.compute_bytes, share.N, share.plan.head_groups
     heads = c * N * share.lanes
     kept = 0 if share.kept and tiles == 1 and share.attention != "tiled" else _kept_for_attention(share)
     gradients = heads * (2 * share.H + 2 * share.K)
@@ -48,7 +48,7 @@ def attention(share: Share) -> list[Line]:
     if share.attention == "splash":  # the logsumexp's copies are gone when gradients come
         gradients = max(gradients, _logsumexp(share))
     if share.config.qk_norm and tiles > 1:  # the f32 factors of a group's norms
-        gradients += (2 if share.target.platform == "tpu" else 3) * _F32 * N * share.lanes * (share.H + share.K)
+        gradients += (2 if share.chip.platform == "tpu" else 3) * _F32 * N * share.lanes * (share.H + share.K)
     return [
         Line("attention", (kept + gradients) // tiles, "queries, keys, values, output, their gradients"),
         Line("feed-forward", _row_sums(share), "sums of its weights' gradients, f32"),
@@ -61,9 +61,9 @@ def waiting(share: Share) -> list[Line]:
 
     Silu's parts and what the feed-forward read wait only on GPUs, and only where moments are on the device.
     """
-    if share.plan.attention_tiles == 1 or share.plan.mlp_tiles > 1:
+    if share.plan.head_groups == 1 or share.plan.mlp_tiles > 1:
         return []
-    c, all_of_it = share.compute_bytes, share.target.platform != "tpu" and share.plan.moments == "device"
+    c, all_of_it = share.compute_bytes, share.chip.platform != "tpu" and share.plan.moments == "device"
     inner = (2 if share.kept or not all_of_it else 4) * share.F
     return [
         Line("feed-forward", c * share.N * inner, "gate, up and gradients, for their weights' gradients"),
@@ -101,7 +101,7 @@ def _turned_back(share: Share) -> int:
 
 def _done(share: Share) -> int:
     """Bytes of the stream that a feed-forward in tiles has let go when a GPU's attention in tiles begins."""
-    done = share.attention == "tiled" and share.plan.mlp_tiles > 1 and share.plan.attention_tiles == 1
+    done = share.attention == "tiled" and share.plan.mlp_tiles > 1 and share.plan.head_groups == 1
     return 2 * share.compute_bytes * share.N * share.D if done else 0
 
 
@@ -113,7 +113,7 @@ def _row_sums(share: Share) -> int:
 def _stream(share: Share) -> int:
     """Bytes of activations as wide as the residual stream, and of rope's two tables."""
     c, wide = share.compute_bytes, share.N * share.D
-    tables = 2 * _F32 * share.T * (share.lanes if share.target.platform == "tpu" else share.h // 2)
-    if share.plan.attention_tiles > 1:  # the sum over groups of heads of its input's gradient, in f32
+    tables = 2 * _F32 * share.T * (share.lanes if share.chip.platform == "tpu" else share.h // 2)
+    if share.plan.head_groups > 1:  # the sum over groups of heads of its input's gradient, in f32
         return (_F32 + 4 * c) * wide + tables
     return 5 * c * wide + tables

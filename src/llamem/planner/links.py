@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from llamem.llama import LlamaConfig, MeshShape
-from llamem.memory import TARGETS
+from llamem.memory import CHIPS
 from llamem.planner.seconds import ATTENTION, CHIP_LINK, PRODUCTS
 
 # Chips that the fast links join: TPU slices and machines of eight GPUs. Google Cloud's TPU pages: a pod of v5e or v6e
@@ -53,7 +53,7 @@ class Pace:
     @property
     def mfu(self) -> float:
         """The share of the chips' peak that the model's own arithmetic takes: PaLM (Chowdhery et al. 2022), B."""
-        peak = TARGETS[_one(self.chip)].peak_flops
+        peak = CHIPS[_one(self.chip)].peak_flops
         assert peak
         return self.model_flops / peak / self.seconds
 
@@ -78,7 +78,7 @@ def pace(config: LlamaConfig, chip: str, mesh: Mapping[str, int], *, batch_size:
         raise ValueError(
             f"batch_size={batch_size} does not divide among {shape.data * shape.fsdp} (data x fsdp): choose a multiple."
         )
-    peak = TARGETS[_one(chip)].peak_flops
+    peak = CHIPS[_one(chip)].peak_flops
     assert peak
     tokens = batch_size * seq_len
     mine = tokens / shape.devices

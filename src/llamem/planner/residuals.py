@@ -34,13 +34,13 @@ def _kept_per_token(share: Share) -> int:
     """Bytes of one token in one layer where everything stays: what the derivative of each operation reads."""
     c = share.compute_bytes
     inner = 6 * c * share.F  # gate, up, and silu's parts
-    in_tiles = (share.plan.mlp_tiles > 1, share.plan.attention_tiles > 1)  # what is made inside of a tile is not kept
+    in_tiles = (share.plan.mlp_tiles > 1, share.plan.head_groups > 1)  # what is made inside of a tile is not kept
     norms = 1 if in_tiles[0] and share.mesh.tensor == 1 else 2  # the feed-forward's is inside of its tiles
     stream = (3 * _F32 * norms + 2 * c) * share.D  # the norms' f32 factors, and what they read or made
-    queries = 3 if share.target.platform == "tpu" else 2  # Splash reads scaled ones
+    queries = 3 if share.chip.platform == "tpu" else 2  # Splash reads scaled ones
     heads = c * share.lanes * (queries * share.H + 2 * share.K) + _F32 * share.H
     if share.config.qk_norm:  # the f32 factors of its two norms; a TPU computes one of them again
-        factors = 2 if share.target.platform == "tpu" else 3
+        factors = 2 if share.chip.platform == "tpu" else 3
         heads += factors * _F32 * share.lanes * (share.H + share.K)
     scores = (_F32 + c) * share.H * share.T if share.attention == "xla" else 0
     return stream + (0 if in_tiles[0] else inner) + (0 if in_tiles[1] else heads + scores)
@@ -50,7 +50,7 @@ def turned_over(share: Share) -> list[Line]:
     """The last of the query norm's f32 factors, which a GPU lays out in another order before its backward loop: one at
     a time, each into a new place, for which no tile of logits has left room.
     """
-    if not share.kept or not share.config.qk_norm or share.target.platform == "tpu" or share.plan.attention_tiles > 1:
+    if not share.kept or not share.config.qk_norm or share.chip.platform == "tpu" or share.plan.head_groups > 1:
         return []
     return [
         Line("residuals", _F32 * share.L * share.N * share.H * share.h, "one f32 factor of the queries' norms, twice")
@@ -59,7 +59,7 @@ def turned_over(share: Share) -> list[Line]:
 
 def _kept_of_weights(share: Share) -> int:
     """Bytes of attention's weights in groups of heads, which the forward loop writes down for the backward one."""
-    return share.compute_bytes * share.L * share.attention_weights if share.plan.attention_tiles > 1 else 0
+    return share.compute_bytes * share.L * share.attention_weights if share.plan.head_groups > 1 else 0
 
 
 def why_residuals(share: Share) -> str:

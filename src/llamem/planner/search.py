@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from llamem.llama import LlamaConfig, MeshShape, Plan
-from llamem.memory import TARGETS, GiB, Report, Target, compile_report
-from llamem.memory import target as checked_target
+from llamem.memory import CHIPS, Chip, GiB, Report, compile_report
+from llamem.memory.chips import find_chip
 from llamem.planner.candidates import estimates, streamed_estimates, words
 from llamem.planner.estimates import Estimate, chip_called
 from llamem.planner.found import ALIKE, Found, NothingFits, explained
@@ -20,7 +20,7 @@ Progress = Callable[[str], None] | None
 
 def find_plan(
     config: LlamaConfig,
-    target: str = "v5e-1",
+    chip: str = "v5e-1",
     *,
     seq_len: int,
     batch_size: int = 1,
@@ -44,15 +44,15 @@ def find_plan(
     "global" an update in the backward pass takes two of them, or gradients go to the host and come back.
 
     Raises NothingFits, a ValueError that names what comes closest; ValueError for bad sizes or an unknown chip;
-    ImportError as `llamem.target` does.
+    ImportError as `llamem.find_chip` does.
     """
-    chip = _chip(target, compiler)
+    on = _chip(chip, compiler)
     _check(config, seq_len, batch_size)
-    tried = _for_host(estimates(config, chip, seq_len, batch_size, mesh), host_bytes)
+    tried = _for_host(estimates(config, on, seq_len, batch_size, mesh), host_bytes)
     try:
-        return _search(config, chip, tried, seq_len, batch_size, compiler, progress, clip)
+        return _search(config, on, tried, seq_len, batch_size, compiler, progress, clip)
     except NothingFits as nothing:
-        streamed = () if host_bytes is None else streamed_estimates(config, chip, seq_len, batch_size, clip)
+        streamed = () if host_bytes is None else streamed_estimates(config, on, seq_len, batch_size, clip)
         if not streamed:
             raise
         possible = _for_host(streamed, host_bytes)
@@ -65,7 +65,7 @@ def find_plan(
                 f"and would have to hold {closest.host_bytes / GiB:.1f}.",
                 closest,
             ) from None
-        return _search(config, chip, possible, seq_len, batch_size, compiler, progress, clip)
+        return _search(config, on, possible, seq_len, batch_size, compiler, progress, clip)
 
 
 def _for_host(tried: Sequence[Estimate], host_bytes: int | None) -> Sequence[Estimate]:
@@ -73,17 +73,17 @@ def _for_host(tried: Sequence[Estimate], host_bytes: int | None) -> Sequence[Est
 
 
 def ask(
-    config: LlamaConfig, plan: Plan, target: str, *, seq_len: int, batch_size: int = 1, clip: Clip = "global"
+    config: LlamaConfig, plan: Plan, chip: str, *, seq_len: int, batch_size: int = 1, clip: Clip = "global"
 ) -> Report:
     """What the chip's compiler says of one AdamW step under a plan, its state donated. See `llamem.compile_report`."""
     settings = TrainSettings(batch_size=batch_size, seq_len=seq_len, clip=clip)
     step, state, batch = abstract_step(config, settings, plan)
-    return compile_report(step, state, batch, donate=(0,), target=target)
+    return compile_report(step, state, batch, donate_argnums=(0,), chip=chip)
 
 
 def _search(
     config: LlamaConfig,
-    chip: Target,
+    chip: Chip,
     tried: Sequence[Estimate],
     seq_len: int,
     batch_size: int,
@@ -134,7 +134,7 @@ def _fastest(fitting: Sequence[Estimate]) -> Estimate:
 
 def longest_context(
     config: LlamaConfig,
-    target: str = "v5e-1",
+    chip: str = "v5e-1",
     *,
     batch_size: int = 1,
     mesh: Mapping[str, int] | None = None,
@@ -146,22 +146,22 @@ def longest_context(
     Bisection by estimate, then the compiler; what it refuses shortens the sequence. Arguments and errors as
     `find_plan`.
     """
-    chip = _chip(target, compiler)
+    on = _chip(chip, compiler)
     unit = _STEP * (MeshShape.of(mesh).context if mesh is not None else 1)
     most = max(1, config.max_seq_len // unit)
 
     def tried(count: int) -> Sequence[Estimate]:
-        return estimates(config, chip, count * unit, batch_size, mesh)
+        return estimates(config, on, count * unit, batch_size, mesh)
 
     def search(count: int) -> Found:
-        return _search(config, chip, tried(count), count * unit, batch_size, compiler, progress)
+        return _search(config, on, tried(count), count * unit, batch_size, compiler, progress)
 
-    return _largest(tried, search, most, f"{unit:,} tokens", chip)
+    return _largest(tried, search, most, f"{unit:,} tokens", on)
 
 
 def largest_batch(
     config: LlamaConfig,
-    target: str = "v5e-1",
+    chip: str = "v5e-1",
     *,
     seq_len: int,
     mesh: Mapping[str, int] | None = None,
@@ -169,22 +169,22 @@ def largest_batch(
     progress: Progress = print,
 ) -> Found:
     """The most sequences of `seq_len` tokens, at most 4,096, for which a plan is found. Otherwise `longest_context`."""
-    chip = _chip(target, compiler)
+    on = _chip(chip, compiler)
     _check(config, seq_len, 1)
-    shape = MeshShape.of(mesh) if mesh is not None else MeshShape(fsdp=chip.devices)
+    shape = MeshShape.of(mesh) if mesh is not None else MeshShape(fsdp=on.devices)
     unit = shape.data * shape.fsdp
 
     def tried(count: int) -> Sequence[Estimate]:
-        return estimates(config, chip, seq_len, count * unit, mesh)
+        return estimates(config, on, seq_len, count * unit, mesh)
 
     def search(count: int) -> Found:
-        return _search(config, chip, tried(count), seq_len, count * unit, compiler, progress)
+        return _search(config, on, tried(count), seq_len, count * unit, compiler, progress)
 
-    return _largest(tried, search, max(1, 4096 // unit), f"{unit} sequences", chip)
+    return _largest(tried, search, max(1, 4096 // unit), f"{unit} sequences", on)
 
 
 def _largest(
-    tried: Callable[[int], Sequence[Estimate]], search: Callable[[int], Found], most: int, unit: str, chip: Target
+    tried: Callable[[int], Sequence[Estimate]], search: Callable[[int], Found], most: int, unit: str, chip: Chip
 ) -> Found:
     """The largest count for which `search` finds a plan, from those for which an estimate fits."""
     capacity = chip.capacity_bytes or 0
@@ -208,12 +208,12 @@ def _largest(
 def smallest_chip(
     config: LlamaConfig, *, seq_len: int, batch_size: int = 1, compiler: bool = True, progress: Progress = print
 ) -> Found:
-    """A plan on the smallest of `llamem.TARGETS`, by the memory of all its chips together, on which one is found.
+    """A plan on the smallest of `llamem.CHIPS`, by the memory of all its chips together, on which one is found.
 
     Chips whose compiler is not installed are left out. Raises NothingFits where none is enough.
     """
     _check(config, seq_len, batch_size)
-    for chip in sorted(TARGETS.values(), key=lambda t: ((t.capacity_bytes or 0) * t.devices, t.devices)):
+    for chip in sorted(CHIPS.values(), key=lambda t: ((t.capacity_bytes or 0) * t.devices, t.devices)):
         try:
             return find_plan(
                 config, chip.name, seq_len=seq_len, batch_size=batch_size, compiler=compiler, progress=progress
@@ -221,12 +221,12 @@ def smallest_chip(
         except (NothingFits, ImportError) as error:
             if progress is not None:
                 progress(f"{chip.name}: {str(error).splitlines()[0]}")
-    raise NothingFits(f"{batch_size} x {seq_len:,} tokens fit none of the {len(TARGETS)} targets.", None)
+    raise NothingFits(f"{batch_size} x {seq_len:,} tokens fit none of the {len(CHIPS)} chips.", None)
 
 
-def _chip(name: str, compiler: bool) -> Target:
-    chip = chip_called(name)
-    return checked_target(name) if compiler else chip
+def _chip(name: str, compiler: bool) -> Chip:
+    known = chip_called(name)
+    return find_chip(name) if compiler else known
 
 
 def _check(config: LlamaConfig, seq_len: int, batch_size: int) -> None:

@@ -44,8 +44,8 @@ class Seconds:
 
 def seconds_of(share: Share, host_bytes_moved: int) -> Seconds:
     """The parts of one step on one device."""
-    family = re.split("[-:]", share.target.name)[0]
-    peak, bandwidth = share.target.peak_flops, share.target.bandwidth
+    family = re.split("[-:]", share.chip.name)[0]
+    peak, bandwidth = share.chip.peak_flops, share.chip.bandwidth
     assert peak and bandwidth  # every chip of the table has them
     return Seconds(
         products=product_flops(share) / (peak * PRODUCTS),
@@ -63,11 +63,11 @@ def _again(share: Share) -> tuple[float, float, float]:
     """
     plan, known = share.plan, share.saved | share.offloaded
     if share.kept:  # but for what is inside a tile
-        return float(plan.attention_tiles > 1), 0.0, float(plan.mlp_tiles > 1)
+        return float(plan.head_groups > 1), 0.0, float(plan.mlp_tiles > 1)
     nested = 1.0 if share.groups > 1 else 0.0
     qkv = 0.0 if known >= {"q", "k", "v"} else 1.0
     out = 0.0 if "attn_out" in known else 1.0
-    if plan.attention_tiles > 1:  # each group is computed again in its own backward pass
+    if plan.head_groups > 1:  # each group is computed again in its own backward pass
         qkv = 1.0 + out
     gate_up = 0.0 if known >= {"gate", "up"} and plan.mlp_tiles == 1 else 1.0
     return qkv + nested, out + nested, gate_up + nested
@@ -78,12 +78,12 @@ def attention_passes(share: Share) -> float:
     # Products of a backward pass over the two of a forward one: Splash makes the scores twice (3 and 4), others once.
     backward = 3.5 if share.attention == "splash" else 2.0 if share.attention == "xla" else 2.5
     if share.kept:
-        return 1 + backward + float(share.plan.attention_tiles > 1)
+        return 1 + backward + float(share.plan.head_groups > 1)
     passes = share.backward_passes
     nested = 1.0 if share.groups > 1 else 0.0
     known = share.saved | share.offloaded
     again = 0.0 if "attn" in known else 1.0
-    if share.plan.attention_tiles > 1:
+    if share.plan.head_groups > 1:
         again = 1.0 if "attn_out" in known else 2.0
     return 1 + passes * (backward + again + nested)
 

@@ -13,7 +13,7 @@ from llamem.layers.tiling import tile_size
 from llamem.llama import ACTIVATIONS, LlamaConfig, MeshShape, Plan
 from llamem.llama.model import check_heads
 from llamem.losses import choose_tiles
-from llamem.memory import Target
+from llamem.memory import Chip
 from llamem.train.settings import Clip
 
 _LANES = 128  # a TPU stores the last axis of an array in rows of 128: Google Cloud's TPU architecture page
@@ -38,7 +38,7 @@ class Share:
 
     config: LlamaConfig
     plan: Plan
-    target: Target
+    chip: Chip
     mesh: MeshShape
     B: int
     T: int
@@ -78,7 +78,7 @@ class Share:
     @property
     def lanes(self) -> int:
         """The head dimension as it lies in memory: a TPU fills it up to 128."""
-        return -(-self.h // _LANES) * _LANES if self.target.platform == "tpu" else self.h
+        return -(-self.h // _LANES) * _LANES if self.chip.platform == "tpu" else self.h
 
     @property
     def attention_weights(self) -> int:
@@ -127,19 +127,19 @@ class Share:
 
 
 def share_of(
-    config: LlamaConfig, plan: Plan, target: Target, seq_len: int, batch_size: int, clip: Clip = "global"
+    config: LlamaConfig, plan: Plan, chip: Chip, seq_len: int, batch_size: int, clip: Clip = "global"
 ) -> Share:
     """The sizes for one device. Raises ValueError for a mixture of experts, and for what does not divide."""
     if config.n_experts:
         raise ValueError(
             f"n_experts={config.n_experts}: estimates know dense feed-forwards only. Ask the compiler for a mixture: "
-            "llamem.compile_report(step, state, batch, donate=(0,), target=...)."
+            "llamem.compile_report(step, state, batch, donate_argnums=(0,), chip=...)."
         )
     mesh = MeshShape.of(plan.mesh)
-    if mesh.devices != target.devices:
+    if mesh.devices != chip.devices:
         raise ValueError(
-            f"the plan's mesh {mesh.axes or '{}'} has {mesh.devices} devices, and {target.name} has {target.devices}: "
-            f"expected a mesh of {target.devices}, such as mesh={{'fsdp': {target.devices}}}."
+            f"the plan's mesh {mesh.axes or '{}'} has {mesh.devices} devices, and {chip.name} has {chip.devices}: "
+            f"expected a mesh of {chip.devices}, such as mesh={{'fsdp': {chip.devices}}}."
         )
     _divides("batch_size", batch_size, mesh.data * mesh.fsdp, "data x fsdp")
     _divides("seq_len", seq_len, 2 * mesh.context if mesh.context > 1 else 1, "2 x context")
@@ -148,7 +148,7 @@ def share_of(
     check_heads(config, plan)
     B, T = batch_size // (mesh.data * mesh.fsdp), seq_len // mesh.context
     V = config.vocab_size // mesh.tensor
-    axis, rows, columns = _loss_tile(plan, target, B * T, config.d_model, V, config.compute_dtype, mesh.tensor > 1)
+    axis, rows, columns = _loss_tile(plan, chip, B * T, config.d_model, V, config.compute_dtype, mesh.tensor > 1)
     saved, offloaded, kept = _kept_names(plan)
     weights = 2 * config.d_model * (config.n_heads + config.n_kv_heads) * config.head_dim // mesh.tensor
     weights += 3 * config.d_model * config.d_ff // mesh.tensor
@@ -157,7 +157,7 @@ def share_of(
     return Share(
         config=config,
         plan=plan,
-        target=target,
+        chip=chip,
         mesh=mesh,
         B=B,
         T=T,
@@ -169,7 +169,7 @@ def share_of(
         split=mesh.fsdp * mesh.context,
         param_bytes=param_size,
         compute_bytes=size,
-        attention=_implementation(plan, target, T),
+        attention=_implementation(plan, chip, T),
         saved=saved,
         offloaded=offloaded,
         kept=kept,
@@ -202,10 +202,10 @@ def _divides(name: str, size: int, parts: int, over: str) -> None:
         )
 
 
-def _implementation(plan: Plan, target: Target, T: int) -> Any:
+def _implementation(plan: Plan, chip: Chip, T: int) -> Any:
     if plan.attention != "auto":
         return plan.attention
-    if target.platform == "tpu" and T % SPLASH_BLOCK == 0:
+    if chip.platform == "tpu" and T % SPLASH_BLOCK == 0:
         return "splash"
     return "tiled" if T > 1024 else "xla"
 
@@ -228,20 +228,20 @@ def _kept_names(plan: Plan) -> tuple[frozenset[str], frozenset[str], bool]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(tokens: int, d_model: int, vocab: int, dtype: Any, axis: Any, target: str) -> tuple[Any, int]:
-    choice = choose_tiles(tokens, d_model, vocab, dtype=dtype, axis=axis, target=target)
+def _chosen(tokens: int, d_model: int, vocab: int, dtype: Any, axis: Any, chip: str) -> tuple[Any, int]:
+    choice = choose_tiles(tokens, d_model, vocab, dtype=dtype, axis=axis, chip=chip)
     return choice.axis, choice.num_tiles
 
 
-def _loss_tile(plan: Plan, target: Target, N: int, D: int, V: int, dtype: Any, split: bool) -> tuple[Any, int, int]:
+def _loss_tile(plan: Plan, chip: Chip, N: int, D: int, V: int, dtype: Any, split: bool) -> tuple[Any, int, int]:
     """The axis that the loss is cut along, and the rows and columns of a tile of logits."""
     if plan.loss_tiles is None and not split:
         return "tokens", N, V
     axis: Any = "vocab" if split else plan.loss_axis
     count = plan.loss_tiles or 1
     if count == "auto":
-        generation, of_a_slice, _ = target.name.partition(":")
-        axis, count = _chosen(N, D, V, dtype, axis, f"{generation}-1" if of_a_slice else target.name)
+        generation, of_a_slice, _ = chip.name.partition(":")
+        axis, count = _chosen(N, D, V, dtype, axis, f"{generation}-1" if of_a_slice else chip.name)
     if axis == "vocab":
         return "vocab", N, tile_size(V, int(count), 128)
     return "tokens", tile_size(N, int(count), 16), V

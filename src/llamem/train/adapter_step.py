@@ -108,7 +108,7 @@ def abstract_lora_step(
 ) -> tuple[Callable[..., Any], TrainState, Any, Batch]:
     """The step of adapters over a model that is never built, with the shapes of its arguments.
 
-    Returns `(step, state, base, batch)` for `llamem.compile_report(step, state, base, batch, donate=(0,), target=...)`.
+    Returns `(step, state, base, batch)` for `llamem.compile_report(..., donate_argnums=(0,), chip=...)`.
     With a mesh in the plan the shapes say how they lie on it. Raises ValueError for sizes that do not divide.
     """
     mesh = MeshShape.of(plan.mesh)

@@ -101,7 +101,7 @@ def abstract_step(
 ) -> tuple[Callable[..., Any], TrainState, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
     """The train step of a model that is never built, with the shapes of its arguments: what a compiler needs.
 
-    Returns `(step, state, batch)` for `llamem.compile_report(step, state, batch, donate=(0,), target=...)`. With a
+    Returns `(step, state, batch)` for `llamem.compile_report(..., donate_argnums=(0,), chip=...)`. With a
     mesh in the plan the shapes say how they lie on it. Raises ValueError for sizes that do not divide.
     """
     _check_settings(settings)

@@ -89,9 +89,9 @@ class BothWays:
     loss_fn: Callable[[Any, Any, Any], Any]
     params: Any
     batch: Any
-    with_: Any = "nothing"
-    without: Any = None
-    target: str = "local"
+    remat: Any = "nothing"
+    baseline: Any = None
+    chip: str = "local"
     evaluate: Callable[[Any, Any, Any], Any] | None = None
 
     def loss(self, how: Any) -> Callable[[Any, Any], Any]:
@@ -122,7 +122,7 @@ class BothWays:
     def traced(self) -> jex_core.ClosedJaxpr:
         """The loss with rematerialisation, traced. Raises CannotGo."""
         try:
-            return jax.make_jaxpr(self.loss(self.with_))(self.params, self.batch)
+            return jax.make_jaxpr(self.loss(self.remat))(self.params, self.batch)
         except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
             cause = ""
             if isinstance(error, jax.errors.ConcretizationTypeError):
@@ -187,13 +187,13 @@ class BothWays:
 
     @cached_property
     def reports(self) -> tuple[Report, Report]:
-        """What the target's compiler says of the gradients: with rematerialisation, and without."""
-        if self.target == "local":
+        """What the chip's compiler says of the gradients: with rematerialisation, and without."""
+        if self.chip == "local":
             mine, plain = self.gradients
             return report_compiled(self._program, mine), report_compiled(self._plain_program, plain)
         mine, plain = (
-            compile_report(self.gradient(how), self.params, self.batch, target=self.target)
-            for how in (self.with_, self.without)
+            compile_report(self.gradient(how), self.params, self.batch, chip=self.chip)
+            for how in (self.remat, self.baseline)
         )
         return mine, plain
 
@@ -204,15 +204,15 @@ class BothWays:
 
     @cached_property
     def _plain(self) -> tuple[jex_core.ClosedJaxpr, Any]:
-        return jax.make_jaxpr(self.loss(self.without), return_shape=True)(self.params, self.batch)
+        return jax.make_jaxpr(self.loss(self.baseline), return_shape=True)(self.params, self.batch)
 
     @cached_property
     def _trace(self) -> jax.stages.Traced:
-        return jax.jit(self.gradient(self.with_), keep_unused=True).trace(self.params, self.batch)
+        return jax.jit(self.gradient(self.remat), keep_unused=True).trace(self.params, self.batch)
 
     @cached_property
     def _plain_trace(self) -> jax.stages.Traced:
-        return jax.jit(self.gradient(self.without), keep_unused=True).trace(self.params, self.batch)
+        return jax.jit(self.gradient(self.baseline), keep_unused=True).trace(self.params, self.batch)
 
     @cached_property
     def _program(self) -> jax.stages.Compiled:

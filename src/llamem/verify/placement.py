@@ -188,9 +188,9 @@ def _policy_faults(checkpoint: Checkpoint) -> list[str]:
             "save_anything_except_these_names saves what it should except, since a name is the last of three copies. "
             "Use save_only_these_names, or llamem.Policy(save_all_but=...)."
         ]
-    target = policy_arguments(policy).get("offload_dst")
-    if target is not None and target != "pinned_host":
-        return [f"the policy offloads to {target!r}, which is not the host's memory: 'pinned_host' is."]
+    chip = policy_arguments(policy).get("offload_dst")
+    if chip is not None and chip != "pinned_host":
+        return [f"the policy offloads to {chip!r}, which is not the host's memory: 'pinned_host' is."]
     return []
 
 

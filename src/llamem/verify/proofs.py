@@ -23,11 +23,11 @@ def checkpoints_are_there(both: BothWays) -> Proof:
     there = len(list(find_checkpoints(both.traced.jaxpr)))
     extra = there - len(list(find_checkpoints(both.plain.jaxpr)))
     covered, left_out = layers_left_out(both.traced.jaxpr)
-    seen, cause = f"{there} of them with {both.with_!r}", ""
+    seen, cause = f"{there} of them with {both.remat!r}", ""
     if left_out > 1:  # one alone is the last of unrolled layers
         seen += f"; {covered} layers are under one, and {left_out} with the same products are not"
     if there and extra <= 0:
-        seen += f", and {there - extra} with {both.without!r}"
+        seen += f", and {there - extra} with {both.baseline!r}"
         cause = "The layer is checkpointed whatever the flag says: there is no plain program to compare with."
     elif extra <= 0:
         reasons = ["The flag does not reach the layer: filtered by a caller, or the model is in eval mode."]
@@ -149,11 +149,11 @@ def compiler_leaves_them(both: BothWays) -> Proof:
     if again <= 0:
         return Proof(Title.COMPILER, None, "no matrix product is computed again, and only those are counted")
     if mine.compiled_matmul_flops is None or plain.compiled_matmul_flops is None:
-        return Proof(Title.COMPILER, None, f"products cannot be counted in the program for {mine.target.name}")
+        return Proof(Title.COMPILER, None, f"products cannot be counted in the program for {mine.chip.name}")
     left = both.devices * (mine.compiled_matmul_flops - plain.compiled_matmul_flops)
     undone = left < 0.5 * again
     cause = (
-        f"The program asked for them, and the compiler of {mine.target.name} merged both computations: checkpoints "
+        f"The program asked for them, and the compiler of {mine.chip.name} merged both computations: checkpoints "
         "outside a loop on a CPU, or prevent_cse=False. Scan over the layers, or judge on a TPU or GPU."
         if undone
         else ""
@@ -162,7 +162,7 @@ def compiler_leaves_them(both: BothWays) -> Proof:
 
 
 def memory_falls(both: BothWays) -> Proof:
-    """Residuals are fewer, and the target's temporaries fall with them."""
+    """Residuals are fewer, and the chip's temporaries fall with them."""
 
     def kept(how: Any) -> int:
         def loss(params: Any) -> Any:
@@ -173,11 +173,11 @@ def memory_falls(both: BothWays) -> Proof:
         return saved_residuals(loss, both.params).bytes
 
     mine, plain = both.reports
-    less = kept(both.without) - kept(both.with_)
+    less = kept(both.baseline) - kept(both.remat)
     fell = both.devices * (plain.parts["temporaries"] - mine.parts["temporaries"])
     # Compilers recompute cheap residuals by themselves, so that less falls than was kept.
     holds = less > 0 and fell > 0.1 * less
-    seen = f"residuals less by {less:,} bytes, temporaries on {mine.target.name} by {fell:,}"
+    seen = f"residuals less by {less:,} bytes, temporaries on {mine.chip.name} by {fell:,}"
     if 0 < less < 2**20 and not holds:
         return Proof(
             Title.MEMORY, None, f"{seen}: below 1 MiB a compiler's own workspace decides. Judge with larger shapes"
@@ -190,13 +190,13 @@ def memory_falls(both: BothWays) -> Proof:
 
 
 def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
-    """What a policy offloads lies in the host's memory in the target's compiled program."""
+    """What a policy offloads lies in the host's memory in the chip's compiled program."""
     asked = moved_to_host(both.gradients[0].jaxpr)
     if not asked and not offloads(both.traced.jaxpr):
         return None
     mine, _ = both.reports
-    seen = f"{asked:,} bytes offloaded, {mine.host_bytes:,} on the host of {mine.target.name}"
-    if asked and mine.target.platform == "cpu":
+    seen = f"{asked:,} bytes offloaded, {mine.host_bytes:,} on the host of {mine.chip.name}"
+    if asked and mine.chip.platform == "cpu":
         return Proof(Title.OFFLOAD, None, f"{seen}: a CPU's memory is the host's", "")
     arrived = asked > 0 and mine.host_bytes >= 0.9 * asked / both.devices
     cause = ""
@@ -232,7 +232,7 @@ def evaluation_is_untouched(both: BothWays) -> Proof | None:
     if both.evaluate is None:
         return None
     evaluate = both.evaluate
-    ways = [lambda p, b, how=how: evaluate(p, b, how) for how in (both.with_, both.without)]
+    ways = [lambda p, b, how=how: evaluate(p, b, how) for how in (both.remat, both.baseline)]
     traces = [jax.jit(way).trace(both.params, both.batch) for way in ways]
     there = [len(list(find_checkpoints(traced.jaxpr.jaxpr))) for traced in traces]
     if any(there):

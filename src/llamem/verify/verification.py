@@ -40,19 +40,19 @@ def verify_remat(
     params: Any,
     batch: Any,
     *,
-    with_: Any = "nothing",
-    without: Any = None,
-    target: str = "local",
+    remat: Any = "nothing",
+    baseline: Any = None,
+    chip: str = "local",
     evaluate: Callable[[Any, Any, Any], Any] | None = None,
     proofs: Sequence[Callable[[BothWays], Proof | None]] = PROOFS,
     waive: Mapping[str, str] | None = None,
 ) -> Verification:
-    """Compares `loss_fn(params, batch, with_)` with `loss_fn(params, batch, without)`: is the first rematerialised?
+    """Compares `loss_fn(params, batch, remat)` with `loss_fn(params, batch, baseline)`: is the first rematerialised?
 
     `loss_fn` returns a scalar, or a scalar and other results (hidden states, updated batch statistics, experts chosen),
     which must then be the same too. Its third argument is how it shall be computed, anything: a policy's name, a flag,
     a model. `params` is a pytree of arrays, `batch` whatever changes from step to step, keys for dropout included. Both
-    ways are run once here, forward and backward, and compiled for `target` (see `llamem.target`): for an absent chip
+    ways are run once here, forward and backward, and compiled for `chip` (see `llamem.find_chip`): for an absent chip
     with the same shapes, so make them large enough to matter there. `evaluate(params, batch, how)`, if given, is the
     model at evaluation, which no checkpoint may touch; it returns any arrays, a KV cache for instance.
 
@@ -65,12 +65,12 @@ def verify_remat(
     reason. `waive={"random numbers are fresh": "one mask for all time steps, as Gal and Ghahramani do"}` accepts a
     failure that is meant; the answer shows it with its reason, and says where nothing had to be waived.
 
-    Raises what `loss_fn(params, batch, without)` raises, and ValueError for a waiver of no known proof or without a
+    Raises what `loss_fn(params, batch, baseline)` raises, and ValueError for a waiver of no known proof or without a
     reason.
     Source: the test battery of Hugging Face transformers (PR 41818), extended to compiled programs.
     """
     _check_waivers(waive or {})
-    both = BothWays(loss_fn, params, batch, with_, without, target, evaluate)
+    both = BothWays(loss_fn, params, batch, remat, baseline, chip, evaluate)
     found: list[Proof] = []
     try:
         for prove in proofs:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
-from llamem.memory import TARGETS, matmul_flops
+from llamem.memory import CHIPS, matmul_flops
 from llamem.memory.jaxprs import equations
 from llamem.planner.seconds import HOST_LINK, PRODUCTS
 
@@ -20,7 +20,7 @@ def check_hidden_from(fn: Callable[..., float]) -> None:
 
     def body() -> str:
         for chip, weight_bytes, trained in (("v5e", 4, True), ("v6e", 2, True), ("v5e", 2, False), ("h100", 4, False)):
-            peak = TARGETS[chip if chip == "h100" else f"{chip}-1"].peak_flops
+            peak = CHIPS[chip if chip == "h100" else f"{chip}-1"].peak_flops
             assert peak
             flops, link = PRODUCTS * peak, HOST_LINK[chip]
             found = fn(flops, link, weight_bytes, trained)

@@ -11,9 +11,9 @@ from llamem.course.exercises import grade
 from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape
+from llamem.memory.chips import available, find_chip
 from llamem.memory.compiling import compile_report
 from llamem.memory.report import GiB
-from llamem.memory.targets import available, target
 from llamem.train.data import Batches
 from llamem.train.step import TrainSettings, abstract_step
 
@@ -78,12 +78,12 @@ def check_mesh(fn: Callable[..., Any]) -> None:
         step, state, shapes = abstract_step(config, settings, Plan(mesh=mesh))
         if not available("v5p:4x4x4"):
             return "(Not compiled: there is no TPU compiler here, so the peak is not checked.)"
-        report = compile_report(step, state, shapes, donate=(0,), target="v5p:4x4x4")
+        report = compile_report(step, state, shapes, donate_argnums=(0,), chip="v5p:4x4x4")
         peak = report.peak_bytes / GiB
         assert peak < 21, (
             f"The peak is {peak:.1f} GiB a chip. Weights and moments are split as far as they go: what else "
             "does a chip hold that another axis would split?"
         )
-        return f"Peak {peak:.1f} GiB a chip, of {(target('v5p:4x4x4').capacity_bytes or 0) / GiB:.1f}."
+        return f"Peak {peak:.1f} GiB a chip, of {(find_chip('v5p:4x4x4').capacity_bytes or 0) / GiB:.1f}."
 
     grade(3, body)

@@ -10,9 +10,9 @@ import optax
 
 from llamem.course.exercises import grade
 from llamem.llama.config import LlamaConfig
+from llamem.memory.chips import available
 from llamem.memory.compiling import compile_report
 from llamem.memory.report import GiB
-from llamem.memory.targets import available
 from llamem.train.step import TrainSettings, abstract_step
 
 
@@ -69,7 +69,7 @@ def check_settings(fn: Callable[..., Any]) -> None:
             return "(Not compiled: there is no TPU compiler here, so the peak is not checked.)"
         config = LlamaConfig.from_name("llama3.2-1b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
         step, state, batch = abstract_step(config, settings)
-        report = compile_report(step, state, batch, donate=(0,), target="v5e-1")
+        report = compile_report(step, state, batch, donate_argnums=(0,), chip="v5e-1")
         peak = report.peak_bytes / GiB
         assert report.fits, f"The peak is {peak:.1f} GiB. Which setting decides how many sequences are alive at once?"
         return (

@@ -98,7 +98,7 @@ def _check_value(loss: Callable[[Any], Any]) -> None:
 
 
 def _battery(loss: Callable[[Any, Any, Any], Any], batch: Any, w: Any = _W) -> None:
-    verification = verify_remat(loss, w, batch, with_=True, without=False)
+    verification = verify_remat(loss, w, batch, remat=True, baseline=False)
     if not verification.holds:
         proof = verification.failed[0]
         raise AssertionError(f"{proof.name}: {proof.seen}. {proof.cause}")
@@ -107,7 +107,7 @@ def _battery(loss: Callable[[Any, Any, Any], Any], batch: Any, w: Any = _W) -> N
 @functools.cache
 def _verified(name: str) -> Verification:
     (suspect,) = (one for one in SUSPECTS if one.__name__ == name)
-    return verify_remat(suspect, _W, {"x": _START, "key": _KEY}, with_=True, without=False)
+    return verify_remat(suspect, _W, {"x": _START, "key": _KEY}, remat=True, baseline=False)
 
 
 def check_diagnosis(fn: Callable[[], Any]) -> None:

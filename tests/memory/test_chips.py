@@ -10,8 +10,8 @@ import jax
 import pytest
 
 import llamem
+from llamem.memory import chips
 from llamem.memory import cross_compile as absent
-from llamem.memory import targets
 
 ACCELERATOR = any(glob.glob(pattern) for pattern in ("/dev/nvidia*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd"))
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the local device is no CPU")
@@ -53,73 +53,73 @@ def test_importing_pulls_in_nothing_of_notebooks():
 
 
 def test_every_target_is_described():
-    for name, target in llamem.TARGETS.items():
-        assert target.name == name and target.absent
-        assert target.capacity_bytes and target.peak_flops and target.bandwidth
-        assert 10e9 < target.capacity_bytes < 200e9
-        assert 50e12 < target.peak_flops < 2000e12 and 0.2e12 < target.bandwidth < 5e12
-        if target.platform == "cuda":
-            description = absent.gpu_description(target)
-            assert f"device_memory_size: {target.capacity_bytes}" in description and target.device_kind in description
+    for name, chip in llamem.CHIPS.items():
+        assert chip.name == name and chip.absent
+        assert chip.capacity_bytes and chip.peak_flops and chip.bandwidth
+        assert 10e9 < chip.capacity_bytes < 200e9
+        assert 50e12 < chip.peak_flops < 2000e12 and 0.2e12 < chip.bandwidth < 5e12
+        if chip.platform == "cuda":
+            description = absent.gpu_description(chip)
+            assert f"device_memory_size: {chip.capacity_bytes}" in description and chip.device_kind in description
 
 
 def test_an_unknown_name_lists_the_known():
-    with pytest.raises(ValueError, match=r"no target is called 'v99'. Known: local, cpu, gpu, tpu, v5e-1, .*h100"):
-        llamem.target("v99")
+    with pytest.raises(ValueError, match=r"no chip is called 'v99'. Known: local, cpu, gpu, tpu, v5e-1, .*h100"):
+        llamem.find_chip("v99")
     with pytest.raises(ValueError, match="v99"):
-        llamem.compile_report(lambda x: x, 1.0, target="v99")
+        llamem.compile_report(lambda x: x, 1.0, chip="v99")
 
 
 @pytest.mark.parametrize(("name", "devices"), [("v5e:16x16", 256), ("v6e:4x8", 32), ("v5p:4x4x8", 128)])
 def test_tpus_by_how_they_are_connected(name, devices):
-    found = targets.pod(name)
+    found = chips.pod(name)
     assert found is not None
     assert (found.name, found.topology, found.devices) == (name, name, devices)
-    one = llamem.TARGETS[f"{name.partition(':')[0]}-1"]
+    one = llamem.CHIPS[f"{name.partition(':')[0]}-1"]
     mesh = found.mesh(fsdp=devices // 4, tensor=4)
     assert found.capacity_bytes == one.capacity_bytes and mesh.size == devices
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}  # and not what JAX takes where nobody says it
     for odd in ("v5e:16x16x2", "v5p:4x4", "v5e:", "v5e:0x4", "v9:2x2", "v5e:2x-2", "h100:1x8"):
-        assert targets.pod(odd) is None
-        with pytest.raises(ValueError, match=r"no target is called.*'v5p:4x4x8'"):
-            llamem.target(odd)
+        assert chips.pod(odd) is None
+        with pytest.raises(ValueError, match=r"no chip is called.*'v5p:4x4x8'"):
+            llamem.find_chip(odd)
 
 
 @on_cpu
 def test_the_local_device():
-    assert llamem.target("local").platform == llamem.target("cpu").platform == "cpu"
-    assert not llamem.target("local").absent and llamem.target("cpu").capacity_bytes is None
+    assert llamem.find_chip("local").platform == llamem.find_chip("cpu").platform == "cpu"
+    assert not llamem.find_chip("local").absent and llamem.find_chip("cpu").capacity_bytes is None
     for kind in ("gpu", "tpu"):
         with pytest.raises(RuntimeError, match=rf"the local device is a cpu \(.*\), not a {kind}.*h100"):
-            llamem.target(kind)
+            llamem.find_chip(kind)
         assert not llamem.available(kind)
 
 
 @pytest.mark.parametrize(("platform", "ours"), [("gpu", "cuda"), ("rocm", "cuda"), ("tpu", "tpu"), ("cpu", "cpu")])
 def test_what_jax_calls_a_gpu_is_the_platform_cuda(monkeypatch, platform, ours):
     device = SimpleNamespace(platform=platform, device_kind="a chip", memory_stats=lambda: {"bytes_limit": 5})
-    monkeypatch.setattr(targets.jax, "local_devices", lambda: [device])
-    assert llamem.target("local").platform == ours and llamem.target("local").capacity_bytes == 5
+    monkeypatch.setattr(chips.jax, "local_devices", lambda: [device])
+    assert llamem.find_chip("local").platform == ours and llamem.find_chip("local").capacity_bytes == 5
 
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_arguments_in_the_hosts_memory_of_several_chips_are_refused_by_name(as_a_user, monkeypatch, spread):
-    monkeypatch.setattr(targets, "_installed", lambda module: True)
+    monkeypatch.setattr(chips, "_installed", lambda module: True)
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     if spread:
-        mesh = llamem.target("v5e-4").mesh(data=4)
+        mesh = llamem.find_chip("v5e-4").mesh(data=4)
         there = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(), memory_kind="pinned_host")
     state = {"mu": jax.ShapeDtypeStruct((3, 5), "float32", sharding=there)}
     with pytest.raises(ValueError, match=r"args\[0\]\['mu'\] is in the memory 'pinned_host'.*one chip.*v5e-4"):
-        llamem.compile_report(lambda state: state["mu"], state, target="v5e-4")
+        llamem.compile_report(lambda state: state["mu"], state, chip="v5e-4")
 
 
 @pytest.mark.parametrize(("name", "extra"), [("v5e-1", "tpu-compile"), ("h100", "gpu-compile")])
 def test_a_missing_compiler_says_what_to_install(monkeypatch, name, extra):
-    monkeypatch.setattr(targets, "_installed", lambda module: False)
+    monkeypatch.setattr(chips, "_installed", lambda module: False)
     with pytest.raises(ImportError, match=rf"pip install 'llamem\[{extra}\]'"):
-        llamem.target(name)
+        llamem.find_chip(name)
     assert not llamem.available(name)
-    monkeypatch.setattr(targets.sys, "platform", "darwin")
+    monkeypatch.setattr(chips.sys, "platform", "darwin")
     with pytest.raises(ImportError, match="Linux on x86-64 only; this is darwin"):
-        llamem.target(name)
+        llamem.find_chip(name)

@@ -26,7 +26,7 @@ class Gpu:
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class Chip:
     """A chip, or several equal ones: what their compiler calls them, what one holds and how fast one is.
 
     `devices` is how many there are, connected as `topology` says. `capacity_bytes` is the memory of one that a program
@@ -49,7 +49,7 @@ class Target:
     gpu: Gpu | None = None
 
     def mesh(self, **axes: int) -> jax.sharding.AbstractMesh:
-        """The chips as a mesh with these axes, `target("v5e-8").mesh(data=2, model=4)`, for shardings of shapes.
+        """The chips as a mesh with these axes, `find_chip("v5e-8").mesh(data=2, model=4)`, for shardings of shapes.
 
         Raises ValueError where the axes do not multiply to the number of chips.
         """
@@ -73,22 +73,22 @@ _H100 = Gpu(233_472, 232_448, 2048, 132, 128, 52_428_800, 1.98, (9, 0))
 
 # TPU capacities: what the compiler (libtpu 0.0.51) says is available. Speeds: Google Cloud's TPU pages.
 # GPU memory, bandwidth and speeds: NVIDIA's data sheets.
-TARGETS: dict[str, Target] = {
+CHIPS: dict[str, Chip] = {
     t.name: t
     for t in (
-        Target("v5e-1", "tpu", "TPU v5 lite", int(15.75 * _GiB), 197e12, 819e9, "v5e:1x1"),
-        Target("v6e-1", "tpu", "TPU v6 lite", int(31.24 * _GiB), 918e12, 1640e9, "v6e:1x1"),
-        Target("v5p-1", "tpu", "TPU v5", int(95.73 * _GiB), 459e12, 2765e9, "v5p:1x1x1", cores=2),
-        Target("t4", "cuda", "Tesla T4", 15_655_829_504, 65e12, 320e9, gpu=_T4),
-        Target("l4", "cuda", "NVIDIA L4", 23_580_639_232, 121e12, 300e9, gpu=_L4),
-        Target("a100-40", "cuda", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 312e12, 1555e9, gpu=_A100),
-        Target("a100-80", "cuda", "NVIDIA A100-SXM4-80GB", 84_974_239_744, 312e12, 2039e9, gpu=_A100),
-        Target("h100", "cuda", "NVIDIA H100 80GB HBM3", 84_942_979_072, 989e12, 3352e9, gpu=_H100),
+        Chip("v5e-1", "tpu", "TPU v5 lite", int(15.75 * _GiB), 197e12, 819e9, "v5e:1x1"),
+        Chip("v6e-1", "tpu", "TPU v6 lite", int(31.24 * _GiB), 918e12, 1640e9, "v6e:1x1"),
+        Chip("v5p-1", "tpu", "TPU v5", int(95.73 * _GiB), 459e12, 2765e9, "v5p:1x1x1", cores=2),
+        Chip("t4", "cuda", "Tesla T4", 15_655_829_504, 65e12, 320e9, gpu=_T4),
+        Chip("l4", "cuda", "NVIDIA L4", 23_580_639_232, 121e12, 300e9, gpu=_L4),
+        Chip("a100-40", "cuda", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 312e12, 1555e9, gpu=_A100),
+        Chip("a100-80", "cuda", "NVIDIA A100-SXM4-80GB", 84_974_239_744, 312e12, 2039e9, gpu=_A100),
+        Chip("h100", "cuda", "NVIDIA H100 80GB HBM3", 84_942_979_072, 989e12, 3352e9, gpu=_H100),
     )
 }
 # Several chips. Google counts a v5p's two cores: a v5p-8 has four chips.
-TARGETS |= {
-    name: dataclasses.replace(TARGETS[one], name=name, topology=topology, devices=devices)
+CHIPS |= {
+    name: dataclasses.replace(CHIPS[one], name=name, topology=topology, devices=devices)
     for name, one, topology, devices in (
         ("v5e-4", "v5e-1", "v5e:2x2", 4),
         ("v5e-8", "v5e-1", "v5e:2x4", 8),
@@ -101,8 +101,8 @@ TARGETS |= {
 }
 
 
-def target(name: str) -> Target:
-    """A chip by name: "local", one of `TARGETS`, or TPUs by how they are connected, "v5e:16x16" or "v5p:4x4x8".
+def find_chip(name: str) -> Chip:
+    """A chip by name: "local", one of `CHIPS`, or TPUs by how they are connected, "v5e:16x16" or "v5p:4x4x8".
 
     "cpu", "gpu" and "tpu" mean the local device, which must be of that kind. Raises ValueError for an unknown name,
     RuntimeError for a local device of another kind, ImportError that says what to install
@@ -110,10 +110,10 @@ def target(name: str) -> Target:
     """
     if name in ("local", "cpu", "gpu", "tpu"):
         return _local(name)
-    found = TARGETS.get(name) or pod(name)
+    found = CHIPS.get(name) or pod(name)
     if found is None:
         raise ValueError(
-            f"no target is called {name!r}. Known: local, cpu, gpu, tpu, {', '.join(TARGETS)}; and several TPUs by "
+            f"no chip is called {name!r}. Known: local, cpu, gpu, tpu, {', '.join(CHIPS)}; and several TPUs by "
             "how they are connected, 'v5e:16x16', 'v6e:16x16' or 'v5p:4x4x8'."
         )
     needs = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "nvidia.cuda_nvcc")}[found.platform]
@@ -125,12 +125,12 @@ def target(name: str) -> Target:
     return found
 
 
-def pod(name: str) -> Target | None:
+def pod(name: str) -> Chip | None:
     """TPUs by generation and sizes, "v5p:4x4x8"; None where the name is no such thing. Which sizes Google builds, their
     compiler knows.
     """
     generation, _, sizes = name.partition(":")
-    one = TARGETS.get(f"{generation}-1")
+    one = CHIPS.get(f"{generation}-1")
     if one is None or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", sizes) or sizes.count("x") != one.topology.count("x"):
         return None
     devices = math.prod(int(size) for size in sizes.split("x"))
@@ -147,28 +147,28 @@ def compiling_for() -> str:
 
 
 def available(name: str) -> bool:
-    """Whether programs can be compiled for this target here."""
+    """Whether programs can be compiled for this chip here."""
     try:
-        target(name)
+        find_chip(name)
     except (ImportError, RuntimeError):
         return False
     return True
 
 
-def _local(name: str) -> Target:
+def _local(name: str) -> Chip:
     device = jax.local_devices()[0]
     kind = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}.get(
         device.platform, device.platform
     )
     if name not in ("local", kind):
         raise RuntimeError(
-            f"the local device is a {kind} ({device.device_kind}), not a {name}. Use target='local' for it, or name a "
-            f"chip to compile for without having it: {', '.join(TARGETS)}."
+            f"the local device is a {kind} ({device.device_kind}), not a {name}. Use chip='local' for it, or name a "
+            f"chip to compile for without having it: {', '.join(CHIPS)}."
         )
     stats = device.memory_stats()
     capacity = stats["bytes_limit"] if stats and "bytes_limit" in stats else None
     platform = "cuda" if kind == "gpu" else device.platform
-    return Target(name, platform, device.device_kind, capacity, absent=False)
+    return Chip(name, platform, device.device_kind, capacity, absent=False)
 
 
 def _installed(module: str) -> bool:
