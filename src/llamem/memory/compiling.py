@@ -50,8 +50,8 @@ def compile_report(
     over `llamem.find_chip(name).mesh(...)`; what has none lies on every chip whole. For one chip, arguments
     whose sharding has the `memory_kind="pinned_host"` lie in the host's memory, and so do results that `fn` puts there;
     of shapes `fn` has to say it again, `jax.device_put(x, jax.memory.Space.Host)`. `donate_argnums`: which of them
-    the program may overwrite, as in `jax.jit(donate_argnums=)`. `chip`: see `llamem.find_chip`. Reports for absent chips are
-    cached on disk by program, compiler and chip, under `$LLAMEM_CACHE` or `~/.cache/llamem`.
+    the program may overwrite, as in `jax.jit(donate_argnums=)`. `chip`: see `llamem.find_chip`. Reports for absent
+    chips are cached on disk by program, compiler and chip, under `$LLAMEM_CACHE` or `~/.cache/llamem`.
 
     `depth`: how far an absent chip's compiler goes. With "memory" it is ended when it has assigned every buffer, in
     seconds; the report is the same, but a compiler that would fail later, while it makes code, is not found out. With
