@@ -1,12 +1,11 @@
 """What a compiler said of one program on one chip, and several such answers side by side: as text and as HTML."""
 
 import dataclasses
-import html
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from llamem.memory.chips import Chip
-from llamem.memory.show import html_table
+from llamem.memory.show import Shown, Table, size_text
 from llamem.memory.timeline import Timeline
 
 GiB = 2**30
@@ -35,7 +34,7 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class Report(Shown):
     """One program on one chip, in bytes per device.
 
     `peak_bytes` is what must fit on the device: arguments + outputs - aliases + temporaries, as the compiler lays them
@@ -90,63 +89,42 @@ class Report:
         rest = self.peak_bytes - self.argument_bytes - outputs
         return {"arguments": self.argument_bytes, "outputs": outputs, "temporaries": rest}
 
-    def __str__(self) -> str:
-        of = f" of {self.capacity_bytes / GiB:.2f}" if self.capacity_bytes else ""
-        lines = [
-            f"{self.chip.name}: {'fits' if self.fits else 'DOES NOT FIT'}, peak {self.peak_bytes / GiB:.2f}{of} GiB"
-        ]
-        for name in ("argument", "output", "alias", "temp", "host"):
-            lines.append(f"  {name:<9}{getattr(self, f'{name}_bytes') / GiB:8.2f} GiB")
-        lines.append(f"  matrix products {self.matmul_flops / 1e12:.2f} TFLOP")
-        lines += [f"  {row.operation:<18} {row.times:>5} times  {row.bytes / GiB:6.2f} GiB" for row in self.collectives]
-        lines += [f"  {row.bytes / GiB:6.2f} GiB  {row.shape}  {row.source}" for row in self.buffers[:5]]
-        return "\n".join([*lines, *(f"  note: {warning}" for warning in self.warnings)])
+    def parts_shown(self) -> Iterable[str | Table]:
+        """The verdict, the parts of the peak, messages between chips, the largest arrays, and the notes."""
+        of = f" of {size_text(self.capacity_bytes)}" if self.capacity_bytes else ""
+        yield f"{self.chip.name}: {'fits' if self.fits else 'DOES NOT FIT'}, peak {size_text(self.peak_bytes)}{of}"
+        parts = self.parts | {"on the host": self.host_bytes}
+        yield Table(("part", "size"), [(name, size_text(size)) for name, size in parts.items()])
+        yield f"matrix products: {self.matmul_flops / 1e12:.2f} TFLOP"
+        if self.collectives:
+            sent = [(row.operation, row.times, size_text(row.bytes)) for row in self.collectives]
+            yield Table(("sent between chips", "times", "bytes"), sent)
+        if self.buffers:
+            arrays = [(row.shape, size_text(row.bytes), row.operation, row.source) for row in self.buffers[:8]]
+            yield Table(("largest arrays", "size", "operation", "line"), arrays)
+        yield from (f"note: {warning}" for warning in self.warnings)
 
     def _repr_html_(self) -> str:
-        capacity = f" of {self.capacity_bytes / GiB:.2f}" if self.capacity_bytes else ""
-        verdict = "fits" if self.fits else "does not fit"
-        title = f"<b>{html.escape(self.chip.name)}: {verdict}</b>, peak {self.peak_bytes / GiB:.2f}{capacity} GiB"
-        parts = [(name, f"{size / GiB:.2f}") for name, size in (self.parts | {"on the host": self.host_bytes}).items()]
-        tables = [html_table(("part", "GiB"), parts)]
-        if self.collectives:
-            rows = [(row.operation, row.times, f"{row.bytes / GiB:.2f}") for row in self.collectives]
-            tables.append(html_table(("sent between chips", "times", "GiB"), rows))
-        rows = [(f"{row.bytes / GiB:.2f}", row.shape, row.operation, row.source) for row in self.buffers[:8]]
-        tables.append(html_table(("GiB", "largest arrays", "operation", "line"), rows))
-        notes = "".join(f"<p>Note: {html.escape(warning)}</p>" for warning in self.warnings)
-        return f"<p>{title}</p>{_bar(self)}{''.join(tables)}{notes}"
+        return _bar(self) + super()._repr_html_()
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class Comparison(Shown):
     """Several reports by name, printed as one table: peak and its parts, host memory, products as traced and left."""
 
     reports: Mapping[str, Report]
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        rows: list[tuple[str, ...]] = []
+    def parts_shown(self) -> Iterable[str | Table]:
+        """One table with a row for each report."""
+        rows = []
         for name, report in self.reports.items():
             sizes = (report.peak_bytes, *report.parts.values(), report.host_bytes)
             left = report.compiled_matmul_flops
             flops = (f"{report.matmul_flops / 1e12:.2f}", "" if left is None else f"{left / 1e12:.2f}")
             cells = (name, report.chip.name, *(f"{size / GiB:.2f}" for size in sizes), *flops)
             rows.append((*cells, "fits" if report.fits else "does not fit"))
-        return rows
-
-    _HEAD = ("program", "chip", "peak GiB", "arguments", "outputs", "temporaries", "host", "TFLOP", "compiled", "")
-
-    def __str__(self) -> str:
-        rows = [self._HEAD, *self._rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        for row in rows:
-            words = "  ".join(cell.ljust(width) for cell, width in zip(row[:2], widths[:2], strict=True))
-            numbers = "  ".join(cell.rjust(width) for cell, width in zip(row[2:-1], widths[2:-1], strict=True))
-            lines.append(f"{words}  {numbers}  {row[-1]}".rstrip())
-        return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        return html_table(self._HEAD, self._rows())
+        head = ("program", "chip", "peak GiB", "arguments", "outputs", "temporaries", "host", "TFLOP", "compiled", "")
+        yield Table(head, rows)
 
 
 def compare(reports: Mapping[str, Report]) -> Comparison:

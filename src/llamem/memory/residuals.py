@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from jax.extend import core as jex_core
 
 from llamem.memory.jaxprs import given_name, inner_program, lines_of, same_value_before
 from llamem.memory.shapes import shape_of
-from llamem.memory.show import html_table, line_of_source, size_text
+from llamem.memory.show import Shown, Table, line_of_source, size_text
 
 _LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 
@@ -33,13 +33,9 @@ class Residual:
     source: str
     argument: str = ""
 
-    def __str__(self) -> str:
-        origin = f"argument {self.argument}" if self.argument else f"{self.operation}  {self.source}"
-        return f"{size_text(self.bytes):>10}  {self.dtype}[{','.join(map(str, self.shape))}]  {origin}"
-
 
 @dataclasses.dataclass(frozen=True)
-class Residuals:
+class Residuals(Shown):
     """All residuals of a function, largest first; printed as a table. `bytes` counts those that are no arguments."""
 
     rows: tuple[Residual, ...]
@@ -54,17 +50,19 @@ class Residuals:
         """What is kept and is an argument anyway."""
         return sum(row.bytes for row in self.rows if row.argument)
 
-    def __str__(self) -> str:
-        total = f"{size_text(self.bytes):>10}  kept, and {size_text(self.argument_bytes)} that are arguments"
-        return "\n".join([total, *map(str, self.rows)])
-
-    def _repr_html_(self) -> str:
-        head = f"<p><b>{size_text(self.bytes)}</b> kept, and {size_text(self.argument_bytes)} that are arguments</p>"
+    def parts_shown(self) -> Iterable[str | Table]:
+        """Both totals, and a row for each residual."""
+        yield f"{size_text(self.bytes)} kept, and {size_text(self.argument_bytes)} that are arguments"
         rows = [
-            (size_text(row.bytes), f"{row.dtype}{list(row.shape)}", row.argument or row.operation, row.source)
+            (
+                f"{row.dtype}[{','.join(map(str, row.shape))}]",
+                size_text(row.bytes),
+                f"argument {row.argument}" if row.argument else row.operation,
+                row.source,
+            )
             for row in self.rows
         ]
-        return head + html_table(("size", "array", "made by", "line"), rows)
+        yield Table(("array", "size", "made by", "line"), rows)
 
 
 def saved_residuals(fn: Callable[..., Any], *args: Any) -> Residuals:

@@ -12,7 +12,7 @@ from llamem.llama import LlamaConfig
 from llamem.llama.plan import Plan
 from llamem.memory import CHIPS, Chip, GiB, Report
 from llamem.memory.chips import pod
-from llamem.memory.show import html_table
+from llamem.memory.show import Table
 from llamem.planner.alive import moments_of
 from llamem.planner.host import host_bytes, link_bytes
 from llamem.planner.ledger import Ledger, beside
@@ -104,8 +104,8 @@ class Estimate:
         title = html.escape(f"{self.chip.name}, {self.batch_size} x {self.seq_len:,} tokens")
         verdict = "fits" if self.fits else "does not fit"
         return (
-            f"<p><b>{title}: {verdict}</b>, by estimate</p>{html_table(('line', 'GiB', 'why'), rows)}"
-            f"{html_table(('part (roofline, not measured)', 'seconds'), parts)}"
+            f"<p><b>{title}: {verdict}</b>, by estimate</p>{Table(('line', 'GiB', 'why'), rows)._repr_html_()}"
+            f"{Table(('part (roofline, not measured)', 'seconds'), parts)._repr_html_()}"
         )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from llamem.llama import Plan
 from llamem.memory import GiB, Report
-from llamem.memory.show import html_table
+from llamem.memory.show import Table
 from llamem.planner.candidates import frontier, words
 from llamem.planner.estimates import Estimate
 
@@ -70,7 +70,7 @@ class Found:
         return "\n".join([self.why, "Found first, then what else there is:", *table])
 
     def _repr_html_(self) -> str:
-        return f"<p>{'<br>'.join(self.why.splitlines())}</p>{html_table(self._HEAD, self._rows())}"
+        return f"<p>{'<br>'.join(self.why.splitlines())}</p>{Table(self._HEAD, self._rows())._repr_html_()}"
 
 
 def explained(one: Estimate, report: Report | None, tried: Sequence[Estimate], asked: int) -> Found:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 
 from llamem.memory import GiB, Report
-from llamem.memory.show import html_table
+from llamem.memory.show import Table
 from llamem.memory.timeline import Span
 from llamem.planner.lines import LINES, Line
 from llamem.planner.share import Share
@@ -63,7 +63,7 @@ class Ledger:
         return "\n".join([*lines, f"estimated peak: {self.estimated_at}; the compiler's: {self.compiled_at}"])
 
     def _repr_html_(self) -> str:
-        return html_table(self._HEAD, self._cells())
+        return Table(self._HEAD, self._cells())._repr_html_()
 
 
 def beside(share: Share, lines: Sequence[Line], peak_at: str, report: Report) -> Ledger:

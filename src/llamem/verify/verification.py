@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llamem.memory.show import html_table
+from llamem.memory.show import Table
 from llamem.verify.case import BothWays, CannotGo, Proof, Title
 from llamem.verify.proofs import PROOFS
 
@@ -32,7 +32,7 @@ class Verification:
 
     def _repr_html_(self) -> str:
         rows = [(p.mark, p.name, p.seen, f"waived: {p.waived}" if p.waived else p.cause) for p in self.proofs]
-        return html_table(("", "proof", "seen", "usual cause"), rows)
+        return Table(("", "proof", "seen", "usual cause"), rows)._repr_html_()
 
 
 def verify_remat(
