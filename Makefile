@@ -35,14 +35,13 @@ cluster: $(VENV)/train-is-ready ## the same training on HOSTS=2 processes of thi
 	    --steps 30 --batch-size 8 --seq-len 128 --learning-rate 4e-3 --warmup-steps 5 --eval-every 10 --snapshot-every 10
 	@echo "Metrics, training checkpoints and the first host's report.ipynb: $(RUN)"
 
-# Two files at a time: each worker keeps the programs that the tests of one file share.
-WORKERS := -n 2 --dist loadfile --durations=10
+# Two files at a time: each worker keeps the programs that the tests of one file share. Long ones come first.
+WORKERS := -n 2 --dist loadfile --no-loadscope-reorder --durations=10
+NBVAL   := --nbval-lax --nbval-current-env --nbval-cell-timeout=600 --nbval-sanitize-with tests/nbval_sanitize.cfg
 
 test: $(VENV)/test-is-ready ## everything CI runs: lint, types, tests, notebooks
 	$(MAKE) lint
-	$(BIN)/python -m pytest $(WORKERS)
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(WORKERS) --nbval-lax --nbval-current-env --nbval-cell-timeout=600 \
-	    -p no:python --nbval-sanitize-with tests/nbval_sanitize.cfg notebooks
+	$(BIN)/python -m pytest $(WORKERS) $(NBVAL) tests notebooks
 
 quick: $(VENV)/test-is-ready ## lint, types and the tests that take seconds; FOLDER=losses for those of one folder
 	$(MAKE) lint

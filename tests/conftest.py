@@ -1,4 +1,5 @@
 import os
+from collections import Counter
 from pathlib import Path
 
 # Before JAX is imported, for this process and the children of tests. Tests compile thousands of small programs and run
@@ -14,6 +15,8 @@ import jaxtyping
 import pytest
 
 from llamem.losses.one_tile import Tiles
+
+FOR_TESTS = ("XLA_FLAGS", *(name for name in os.environ if name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))))
 
 
 @pytest.fixture
@@ -56,10 +59,36 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Files with slow tests first, so that no worker is left with one of them at the end."""
+    """Notebooks and files with slow tests first, so that no worker is left with one of them at the end."""
     if not config.getoption("--weekly"):
         weekly = [item for item in items if item.get_closest_marker("weekly")]
         items[:] = [item for item in items if item not in weekly]
         config.hook.pytest_deselected(items=weekly)
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    slow = {item.path for item in items if item.path.suffix == ".ipynb" or item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item):
+    """The kernel of a notebook starts in a reader's environment, on the CPU, and not in that of the tests."""
+    if item.path.suffix != ".ipynb":
+        return (yield)
+    before = os.environ.copy()
+    for name in FOR_TESTS:
+        os.environ.pop(name, None)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    try:
+        return (yield)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """One line on what was skipped, and why."""
+    reasons = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())
+    )
+    if reasons:
+        told = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common())
+        terminalreporter.write_line(f"{reasons.total()} skipped: {told}")
