@@ -9,7 +9,6 @@ import pytest
 
 import llamem
 from llamem import LlamaConfig, NothingFits, Plan, Policy, find_plan, largest_batch, longest_context, smallest_chip
-from llamem.llama import MeshShape
 from llamem.planner import candidates, search
 from llamem.planner.candidates import words
 
@@ -287,9 +286,9 @@ def test_several_chips_share_what_one_cannot_hold():
     with pytest.raises(NothingFits):
         find_plan(config, "v5e-1", seq_len=8192, compiler=False, progress=None)
     found = find_plan(config, "v5e-8", seq_len=8192, batch_size=8, compiler=False, progress=None)
-    assert MeshShape.of(found.plan.mesh).devices == 8
+    assert found.plan.mesh.devices == 8
     fixed = find_plan(config, "v5e-8", seq_len=8192, mesh={"context": 8}, compiler=False, progress=None)
-    assert MeshShape.of(fixed.plan.mesh).context == 8
+    assert fixed.plan.mesh.context == 8
 
 
 @pytest.mark.parametrize(
@@ -309,6 +308,6 @@ def test_bad_questions_are_refused(change, complaint, as_a_user):
 def test_a_mesh_is_chosen_for_a_pod():
     config = LlamaConfig.from_name("llama3.1-70b", **BF16)
     found = find_plan(config, "v5p:4x4x4", seq_len=8192, batch_size=16, compiler=False, progress=None)
-    mesh = MeshShape.of(found.plan.mesh)
+    mesh = found.plan.mesh
     # Sixteen sequences cannot be shared by 64 chips: something else than FSDP takes the rest.
     assert mesh.devices == 64 and mesh.fsdp == 16 and found.estimate.fits

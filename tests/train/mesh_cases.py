@@ -97,7 +97,7 @@ def float64_reference(config):
 
 def compiled_gradients(config, settings, plan, params):
     """The program that gives loss and gradients, and its arguments as they lie."""
-    mesh = MeshShape.of(plan.mesh)
+    mesh = plan.mesh
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, settings, plan)))
     specs = parameter_specs(params, mesh)
     fn = partial(loss_and_grads, graphdef, settings)

@@ -19,7 +19,7 @@ from llamem.llama.inputs import check_room, check_segments, check_tokens, count
 from llamem.llama.lora import Adapters, check_adapters
 from llamem.llama.lora_products import NO_ADAPTERS, LayerAdapters, adapted_embedding, adapted_head, layers_of
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import MeshShape, gather_weights
+from llamem.llama.sharding import gather_weights
 from llamem.llama.tables import embed, whole_logits
 
 
@@ -105,7 +105,7 @@ class Llama(nnx.Module):
         check_tokens(tokens_BT, self.config.vocab_size)
         adapter_B = check_adapters(adapters, adapter_B, tokens_BT.shape[0], self.config)
         check_segments(segments_BT, tokens_BT)
-        mesh = MeshShape.of(self.plan.mesh)
+        mesh = self.plan.mesh
         mesh.check_inside()
         self._check_length(tokens_BT.shape[1])
         positions_T = local_positions(tokens_BT.shape[1], mesh.context_axis)
@@ -138,7 +138,7 @@ class Llama(nnx.Module):
 
     def embed(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """What enters the first layer, in the type of the products. On a mesh inside `shard_map`, as `hidden`."""
-        return embed(self.table("embedding"), tokens_BT, self.config, MeshShape.of(self.plan.mesh))
+        return embed(self.table("embedding"), tokens_BT, self.config, self.plan.mesh)
 
     def layer(self, length: int) -> Callable[[nnx.State, Array], Array]:
         """`layer(params, x_BTD)`: one layer over whole sequences of `length` tokens, without a mesh or adapters.
@@ -152,7 +152,7 @@ class Llama(nnx.Module):
         self, graphdef: nnx.GraphDef, rope: tuple[Array, Array], segments_BT: Array | None
     ) -> Callable[..., Array]:
         """One layer as the plan says, of its parameters, what enters it, and what adapters add."""
-        plan, mesh = self.plan, MeshShape.of(self.plan.mesh)
+        plan, mesh = self.plan, self.plan.mesh
         tools = {name: getattr(plan, name) for name in ("head_groups", "mlp_tiles", "offload")}
 
         def layer(params: nnx.State, x_BTD: Array, lora: LayerAdapters = NO_ADAPTERS) -> Array:
@@ -268,7 +268,7 @@ class Llama(nnx.Module):
 
 def check_heads(config: LlamaConfig, plan: Plan) -> None:
     """Raises ValueError where the plan's groups of heads would not be equal."""
-    tensor = MeshShape.of(plan.mesh).tensor
+    tensor = plan.mesh.tensor
     heads = config.n_kv_heads // tensor
     if heads % plan.head_groups:
         each = f"{config.n_kv_heads} key/value heads" + (

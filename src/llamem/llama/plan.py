@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from llamem.layers.attention import Implementation
 from llamem.layers.remat import POLICIES, Policy, check_policy, offloading_too
@@ -16,6 +16,15 @@ Update = Literal["after", "in_backward"]
 _IN_ATTENTION_TILES = frozenset(("q", "k", "v", "attn"))
 _IN_MLP_TILES = frozenset(("gate", "up", "router", "mlp_out"))
 
+if TYPE_CHECKING:
+
+    class _Mesh:  # given as a mapping or a MeshShape, read as a MeshShape
+        def __get__(self, plan: Any, owner: Any) -> MeshShape: ...
+        def __set__(self, plan: Any, mesh: MeshShape | Mapping[str, int]) -> None: ...
+
+else:
+    _Mesh = MeshShape | Mapping[str, int]
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -25,7 +34,7 @@ class Plan:
     `llamem.layers.causal_attention`. `loss_tiles`: into how many tiles the loss cuts its logits; "auto" asks
     `llamem.choose_tiles`, and None is the plain loss with all of them at once, for comparison. `loss_axis`: what the
     tiles cut, "tokens" or "vocab". `mesh`: how many devices share the work and how, such as
-    `{"data": 2, "fsdp": 2, "tensor": 2, "context": 1}`, kept as a `llamem.llama.MeshShape`, which says what each means;
+    `{"data": 2, "fsdp": 2, "tensor": 2, "context": 1}`, read as a `llamem.llama.MeshShape`, which says what each means;
     with "tensor" the vocabulary is split, and tiles cut what is left of it.
 
     Tools for long contexts and little memory, each off by default:
@@ -59,7 +68,7 @@ class Plan:
     attention: Implementation = "auto"
     loss_tiles: int | Literal["auto"] | None = "auto"
     loss_axis: LossAxis = "auto"
-    mesh: MeshShape | Mapping[str, int] = MeshShape()
+    mesh: _Mesh = MeshShape()  # pyrefly: ignore
     head_groups: int = 1
     mlp_tiles: int = 1
     offload: tuple[str, ...] = ()
@@ -88,7 +97,7 @@ class Plan:
                 f"Plan(loss_tiles=None, loss_axis={self.loss_axis!r}): the plain loss has no tiles to cut along an "
                 "axis. Leave loss_axis out, or give loss_tiles."
             )
-        mesh = MeshShape.of(self.mesh)
+        mesh = self.mesh
         if mesh.tensor > 1 and self.loss_axis == "tokens":
             raise ValueError(
                 f"Plan(loss_axis='tokens', mesh={mesh.axes}): with the vocabulary split over 'tensor', every tile of "
@@ -117,7 +126,7 @@ class Plan:
             self._check_layer_by_layer("weights='host'" if self.weights == "host" else "update='in_backward'")
 
     def _check_layer_by_layer(self, why: str) -> None:
-        mesh, policy = MeshShape.of(self.mesh), check_policy(self.policy)
+        mesh, policy = self.mesh, check_policy(self.policy)
         if mesh.devices > 1:
             raise ValueError(
                 f"Plan({why}, mesh={mesh.axes}): layers are fetched and updated one by one on one device. Give the "

@@ -22,7 +22,7 @@ from llamem.llama.host_memory import host_place, waits_on_host
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.safetensors_files import INDEX, WEIGHTS, Stored, few, stored_tensors
-from llamem.llama.sharding import MeshShape, parameter_specs, shardings
+from llamem.llama.sharding import parameter_specs, shardings
 
 # Of one layer: each parameter's name in the files, and how many of its axes are a linear map's inputs. Files store
 # such a map as `[outputs, inputs]`; 0 is for what is no linear map and stored as it is.
@@ -85,7 +85,7 @@ def load_pretrained(
     abstract = nnx.to_pure_dict(state)
     tensors = list(_tensors(abstract))
     _check_tensors(tensors, stored, config, folder)
-    mesh = MeshShape.of(plan.mesh)
+    mesh = plan.mesh
     if sharding is None and mesh.devices > 1:
         sharding = shardings(parameter_specs(abstract, mesh), mesh)
     places = {path: _sharding_of(path, sharding) for path, _ in jax.tree.leaves_with_path(abstract)}

@@ -135,7 +135,7 @@ def share_of(
             f"n_experts={config.n_experts}: estimates know dense feed-forwards only. Ask the compiler for a mixture: "
             "llamem.compile_report(step, state, batch, donate_argnums=(0,), chip=...)."
         )
-    mesh = MeshShape.of(plan.mesh)
+    mesh = plan.mesh
     if mesh.devices != chip.devices:
         raise ValueError(
             f"the plan's mesh {mesh.axes or '{}'} has {mesh.devices} devices, and {chip.name} has {chip.devices}: "

@@ -72,7 +72,7 @@ def make_lora_step(
 
     def step(state: TrainState, base: Any, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         plan = nnx.merge(graphdef, base).plan
-        mesh = MeshShape.of(plan.mesh)
+        mesh = plan.mesh
         _check_plan(plan)
         base = of_matrices(base, is_on_host) if plan.weights == "host" else base
         if peaks is not None and len(peaks) != state.params.count:
@@ -111,7 +111,7 @@ def abstract_lora_step(
     Returns `(step, state, base, batch)` for `llamem.compile_report(..., donate_argnums=(0,), chip=...)`.
     With a mesh in the plan the shapes say how they lie on it. Raises ValueError for sizes that do not divide.
     """
-    mesh = MeshShape.of(plan.mesh)
+    mesh = plan.mesh
     graphdef, base = nnx.split(nnx.eval_shape(lambda: make_model(config, settings, plan)))
     if plan.weights == "host":
         base = of_matrices(base, lambda leaf: _placed(leaf, host_sharding()))
@@ -151,7 +151,7 @@ def lora_loss(
     `shard_map`, a device's share: over the devices that hold different tokens they sum to it.
     """
     model = nnx.merge(graphdef, base)
-    plan, mesh = model.plan, MeshShape.of(model.plan.mesh)
+    plan, mesh = model.plan, model.plan.mesh
     hidden_BTD = model.hidden(inputs_BT, adapters=adapters, adapter_B=adapter_B)
     if mesh.context_axis:
         targets_BT = targets_BT[:, local_positions(targets_BT.shape[1], mesh.context_axis)]
@@ -194,7 +194,7 @@ def losses_and_grads(
 
     On a mesh, inside `shard_map`, from this device's part of the batch; the results are the same on all devices.
     """
-    mesh = MeshShape.of(nnx.merge(graphdef, base).plan.mesh)
+    mesh = nnx.merge(graphdef, base).plan.mesh
     _, targets_BT, adapter_B = batch
     A, per_adapter = adapters.count, partial(jax.ops.segment_sum, segment_ids=adapter_B, num_segments=adapters.count)
     tokens_A = _psum(per_adapter(jnp.sum(targets_BT != IGNORED, axis=1)), mesh.over("batch"))

@@ -50,7 +50,7 @@ def loss_of_hidden(
     plan: Plan, hidden_BTD: Float[Array, "B T D"], head_VD: Float[Array, "V _"], targets_BT: Int[Array, "B _"]
 ) -> Float[Array, ""]:
     """`local_loss` from the model's last hidden states, normed, and the head as this device stores it."""
-    mesh = MeshShape.of(plan.mesh)
+    mesh = plan.mesh
     if mesh.context_axis:
         targets_BT = targets_BT[:, local_positions(targets_BT.shape[1], mesh.context_axis)]
     # Gathered once, before the loop over tiles; where the vocabulary is split, each device has its rows.
@@ -99,4 +99,4 @@ def loss_and_grads(
 
 
 def _mesh(graphdef: nnx.GraphDef, params: Any) -> MeshShape:
-    return MeshShape.of(nnx.merge(graphdef, params).plan.mesh)
+    return nnx.merge(graphdef, params).plan.mesh

@@ -16,7 +16,7 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.host_memory import host_place, same_places
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import MeshShape, shardings
+from llamem.llama.sharding import shardings
 from llamem.train.data import Batches, Corpus
 from llamem.train.hosts import place, together
 from llamem.train.interrupts import interruptible
@@ -92,7 +92,7 @@ def _train(
     state = _first_state(config, settings, plan, snapshots, on_change)
     first = done = int(state.step)
     metrics = snapshots.cut_metrics(up_to=first)
-    mesh, first_host = MeshShape.of(plan.mesh), jax.process_index() == 0
+    mesh, first_host = plan.mesh, jax.process_index() == 0
     where = shardings(batch_spec(mesh), mesh) if mesh.devices > 1 else None
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, settings, plan)))
     evaluate = jax.jit(lambda params, batch: loss_fn(graphdef, params, *batch))
@@ -192,10 +192,10 @@ def _check_arguments(
             f"seq_len={settings.seq_len} is longer than the model's max_seq_len={config.max_seq_len}: RoPE was not "
             "set up for such positions. Shorten the sequences or choose a model with a longer context."
         )
-    MeshShape.of(plan.mesh).check_devices()
-    if jax.process_count() > 1 and MeshShape.of(plan.mesh).devices != jax.device_count():
+    plan.mesh.check_devices()
+    if jax.process_count() > 1 and plan.mesh.devices != jax.device_count():
         raise ValueError(
-            f"the plan's mesh {MeshShape.of(plan.mesh).axes} has {MeshShape.of(plan.mesh).devices} devices, and the "
+            f"the plan's mesh {plan.mesh.axes} has {plan.mesh.devices} devices, and the "
             f"{jax.process_count()} hosts have {jax.device_count()} together: some would have nothing to do. Choose a "
             f"mesh of all of them, such as Plan(mesh={{'fsdp': {jax.device_count()}}})."
         )

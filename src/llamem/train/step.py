@@ -16,7 +16,7 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.host_memory import host_place, host_sharding, of_matrices
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import MeshShape, parameter_specs, shardings
+from llamem.llama.sharding import parameter_specs, shardings
 from llamem.train.batch_loss import local_loss, loss_and_grads, loss_fn
 from llamem.train.on_host import said, update_in_turn
 from llamem.train.optimizers import (
@@ -84,7 +84,7 @@ def first_state(
     def put(leaf: Any) -> jax.Array:
         return jax.device_put(leaf, host_place())
 
-    mesh = MeshShape.of(plan.mesh)
+    mesh = plan.mesh
     if mesh.devices == 1:
         if plan.weights == "device":
             return _placed(init_state(make_model(config, settings, plan), settings, optimizer), plan, put)
@@ -105,7 +105,7 @@ def abstract_step(
     mesh in the plan the shapes say how they lie on it. Raises ValueError for sizes that do not divide.
     """
     _check_settings(settings)
-    mesh = MeshShape.of(plan.mesh)
+    mesh = plan.mesh
     model = nnx.eval_shape(lambda: make_model(config, settings, plan))
     where = None
     if mesh.devices > 1:
@@ -127,7 +127,7 @@ def abstract_state(
     Raises ValueError where weights, batch or sequence do not divide among its devices.
     """
     state = jax.eval_shape(lambda: init_state(make_model(config, settings), settings, optimizer))
-    mesh = MeshShape.of(plan.mesh)
+    mesh = plan.mesh
     if mesh.devices == 1:
         return _placed(state, plan, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=host_sharding()))
     check_sizes(mesh, settings.batch_size, settings.seq_len, settings.accumulate)
@@ -166,7 +166,7 @@ def make_train_step(
 
     def step(state: TrainState, batch: tuple[Array, Array]) -> tuple[TrainState, dict[str, Array]]:
         plan = nnx.merge(graphdef, state.params).plan
-        mesh = MeshShape.of(plan.mesh)
+        mesh = plan.mesh
         check_mesh(settings, mesh)
         check_rounding(settings, state.params)
         if plan.moments == "host" or plan.layer_by_layer:
