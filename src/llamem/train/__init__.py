@@ -1,5 +1,6 @@
 """One run: text, steps, snapshots."""
 
+from llamem.llama.tokenizer import Tokenizer
 from llamem.train.adapter_step import abstract_lora_step, init_lora_state, lora_loss, make_lora_step
 from llamem.train.data import Batches, Corpus, load_corpus, unigram_entropy
 from llamem.train.hosts import initialise
@@ -15,7 +16,6 @@ from llamem.train.step import (
     make_model,
     make_train_step,
 )
-from llamem.train.tokenizer import Tokenizer
 
 __all__ = [
     "Batches",

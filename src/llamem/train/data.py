@@ -16,7 +16,7 @@ from jaxtyping import Int32, Integer
 
 from llamem._extras import import_extra
 from llamem._files import cache_folder, whole_folder
-from llamem.train.tokenizer import Tokenizer
+from llamem.llama.tokenizer import Tokenizer
 
 STANDARD_LIBRARY = "python-standard-library"
 HUGGING_FACE = "hf:"

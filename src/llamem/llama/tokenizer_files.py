@@ -1,0 +1,176 @@
+"""The files in which tokenizers come: Meta's `tokenizer.model`, Hugging Face's folders, GGUF."""
+
+import base64
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llamem._extras import import_extra
+from llamem._files import read_json
+from llamem.llama.gguf_files import open_gguf
+from llamem.llama.gguf_tokenizer import LLAMA3_PATTERN, tokenizer_of
+
+# Special tokens by their meaning, as model families call them; the first that a vocabulary has is taken.
+BEGINS = ("<|begin_of_text|>", "<s>", "<bos>")
+DOCUMENT_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
+TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<end_of_turn>")
+_LLAMA3_SPECIAL = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|reserved_special_token_0|>",
+    "<|reserved_special_token_1|>",
+    "<|finetune_right_pad_id|>",
+    "<|step_id|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eom_id|>",
+    "<|eot_id|>",
+    "<|python_tag|>",
+    "<|image|>",
+    *[f"<|reserved_special_token_{i}|>" for i in range(2, 246)],
+]
+_MAX_BYTES = 200_000_000  # of a JSON file; those of large vocabularies have some twenty million
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What the files say of a tokenizer."""
+
+    model: Any  # a _Tiktoken or a _HuggingFace, which have the same methods
+    fingerprint: str  # of the vocabulary
+    bos_id: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+
+
+def open_tokenizer(path: Path) -> Found:
+    """Open a tokenizer's file or a model's folder. Raise FileNotFoundError, or ValueError with the file's name."""
+    file = path
+    if path.is_dir():
+        file = next((path / name for name in ("tokenizer.json", "tokenizer.model") if (path / name).is_file()), path)
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"There is no tokenizer file {str(file)!r}. Give a `tokenizer.model` in Meta's format, a Hugging Face "
+            "`tokenizer.json`, a folder that holds one of them or a `.gguf` file, or no path at all for the Llama 3 "
+            "tokenizer of the PyPI package `llama-models`."
+        )
+    if file.suffix == ".gguf":
+        return _of_gguf(file)
+    content = file.read_bytes()
+    model = _HuggingFace.open(file) if file.suffix == ".json" else _Tiktoken(file, content)
+    fingerprint = hashlib.blake2b(content, digest_size=8).hexdigest()
+    if path.is_dir():
+        return Found(model, fingerprint, *_told_in(path, model.special))
+    return Found(model, fingerprint)
+
+
+class _Tiktoken:
+    """Meta's format: one base64 token and its rank per line."""
+
+    def __init__(self, file: Path, content: bytes):
+        tiktoken = import_extra("tiktoken", "the Llama 3 tokenizer")
+        try:
+            pairs = (line.split() for line in content.splitlines() if line)
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+        except ValueError as error:
+            raise ValueError(
+                f"{str(file)!r} is not a tokenizer in Meta's format, which has one base64 token and its rank per line "
+                f"({error}). A Hugging Face tokenizer must end in `.json`; a Git LFS pointer must be downloaded first."
+            ) from None
+        self.special = {name: len(ranks) + i for i, name in enumerate(_LLAMA3_SPECIAL)}
+        self.vocab_size = len(ranks) + len(self.special)
+        self._file = file
+        self._encoding: Any = tiktoken.Encoding(
+            "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
+        )
+
+    def encode(self, text: str) -> Any:
+        """Return the ids, a list or an array, of a text in which nothing is special."""
+        return self._encoding.encode_to_numpy(text, disallowed_special=())
+
+    def encode_special(self, text: str) -> tuple[list[int], Sequence[int]]:
+        """Return the ids of a text whose special tokens are meant, and at which character each token begins."""
+        ids = self._encoding.encode(text, allowed_special="all")
+        return ids, self._encoding.decode_with_offsets(ids)[1]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._encoding.decode(ids)
+
+    def save(self, folder: Path) -> None:
+        if self._file.resolve() != (folder / "tokenizer.model").resolve():
+            shutil.copyfile(self._file, folder / "tokenizer.model")
+
+
+class _HuggingFace:
+    """A `tokenizers.Tokenizer`."""
+
+    def __init__(self, model: Any):
+        self._model = model
+        added = model.get_added_tokens_decoder()
+        self.special = {token.content: i for i, token in sorted(added.items()) if token.special}
+        self.vocab_size = 1 + max(model.get_vocab(with_added_tokens=True).values())
+
+    @classmethod
+    def open(cls, file: Path) -> "_HuggingFace":
+        tokenizers = import_extra("tokenizers", "a Hugging Face tokenizer")
+        try:
+            return cls(tokenizers.Tokenizer.from_file(str(file)))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(
+                f"{str(file)!r} is not a Hugging Face tokenizer ({error}). Write it again with its save(), or give a "
+                "`tokenizer.model` in Meta's format."
+            ) from None
+
+    def encode(self, text: str) -> Sequence[int]:
+        self._model.encode_special_tokens = True  # as letters, that is
+        return self._model.encode(text, add_special_tokens=False).ids
+
+    def encode_special(self, text: str) -> tuple[list[int], Sequence[int]]:
+        self._model.encode_special_tokens = False
+        encoding = self._model.encode(text, add_special_tokens=False)
+        return encoding.ids, [start for start, _ in encoding.offsets]
+
+    def decode(self, ids: list[int]) -> str:
+        return self._model.decode(ids, skip_special_tokens=False)
+
+    def save(self, folder: Path) -> None:
+        self._model.save(str(folder / "tokenizer.json"))
+
+
+def _told_in(folder: Path, special: dict[str, int]) -> tuple[int | None, tuple[int, ...], str | None]:
+    """What a folder's small files say: the id of bos, those that end an answer, the chat template."""
+
+    def content(name: str) -> dict[str, Any]:
+        return read_json(folder / name, _MAX_BYTES) if (folder / name).is_file() else {}
+
+    def token_id(token: Any) -> int | None:
+        return special.get(str(token.get("content") if isinstance(token, dict) else token))
+
+    told = content("tokenizer_config.json")
+    stops: list[Any] = [token_id(told.get("eos_token"))]
+    for name in ("generation_config.json", "config.json"):
+        ids = content(name).get("eos_token_id")
+        stops += ids if isinstance(ids, list) else [ids]
+    template = told.get("chat_template")
+    if isinstance(template, list):  # several by name
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    if (folder / "chat_template.jinja").is_file():
+        template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if not isinstance(template, str | None):
+        raise ValueError(f"chat_template in {folder / 'tokenizer_config.json'} is no text: expected a Jinja template.")
+    known = tuple(dict.fromkeys(i for i in stops if type(i) is int and i >= 0))
+    return token_id(told.get("bos_token")), known, template
+
+
+def _of_gguf(file: Path) -> Found:
+    gguf = open_gguf(file)
+    model = _HuggingFace(tokenizer_of(gguf))
+    ids = [gguf.whole(f"tokenizer.ggml.{name}_token_id", None) for name in ("eos", "eot", "eom")]
+    stops = tuple(dict.fromkeys(i for i in ids if i is not None))
+    template = gguf.text("tokenizer.chat_template", None)
+    fingerprint = hashlib.blake2b(model._model.to_str().encode(), digest_size=8).hexdigest()
+    return Found(model, fingerprint, gguf.whole("tokenizer.ggml.bos_token_id", None), stops, template)
