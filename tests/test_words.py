@@ -41,7 +41,7 @@ def claims(notebook: dict[str, Any]) -> Iterator[str]:
         text = re.sub(r"^#+ .*$", "", text, flags=re.MULTILINE)
         before = [one for one in cells[:i] if one["cell_type"] == "code"][-1:]
         after = [one for one in cells[i + 1 :] if one["cell_type"] == "code"][:2]
-        if any(re.search(r"\b(assert|claim)\b", "".join(one["source"])) for one in before + after):
+        if any(re.search(r"\b(assert|claim\()", "".join(one["source"])) for one in before + after):
             continue
         for sentence in re.split(r"(?<=[.?!:])\s+", text):
             if ORDER.search(sentence) and not sentence.rstrip().endswith("?"):

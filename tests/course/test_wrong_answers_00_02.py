@@ -79,6 +79,7 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "products without a batch axis": "lambda layer, w, x: scan("
             "jax.checkpoint(layer, policy=policies.dots_with_no_batch_dims_saveable), w, x)",
             "groups and layers": "lambda layer, w, x: groups(jax.checkpoint(layer), layer, w, x, 2)",
+            "eight layers written in": "lambda layer, w, x: loop(jax.checkpoint(layer), w[jnp.arange(8)], x)",
             "one layer left out": "lambda layer, w, x: scan(jax.checkpoint(layer), w[:-1], x)",
             "backwards": "lambda layer, w, x: scan(jax.checkpoint(layer), w[::-1], x)",
             "the scan's pair": "lambda layer, w, x: jax.lax.scan("
@@ -86,17 +87,20 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "gradients stopped": "lambda layer, w, x: scan(jax.checkpoint(layer), jax.lax.stop_gradient(w), x)",
         },
     ),
-    ("checkpoint_basics", "check_step_flops"): (
-        ("3 *", "4 *", "two more", "three times", "once more"),
+    ("checkpoint_basics", "check_best_group"): (
+        ("sqrt", "// size + size", "n_layers // size"),
         {
-            "the backward pass alone": "lambda f, remat: (3 if remat else 2) * f",
-            "one backward product": "lambda f, remat: (3 if remat else 2) * f",
-            "no price": "lambda f, remat: 3 * f",
-            "always remat": "lambda f, remat: 4 * f",
-            "the backward pass twice": "lambda f, remat: (5 if remat else 3) * f",
-            "everything twice": "lambda f, remat: (6 if remat else 3) * f",
-            "the one layer's share": "lambda f, remat: (3.5 if remat else 3) * f",
-            "the other way round": "lambda f, remat: (3 if remat else 4) * f",
+            "always four": "lambda n: 4",
+            "one layer": "lambda n: 1",
+            "all layers": "lambda n: n",
+            "the root, divisor or not": "lambda n: int(n**0.5)",
+            "the smallest divisor": "lambda n: next(s for s in range(2, n + 2) if n % s == 0 or s > n)",
+            "the largest divisor": "lambda n: max(s for s in range(1, max(2, n)) if n % s == 0)",
+            "a quarter": "lambda n: max(1, n // 4)",
+            "the largest divisor below a third": "lambda n: max(s for s in range(1, n + 1) "
+            "if n % s == 0 and s <= max(1, n // 3))",
+            "twice the inputs of a group": "lambda n: min((s for s in range(1, n + 1) if n % s == 0), "
+            "key=lambda s: n / s + 3 * s)",
         },
     ),
     ("checkpoint_basics", "check_grouped_stack"): (
@@ -115,6 +119,10 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "jax.checkpoint(layer), layer, w, x, size, policies.dots_saveable)",
             "layers keep products": "lambda layer, w, x, size: groups("
             "jax.checkpoint(layer, policy=policies.dots_saveable), layer, w, x, size)",
+            "only the first layer of a group": "lambda layer, w, x, size: first_of_each(layer, w, x, size)",
+            "only the first group nested": "lambda layer, w, x, size: first_nested(layer, w, x, size)",
+            "twelve layers written in": "lambda layer, w, x, size: groups("
+            "jax.checkpoint(layer), layer, w[:12], x, size)",
             "the first group alone": "lambda layer, w, x, size: groups("
             "jax.checkpoint(layer), layer, w[:size], x, size)",
         },
@@ -209,6 +217,23 @@ def groups(inner, layer, w, x, size, policy=None):
     for start in range(0, len(w), size):
         x = jax.checkpoint(lambda w, x: loop(inner, w, x), policy=policy)(w[start : start + size], x)
     return x
+
+
+def first_of_each(layer, w, x, size):
+    """Groups whose first layer alone has a checkpoint of its own."""
+
+    def group(w, x):
+        return loop(layer, w[1:], jax.checkpoint(layer)(w[0], x))
+
+    for start in range(0, len(w), size):
+        x = jax.checkpoint(group)(w[start : start + size], x)
+    return x
+
+
+def first_nested(layer, w, x, size):
+    """The first group as asked; the others keep everything when they run again."""
+    x = groups(jax.checkpoint(layer), layer, w[:size], x, size)
+    return groups(layer, layer, w[size:], x, size)
 
 
 def size(tree):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
+from llamem.course.grid_figure import play
 from llamem.memory.compiling import matmul_flops
 from llamem.memory.residuals import saved_residuals
 
@@ -22,61 +23,65 @@ def layer(w_DD: Any, x_ND: Any) -> Any:
 
 def check_rematerialised_stack(fn: Callable[..., Any]) -> None:
     """Exercise 1: a stack that keeps one array per layer."""
-    depth = 8
 
     def body() -> str:
-        inputs, products = _measure(lambda w, x: fn(layer, w, x), depth)
-        # The first input is an argument; a last layer without a checkpoint keeps a few arrays more.
-        assert inputs < depth + 3, (
-            f"The backward pass keeps {inputs:.1f} arrays of the size of x for {depth} layers. What is the least that "
-            "a layer must have to run again?"
-        )
-        assert inputs > depth - 1.5, (
-            f"The backward pass keeps {inputs:.1f} arrays of the size of x for {depth} layers, less than one for each. "
-            "Then a checkpoint holds several layers: when it runs them again it keeps everything of all of them at "
-            "once. Where does the notebook put its boundary?"
-        )
-        assert products <= 4 * depth, (
-            f"{products:.0f} products for {depth} layers: somewhere a layer runs forward more than twice."
-        )
-        _check_values(lambda w, x: fn(layer, w, x), depth)
+        for depth in (8, 5):
+            inputs, products = _measure(lambda w, x: fn(layer, w, x), depth)
+            # The first input is an argument; a last layer without a checkpoint keeps a few arrays more.
+            assert inputs < depth + 3, (
+                f"The backward pass keeps {inputs:.1f} arrays of the size of x for {depth} layers. What is the least "
+                "that a layer must have to run again?"
+            )
+            assert inputs > depth - 1.5, (
+                f"The backward pass keeps {inputs:.1f} arrays of the size of x for {depth} layers, less than one for "
+                "each. Then a checkpoint holds several layers: when it runs them again it keeps everything of all of "
+                "them at once. Where does the notebook put its boundary?"
+            )
+            assert products <= 4 * depth, (
+                f"{products:.0f} products for {depth} layers: somewhere a layer runs forward more than twice."
+            )
+            _check_values(lambda w, x: fn(layer, w, x), depth)
         return "One array per layer, whatever the layer computes inside."
 
     grade(1, body)
 
 
-def check_step_flops(fn: Callable[..., Any]) -> None:
-    """Exercise 2: the price of rematerialisation in products."""
+def check_best_group(fn: Callable[..., Any]) -> None:
+    """Exercise 2: the size of nested groups with the lowest peak, refereed by playing every size."""
 
     def body() -> str:
-        for forward, remat, want in ((10, False, 30), (10, True, 40), (7, True, 28), (7, False, 21)):
-            got = fn(forward, remat)
-            assert got == want, (
-                f"With {forward} FLOPs forward and remat={remat} it is not {got}. Take one product, y = x @ w: which "
-                "products does its backward pass need? And what does a checkpoint run again, if nothing can be dropped?"
+        for n_layers in (16, 12, 20, 30, 28, 36, 7, 1):
+            sizes = [size for size in range(1, n_layers + 1) if n_layers % size == 0]
+            peaks = {size: play("nested", n_layers, size).live(kept=1, everything=11).max() for size in sizes}
+            got = fn(n_layers)
+            assert got in sizes, (
+                f"{n_layers} layers in groups of {got!r}: the groups must be equal. Which sizes divide {n_layers}?"
             )
-        return "A third more arithmetic at most; what it takes in time depends on what the chip waits for."
+            assert peaks[got] == min(peaks.values()), (
+                f"{n_layers} layers in groups of {got}: the peak is {peaks[got]:.0f} inputs, and another size has a "
+                "lower one. Count what waits while the first group runs backward: what is there once per group, and "
+                "what once per layer of that group?"
+            )
+        return "Near the square root of the depth: inputs of groups and inputs of one group's layers balance."
 
     grade(2, body)
 
 
 def check_grouped_stack(fn: Callable[..., Any]) -> None:
     """Exercise 3: a stack that keeps one array per group, and later one per layer of one group."""
-    depth = 12
 
     def body() -> str:
-        for size in (3, 2):
+        for depth, size in ((12, 3), (12, 2), (20, 4)):
             groups = depth // size
             inputs, products = _measure(lambda w, x, size=size: fn(layer, w, x, size), depth)
             assert groups - 1.5 < inputs < groups + 0.5, (
                 f"{depth} layers in groups of {size}: the backward pass keeps {inputs:.1f} arrays of the size of x. "
                 "How many groups are there, and what does each of them need to run again?"
             )
-            # The group runs again, then each of its layers: 2 backward and up to 3 forward. More than 4 tells it from
-            # groups that keep everything when they run again.
-            assert products > 4 * depth, (
-                f"{products:.0f} products for {depth} layers in groups of {size}: a group that runs again keeps "
-                "everything of all its layers. What would make it keep their inputs only?"
+            # A group runs again, all of it but perhaps its last layer, and then each of its layers.
+            assert products >= 5 * depth - groups, (
+                f"{products:.0f} products for {depth} layers in groups of {size}: somewhere a group that runs again "
+                "keeps everything of its layers. What would make each of its layers keep its input only?"
             )
             assert products <= 5 * depth, (
                 f"{products:.0f} products for {depth} layers in groups of {size}: a layer runs forward more than three "
