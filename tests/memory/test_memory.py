@@ -51,7 +51,7 @@ def test_arguments_and_outputs_are_the_shapes():
     assert report.argument_bytes == 4 * (300 * 500 + 7 * 300)
     assert 0 <= report.output_bytes - 4 * (7 * 500 + 300 * 500) < 64  # and a table of pointers
     assert report.alias_bytes == 0 and report.fits and report.capacity_bytes is None
-    assert report.peak_bytes == report.argument_bytes + report.output_bytes + report.temp_bytes
+    assert report.peak_bytes == report.argument_bytes + report.output_bytes + report.temp_bytes + report.constant_bytes
 
 
 def test_arrays_and_shapes_and_closed_over_settings_give_the_same_report():
@@ -138,10 +138,30 @@ def test_the_largest_buffer_and_the_line_that_asked_for_it():
     assert "f32[64,4096]" in str(report) and "<td>f32[64,4096]</td>" in report._repr_html_()
 
 
-def test_closed_over_arrays_are_pointed_out():
-    big = jax.random.normal(jax.random.key(0), (600, 600))
-    noted = llamem.compile_report(lambda x: x @ big, shape(3, 600))
-    assert any("closed over" in warning for warning in noted.warnings)
+def closing_over(where, big):
+    """A program that uses `big` without taking it as an argument, directly or inside another program."""
+    inner = jax.jit(lambda x: x @ big)
+    own = jax.custom_vjp(lambda x: x @ big)
+    own.defvjp(lambda x: (jnp.tanh(x) @ big, x), lambda x, g: (g @ big.T * x,))
+    return {
+        "plain": lambda x: x @ big,
+        "inner jit, in a loop": lambda x: jax.lax.map(inner, x[None]),
+        "custom_vjp": lambda x: jax.grad(lambda x: jnp.sum(own(x) ** 2))(x),
+        "scan": lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c @ big), None), x, None, length=3)[0],
+    }[where]
+
+
+@pytest.mark.parametrize("where", ["plain", "inner jit, in a loop", "custom_vjp", "scan"])
+def test_closed_over_arrays_count_and_are_named(where):
+    big = np.random.default_rng(0).normal(size=(600, 600)).astype(np.float32)
+    report = llamem.compile_report(closing_over(where, big), shape(3, 600))
+    assert 0 <= report.constant_bytes - big.nbytes < 256 + (where == "custom_vjp") * big.nbytes  # and its transpose
+    held = report.argument_bytes + report.output_bytes + report.temp_bytes
+    assert report.peak_bytes == held + report.constant_bytes == sum(report.parts.values())
+    (note,) = report.warnings
+    assert re.search(r"are constants: .*\(float32\[600, 600\] in test_memory\.py:\d+[,)]", note), note
+    if report.timeline:
+        assert report.timeline.assigned_bytes == report.peak_bytes
     assert not llamem.compile_report(lambda x, big: x @ big, shape(3, 600), shape(600, 600)).warnings
 
 
@@ -293,7 +313,7 @@ allocation 9: size 11, page 0, thread-local:
 
 
 def test_reading_how_memory_was_assigned(tmp_path):
-    expected = {"argument": 1600, "output": 1048, "alias": 1000, "temp": 5000, "host": 5000}
+    expected = {"argument": 1600, "output": 1048, "alias": 1000, "temp": 5000, "constant": 7, "host": 5000}
     assert not memory_is_assigned(tmp_path) and read_dump(tmp_path, "tpu") == {}
     stem = "module_0003.jit_call.cl_1.after_optimizations"
     (tmp_path / f"{stem}-buffer-assignment.txt").write_text(ASSIGNMENT)
@@ -579,7 +599,10 @@ def test_outputs_have_the_types_that_jit_gives_them(number, dtype):
     [
         ((1.0, "bf16"), {}, TypeError, r"args\[1\] is 'bf16', of type str: .*functools\.partial"),
         (({"a": np.array(["x"])}, 1.0), {}, TypeError, r"args\[0\]\['a'\] is .*, of type ndarray"),
-        ((1.0, 2.0), {"donate": 0}, TypeError, r"donate_argnums=0: expected .* such as donate_argnums=\(0,\)"),
+        ((1.0, 2.0), {"donate_argnums": 0}, TypeError, r"donate_argnums=0: expected .* such as donate_argnums=\(0,\)"),
+        ((1.0, 2.0), {"donate_argnums": ("a",)}, TypeError, r"donate_argnums=\('a',\): expected the positions"),
+        ((1.0, 2.0), {"chip": None}, ValueError, r"chip=None: expected a name such as 'v5e-1'"),
+        ((1.0, 2.0), {"chip": 3}, ValueError, r"chip=3: expected a name such as 'v5e-1'"),
     ],
 )
 def test_arguments_that_are_none(as_a_user, args, options, error, message):

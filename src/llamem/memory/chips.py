@@ -10,6 +10,8 @@ from typing import Literal
 
 import jax
 
+from llamem._checks import show
+
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
@@ -108,6 +110,8 @@ def find_chip(name: str) -> Chip:
     RuntimeError for a local device of another kind, ImportError that says what to install
     where the compiler for an absent chip is missing.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"chip={show(name)}: expected a name such as 'v5e-1' or 'local'. Known: {', '.join(CHIPS)}.")
     if name in ("local", "cpu", "gpu", "tpu"):
         return _local(name)
     found = CHIPS.get(name) or pod(name)

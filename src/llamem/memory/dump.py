@@ -44,8 +44,9 @@ def needed_bytes(error: str) -> int | None:
 
 
 def assigned_bytes(allocations: Iterable[Allocation]) -> dict[str, int]:
-    """Bytes of arguments, outputs, what both share, temporaries, and all on the host, in a buffer assignment."""
-    table = dict.fromkeys(("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "host_bytes"), 0)
+    """Bytes of arguments, outputs, what both share, temporaries, constants, and all on the host, as assigned."""
+    names = ("argument", "output", "alias", "temp", "constant", "host")
+    table = dict.fromkeys((f"{name}_bytes" for name in names), 0)
     for one in allocations:
         if one.space == "host":
             table["host_bytes"] += one.size
@@ -55,6 +56,7 @@ def assigned_bytes(allocations: Iterable[Allocation]) -> dict[str, int]:
             table["alias_bytes"] += one.size if donated else 0
             table["output_bytes"] += one.size if donated or one.kind == "output" else 0
             table["temp_bytes"] += one.size if one.kind == "temporaries" else 0
+            table["constant_bytes"] += one.size if one.kind == "constant" else 0
     return table
 
 

@@ -1,7 +1,10 @@
 """Walks over traced programs, and every use of what JAX does not promise to keep as it is."""
 
 import dataclasses
+import functools
+import sysconfig
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -9,8 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
+from jax.interpreters import partial_eval
 
 from llamem.memory.control_flow import Branches, Call, Flow, OnDevices, Scan, While
+from llamem.memory.show import line_of_source
+
+_LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 
 
 def names_in(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
@@ -47,11 +54,15 @@ def equations(
 
 def inner_jaxprs(eqn: jex_core.JaxprEqn) -> list[Any]:
     """The programs inside one operation: a loop's body, a call's function, a cond's branches."""
+    return [getattr(program, "jaxpr", program) for program in _programs_in(eqn)]
+
+
+def _programs_in(eqn: jex_core.JaxprEqn) -> list[Any]:
     kinds = (jex_core.Jaxpr, jex_core.ClosedJaxpr)
     of_object = getattr(eqn.params.get("_prim"), "params", {})
     params = (*eqn.params.values(), *of_object.values())
     params = jax.tree.leaves(params, is_leaf=lambda param: isinstance(param, kinds))
-    return [getattr(param, "jaxpr", param) for param in params if isinstance(param, kinds)]
+    return [param for param in params if isinstance(param, kinds)]
 
 
 def scan_parts(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
@@ -261,7 +272,29 @@ def inner_program(eqn: jex_core.JaxprEqn) -> Any:
     return next((inner for inner in inner_jaxprs(eqn) if len(inner.outvars) == len(eqn.outvars)), None)
 
 
-def lines_of(eqn: jex_core.JaxprEqn) -> Iterator[tuple[str, int]]:
-    """File and line of each call that led to an operation, the innermost first."""
-    for frame in getattr(eqn.source_info.traceback, "frames", ()):
-        yield frame.file_name, frame.line_num
+def source_of(eqn: jex_core.JaxprEqn) -> str:
+    """The line of Python outside of libraries that led to an operation, `file.py:12`, or ""."""
+    frames = getattr(eqn.source_info.traceback, "frames", ())
+    own = next((frame for frame in frames if not _is_library(frame.file_name)), None)
+    return "" if own is None else line_of_source(own.file_name, own.line_num)
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    return file.startswith((*_LIBRARIES, str(Path(__file__).parent), "<frozen"))
+
+
+def inputs_used(jaxpr: jex_core.ClosedJaxpr) -> list[bool]:
+    """Whether each argument of a program changes a result or an effect of it."""
+    return partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))[1]
+
+
+def constants_in(jaxpr: jex_core.ClosedJaxpr) -> Iterator[tuple[Any, str]]:
+    """The arrays that a program closes over, those of programs inside it included, and a line that uses each."""
+    inside = [program for eqn, _ in equations(jaxpr.jaxpr) for program in _programs_in(eqn)]
+    told: set[int] = set()
+    for closed in (jaxpr, *(program for program in inside if isinstance(program, jex_core.ClosedJaxpr))):
+        for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+            if hasattr(value, "nbytes") and id(value) not in told:
+                told.add(id(value))
+                yield value, next((source_of(eqn) for eqn in closed.jaxpr.eqns if var in eqn.invars), "")

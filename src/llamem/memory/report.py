@@ -37,8 +37,9 @@ class Collective:
 class Report(Shown):
     """One program on one chip, in bytes per device.
 
-    `peak_bytes` is what must fit on the device: arguments + outputs - aliases + temporaries, as the compiler lays them
-    out; what lies in the host's memory is in `host_bytes` alone. `temp_bytes` alone can mislead: a compiler keeps
+    `peak_bytes` is what must fit on the device: arguments + outputs - aliases + temporaries + constants, as the
+    compiler lays them out; what lies in the host's memory is in `host_bytes` alone. `constant_bytes` are arrays that
+    the program closes over, with a warning where they are large. `temp_bytes` alone can mislead: a compiler keeps
     temporaries inside outputs that are not yet written. `matmul_flops` counts the matrix products of the traced
     program, loops multiplied out (Pallas kernels are not seen); `compiled_matmul_flops` those that the compiler left in
     its own, per device, or None where that cannot be told. `collectives` say what chips send to each other, with a
@@ -64,6 +65,7 @@ class Report(Shown):
     compile_seconds: float
     compiled_matmul_flops: int | None = None
     xla_peak_bytes: int | None = None
+    constant_bytes: int = 0
     collectives: tuple[Collective, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -84,7 +86,7 @@ class Report(Shown):
 
     @property
     def parts(self) -> dict[str, int]:
-        """The peak, taken apart: arguments, outputs in memory of their own, and what is left, the temporaries."""
+        """The peak, taken apart: arguments, outputs in memory of their own, and the rest: temporaries and constants."""
         outputs = min(self.output_bytes - self.alias_bytes, self.peak_bytes - self.argument_bytes)
         rest = self.peak_bytes - self.argument_bytes - outputs
         return {"arguments": self.argument_bytes, "outputs": outputs, "temporaries": rest}

@@ -1,21 +1,16 @@
 """What JAX keeps from the forward pass for the backward pass: every residual, its bytes and the line that made it."""
 
 import dataclasses
-import functools
 import math
-import sysconfig
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
 
-from llamem.memory.jaxprs import given_name, inner_program, lines_of, same_value_before
+from llamem.memory.jaxprs import given_name, inner_program, same_value_before, source_of
 from llamem.memory.shapes import shape_of
-from llamem.memory.show import Shown, Table, line_of_source, size_text
-
-_LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
+from llamem.memory.show import Shown, Table, size_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +93,7 @@ def _producer(jaxpr: jex_core.Jaxpr, var: Any) -> tuple[str, str]:
         eqn = _maker(jaxpr, var)
     if eqn is None:
         return ("constant" if var in jaxpr.constvars else "input of the loop or call"), ""
-    return _made_by(eqn, var), _source(eqn)
+    return _made_by(eqn, var), source_of(eqn)
 
 
 def _maker(jaxpr: jex_core.Jaxpr, var: Any) -> jex_core.JaxprEqn | None:
@@ -113,14 +108,3 @@ def _made_by(eqn: jex_core.JaxprEqn, var: Any) -> str:
         return eqn.primitive.name
     is_constant = isinstance(inner.outvars[eqn.outvars.index(var)], jex_core.Literal)
     return "constant" if is_constant else "the loop's input of each iteration"
-
-
-def _source(eqn: jex_core.JaxprEqn) -> str:
-    own = next(((file, line) for file, line in lines_of(eqn) if not _is_library(file)), None)
-    return "" if own is None else line_of_source(*own)
-
-
-@functools.cache
-def _is_library(file: str) -> bool:
-    own = str(Path(__file__))
-    return file == own or file.startswith(_LIBRARIES) or file.startswith("<frozen")

@@ -1,0 +1,129 @@
+"""The arguments of a program as its compiler is given them: one record for each array."""
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from llamem._checks import show
+from llamem.memory.chips import Chip
+from llamem.memory.shapes import is_key, key_implementation, shape_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array among the arguments.
+
+    `name` is the argument's and the path inside, `state.params['norm']`; `argument` the position of the argument.
+    `shape` carries the sharding over the chips compiled for; of a random key it is that of the numbers it is made of,
+    and `key` says by which method it draws. `donated`: the program may overwrite it. `on_host`: it lies in the host's
+    memory.
+    """
+
+    name: str
+    argument: int
+    shape: jax.ShapeDtypeStruct
+    key: Any
+    donated: bool
+    on_host: bool
+
+    @property
+    def bytes(self) -> int:
+        """What one device holds of it."""
+        return shard_bytes(self.shape)
+
+
+def read_leaves(
+    fn: Callable[..., Any], args: tuple[Any, ...], donate_argnums: tuple[int, ...], chip: Chip
+) -> tuple[Leaf, ...]:
+    """Return a record for each array of `args`, in the order of `jax.tree.leaves`.
+
+    Raises TypeError for what is no array, and ValueError for a donated position or a memory that is not there.
+    """
+    _check_donated(donate_argnums, len(args))
+    names = argument_names(fn, args)
+    leaves = []
+    for name, (path, value) in zip(names, jax.tree.leaves_with_path(args), strict=True):
+        place = f"args{jax.tree_util.keystr(path)}"
+        shape, position = shape_of(value, place), path[0].idx
+        key = key_implementation(shape) if is_key(shape.dtype) else None
+        placed = _placed(shape, value, place, chip)
+        leaves.append(Leaf(name, position, placed, key, position in donate_argnums, _waits_on_host(value)))
+    return tuple(leaves)
+
+
+def argument_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
+    """Return a name for each leaf, such as `state.params['norm']`: its argument's, and the path inside."""
+    try:
+        given = inspect.signature(fn).bind(*args).arguments.items()
+    except (TypeError, ValueError):  # nothing says what this callable's arguments are called
+        given = [("", args)]
+    leaves = [(name, path) for name, value in given for path, _ in jax.tree_util.tree_leaves_with_path(value)]
+    return [(name + jax.tree_util.keystr(path)).removesuffix(".value") for name, path in leaves]
+
+
+def mesh_of(leaves: Sequence[Leaf], chip: Chip) -> Any:
+    """Return the mesh of several chips that the arguments lie on; None for one chip. Raises ValueError for another."""
+    # What lies in the memory of one device's host has a sharding, too, and no mesh.
+    shardings = [leaf.shape.sharding for leaf in leaves]
+    meshes = {sharding.mesh for sharding in shardings if isinstance(sharding, jax.sharding.NamedSharding)}
+    if chip.devices > 1 and len(meshes) != 1:
+        raise ValueError(
+            f"{chip.name} has {chip.devices} chips, and the arguments' shardings name {len(meshes)} meshes, not one. "
+            f"Say how they are spread: mesh = llamem.find_chip({chip.name!r}).mesh(data={chip.devices}), then "
+            "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, jax.P('data')))."
+        )
+    return meshes.pop() if chip.devices > 1 else None
+
+
+def shard_bytes(array: Any) -> int:
+    """Return the bytes of what one device holds of an array or a shape."""
+    sharding = getattr(array, "sharding", None)
+    is_named = isinstance(sharding, jax.sharding.NamedSharding)
+    return math.prod(sharding.shard_shape(array.shape) if is_named else array.shape) * array.dtype.itemsize
+
+
+def _check_donated(donate_argnums: Any, count: int) -> None:
+    whole = isinstance(donate_argnums, tuple) and all(type(i) is int for i in donate_argnums)
+    if not whole:
+        raise TypeError(
+            f"donate_argnums={show(donate_argnums)}: expected the positions of the arguments as a tuple, such as "
+            "donate_argnums=(0,)."
+        )
+    wrong = [i for i in donate_argnums if not 0 <= i < count]
+    if wrong:
+        raise ValueError(
+            f"donate_argnums={donate_argnums} names argument {wrong[0]}, but there are {count}: 0 to {count - 1}."
+        )
+
+
+def _placed(shape: jax.ShapeDtypeStruct, leaf: Any, where: str, chip: Chip) -> jax.ShapeDtypeStruct:
+    """The shape with the sharding that its leaf names, if any, on the chips of the chip; a key as its numbers."""
+    sharding = getattr(leaf, "sharding", None)
+    kind = getattr(sharding, "memory_kind", None)
+    hosted = _waits_on_host(leaf)
+    # What arrays have here without being asked may be called the host's memory: a CPU has no other.
+    known = hosted and chip.devices == 1
+    if kind not in (None, "device", jax.devices()[0].default_memory().kind) and not known:
+        raise ValueError(
+            f"{where} is in the memory {kind!r}: arguments there are counted for one chip, in 'pinned_host'. Leave the "
+            f"memory_kind out: its bytes then count as those of {chip.name}."
+        )
+    if hosted:
+        sharding = None if chip.absent else sharding  # an absent chip's compiler knows it by the argument's number
+    elif not isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = None
+    elif chip.absent:  # the same axes, of the absent chips
+        sharding = jax.sharding.NamedSharding(chip.mesh(**sharding.mesh.shape), sharding.spec)
+    if is_key(shape.dtype):
+        shape = jax.eval_shape(jax.random.key_data, shape)
+    return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding, weak_type=shape.weak_type)
+
+
+def _waits_on_host(leaf: Any) -> bool:
+    """Whether an argument is in the host's memory and no device's own: a CPU's default memory may be called so."""
+    kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
+    return kind == "pinned_host" and kind != jax.devices()[0].default_memory().kind

@@ -1,0 +1,68 @@
+"""What a report warns of: where its numbers stop, and programs that are probably not what was meant."""
+
+from collections.abc import Iterator, Sequence
+
+from jax.extend import core as jex_core
+
+from llamem.memory.arguments import Leaf, shard_bytes
+from llamem.memory.jaxprs import constants_in, inputs_used, moved_to_host
+from llamem.memory.report import Report
+from llamem.memory.show import size_text
+
+_SMALL = 2**20  # bytes of which nothing is said
+
+
+def notes(
+    report: Report, traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf], *, collectives_unknown: bool
+) -> Iterator[str]:
+    """The warnings of a report on a traced program and its arguments."""
+    chip = report.chip
+    yield from _state_notes(traced, leaves)
+    yield from _constant_notes(report, traced)
+    if collectives_unknown:
+        yield "what chips send to each other cannot be counted: a loop does not say how often it runs."
+    if chip.platform == "tpu" and report.peak_bytes < 512 * 2**20:
+        yield "so small that much of it lives in on-chip memory (VMEM), which temporaries do not count."
+    hosted = any(leaf.on_host for leaf in leaves) or moved_to_host(traced.jaxpr)
+    if hosted and not report.host_bytes and not report.refused:
+        yield (
+            "the program moves arrays to the host's memory, and none arrived: the compiler kept them on the device."
+            if chip.platform != "cpu"
+            else "arrays in the host's memory count as the device's: on a CPU that is the same, and nothing is gained."
+        )
+    if chip.capacity_bytes and 0.85 * chip.capacity_bytes < report.peak_bytes <= chip.capacity_bytes:
+        yield "close to the limit, where the compiler rematerialises on its own: judge your remat on a roomier chip."
+
+
+def _state_notes(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Iterator[str]:
+    """A state that is donated and not given back, and arguments without which every result is the same."""
+    results = {(out.shape, out.dtype) for out in traced.out_avals}
+    arguments = dict.fromkeys(leaf.argument for leaf in leaves)
+    used = inputs_used(traced) if leaves else []
+    for argument in arguments:
+        own = [i for i, leaf in enumerate(leaves) if leaf.argument == argument]
+        name = leaves[own[0]].name.partition("[")[0].partition(".")[0] or f"argument {argument}"
+        donated = sum(leaves[i].bytes for i in own if leaves[i].donated)
+        returned = any((leaves[i].shape.shape, leaves[i].shape.dtype) in results for i in own)
+        if donated > _SMALL and not returned:
+            yield (
+                f"`{name}` is donated ({size_text(donated)}), and nothing of it is given back: no result has the shape "
+                "and type of one of its arrays. A step that changes its state has to return it."
+            )
+        idle = sum(leaves[i].bytes for i in own if not used[i])
+        if idle > _SMALL:
+            yield (
+                f"{size_text(idle)} of `{name}` reach no result: the compiler leaves out what is computed with them. "
+                "A step that updates an optimizer's state and weights has to return both."
+            )
+
+
+def _constant_notes(report: Report, traced: jex_core.ClosedJaxpr) -> Iterator[str]:
+    if report.constant_bytes <= _SMALL:
+        return
+    closed = sorted(constants_in(traced), key=lambda row: -shard_bytes(row[0]))[:3]
+    named = [f"{const.dtype}{list(const.shape)}{f' in {line}' if line else ''}" for const, line in closed]
+    yield (
+        f"{size_text(report.constant_bytes)} are constants: arrays that are closed over, not passed"
+        f"{' (' + ', '.join(named) + ')' if named else ''}. They count as temporaries. Pass them as arguments."
+    )
