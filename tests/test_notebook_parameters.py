@@ -1,0 +1,50 @@
+"""Notebooks run with parameters of a reader's own: what holds for their defaults alone is told, and nothing breaks."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import papermill
+import pytest
+
+NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
+# By notebook: two or more natural changes. What cannot be is refused in a cell with a sentence: see REFUSED.
+CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
+    "01": ({"width": 256, "depth": 8}, {"chip": "v6e-1", "other_chip": "t4", "tokens": 5000}),
+}
+# By notebook: a change that cannot be, and words of the sentence that says so.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "01": ({"depth": 6}, "groups of four"),
+}
+ON_EACH_PUSH = ("01",)
+ALL = [
+    pytest.param(
+        number, change, id=f"{number}-{i}", marks=() if number in ON_EACH_PUSH and not i else pytest.mark.weekly
+    )
+    for number, changes in CHANGES.items()
+    for i, change in enumerate(changes)
+]
+
+
+def run(number: str, change: dict[str, Any], tmp_path: Path) -> None:
+    (path,) = NOTEBOOKS.glob(f"{number}_*.ipynb")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    papermill.execute_notebook(
+        path, tmp_path / path.name, parameters=change, kernel_name="python3", cwd=str(NOTEBOOKS), progress_bar=False
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "change"), ALL)
+def test_a_notebook_runs_with_other_parameters(number, change, tmp_path):
+    run(number, change, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number", [n if n in ON_EACH_PUSH else pytest.param(n, marks=pytest.mark.weekly) for n in REFUSED]
+)
+def test_what_cannot_be_is_refused_with_a_sentence(number, tmp_path):
+    change, words = REFUSED[number]
+    with pytest.raises(papermill.PapermillExecutionError, match=words):
+        run(number, change, tmp_path)
