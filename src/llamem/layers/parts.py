@@ -98,15 +98,23 @@ def sum_parts(fn: Callable[[Any, Any, Any], Array], shared: PyTree, parts: PyTre
 
 
 @jax.custom_vjp
-def gradients_together(x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
-    """`x` and `y` as they are. Backward, the gradient of neither is used before that of the other is there in its type.
+def order_gradients(x: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
+    """Return both as they are. In the backward pass the gradient of `x` is used once those of `weights` are there.
 
-    Else a compiler may keep what the second one is made of, wider, until it is wanted at the very end.
+    A compiler computes a weight's gradient when somebody wants it: without this at the very end, and what it is a
+    product of (the feed-forward's three `[N, F]`, a head's gradient in f32) stays until then. Both must be
+    differentiated: those of weights that are not would be computed for nothing.
     """
-    return x, y
+    return x, weights
 
 
-gradients_together.defvjp(lambda x, y: ((x, y), None), lambda _, grads: jax.lax.optimization_barrier(tuple(grads)))
+def _in_order(_: None, grads: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+    dx, d_weights = grads
+    # d_weights past the barrier, which would keep a product from being written into the stack it belongs to.
+    return jax.lax.optimization_barrier((dx, d_weights))[0], d_weights
+
+
+order_gradients.defvjp(lambda x, weights: ((x, weights), None), _in_order)
 
 
 def _values(args: Any) -> Any:

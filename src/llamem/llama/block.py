@@ -16,7 +16,7 @@ from llamem.layers.collectives import enter, leave
 from llamem.layers.context import context_attention
 from llamem.layers.experts import mixture
 from llamem.layers.offload import name_in_pieces
-from llamem.layers.parts import gradients_together, map_rows, sum_parts
+from llamem.layers.parts import map_rows, order_gradients, sum_parts
 from llamem.llama.config import LlamaConfig
 from llamem.llama.lora_products import NO_ADAPTERS, LayerAdapters
 from llamem.llama.sharding import PARAMETERS, MeshShape, parameter_name
@@ -167,7 +167,7 @@ class Block(nnx.Module):
             k_BTKh = rms_norm(k_BTKh, self.k_norm[...], self.config.norm_eps)
         q_BTHh, k_BTKh = rotate(q_BTHh, rope), rotate(k_BTKh, rope)
         if together:
-            (q_BTHh, k_BTKh), v_BTKh = gradients_together((q_BTHh, k_BTKh), v_BTKh)
+            (q_BTHh, k_BTKh), v_BTKh = order_gradients((q_BTHh, k_BTKh), v_BTKh)
         return checkpoint_name(q_BTHh, "q"), checkpoint_name(k_BTKh, "k"), checkpoint_name(v_BTKh, "v")
 
     def finish(
@@ -223,6 +223,8 @@ class Block(nnx.Module):
 
     def _mlp(self, y_BTD: Array, lora: LayerAdapters = NO_ADAPTERS) -> Array:
         w_gate, w_up, w_down = map(self._compute, (self.w_gate, self.w_up, self.w_down))
+        if not lora.a:
+            y_BTD, (w_gate, w_up, w_down) = order_gradients(y_BTD, (w_gate, w_up, w_down))
         if k := self.config.experts_per_token:
             experts = lora.of_experts(w_up.shape[-1])
             return mixture(y_BTD, self._compute(self.w_router), w_gate, w_up, w_down, k, experts)

@@ -162,12 +162,6 @@ class Plan:
         return offloading_too(self.remat, self.offload)
 
     @property
-    def saves_memory(self) -> bool:
-        """Whether any tool for long contexts is on, so that memory is worth more than the compiler's freedom."""
-        tiles = self.head_groups > 1 or self.mlp_tiles > 1
-        return tiles or bool(self.offload) or self.moments == "host" or self.layer_by_layer
-
-    @property
     def inputs_on_host(self) -> bool:
         """Whether what enters each layer waits on the host for the backward pass."""
         policy = check_policy(self.policy)

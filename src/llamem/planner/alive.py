@@ -21,15 +21,13 @@ from llamem.planner.copies import (
     zeroed_before_the_loss,
     zeroed_table,
 )
-from llamem.planner.layer import attention, feed_forward, waiting
+from llamem.planner.layer import attention, feed_forward
 from llamem.planner.lines import Line
 from llamem.planner.residuals import kept_for_backward, left_by_forward, turned_over, why_residuals
 from llamem.planner.share import Share
 
 _F32 = 4
 _GAPS = 0.04
-# Tokens of which a TPU's compiler makes the embedding's gradient in a scatter of its own kind; never seen of a v5e's.
-_CUSTOM_SCATTER = {"v6e": 4096, "v5p": 32_768}
 
 
 def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
@@ -46,7 +44,7 @@ def moments_of(share: Share) -> dict[str, tuple[Line, ...]]:
     moments = {
         "a tile of the loss": [*at_loss, left, *_loss(share), *turned_over(share)],
         "a layer's backward pass, feed-forward": [*backward, *feed_forward(share)],
-        "a layer's backward pass, attention": [*backward, *attention(share), *waiting(share)],
+        "a layer's backward pass, attention": [*backward, *attention(share)],
         "the gradients' norm": [*held, *_norm(share)],
         "the optimizer": [*held, *_optimizer(share)],
     }
@@ -193,9 +191,8 @@ def _backward(share: Share) -> list[Line]:
     slices = gathered or c * (share.D * share.F + share.attention_weights)
     if share.groups > 1:  # a group's weights, sliced out for the inner loop, and their gradients
         slices += 2 * p * (share.L // share.groups) * share.layer_weights // share.split
-    size = _F32 if _summed_in_f32(share) and not share.plan.saves_memory and _narrowed_late(share) else c
     return [
-        Line("head gradient", size * share.head, "as the loss left it, until the optimizer takes it"),
+        Line("head gradient", c * share.head, "narrowed, until the optimizer takes it"),
         Line(
             "layer weights", slices, "of one layer, gathered, and its gradients" if gathered else "slices of one layer"
         ),
@@ -207,16 +204,6 @@ def _summed_in_f32(share: Share) -> bool:
     one_product = share.chip.platform != "tpu" and share.loss_rows >= share.N
     whole = share.plan.loss_tiles is None or share.mesh.tensor > 1
     return share.loss_axis == "tokens" and not whole and not one_product
-
-
-def _narrowed_late(share: Share) -> bool:
-    """Whether such a sum stays f32 until the embedding's gradient joins it: on GPUs, and where a TPU makes that one in
-    a `scatter_custom_fusion`.
-    """
-    if share.chip.platform != "tpu":
-        return True
-    generation = share.chip.name[:3]
-    return share.tables == 1 and _CUSTOM_SCATTER.get(generation, math.inf) <= share.N
 
 
 def _norm(share: Share) -> list[Line]:

@@ -56,21 +56,6 @@ def attention(share: Share) -> list[Line]:
     ]
 
 
-def waiting(share: Share) -> list[Line]:
-    """What waits for the products that make the feed-forward's gradients: they come after all groups of heads.
-
-    Silu's parts and what the feed-forward read wait only on GPUs, and only where moments are on the device.
-    """
-    if share.plan.head_groups == 1 or share.plan.mlp_tiles > 1:
-        return []
-    c, all_of_it = share.compute_bytes, share.chip.platform != "tpu" and share.plan.moments == "device"
-    inner = (2 if share.kept or not all_of_it else 4) * share.F
-    return [
-        Line("feed-forward", c * share.N * inner, "gate, up and gradients, for their weights' gradients"),
-        Line("stream", 3 * c * share.N * share.D if all_of_it else 0, "what the feed-forward read, and its gradient"),
-    ]
-
-
 def _kept_for_attention(share: Share) -> int:
     """Bytes that attention's forward pass leaves for its backward one, of all heads."""
     c, N = share.compute_bytes, share.N

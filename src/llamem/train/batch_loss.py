@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from llamem.layers.context import local_positions
-from llamem.layers.parts import gradients_together
+from llamem.layers.parts import order_gradients
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape, gather_weight, parameter_specs
 from llamem.llama.tables import whole_logits
@@ -53,10 +53,10 @@ def loss_of_hidden(
     mesh = plan.mesh
     if mesh.context_axis:
         targets_BT = targets_BT[:, local_positions(targets_BT.shape[1], mesh.context_axis)]
+    # Else the head's whole gradient, not yet in its type nor divided, would stay for all layers' backward passes.
+    hidden_BTD, head_VD = order_gradients(hidden_BTD, head_VD)
     # Gathered once, before the loop over tiles; where the vocabulary is split, each device has its rows.
     head_VD = gather_weight("untied_head", head_VD, mesh, hidden_BTD.dtype)
-    if plan.saves_memory:  # the head's f32 gradient would stay for the whole backward pass
-        hidden_BTD, head_VD = gradients_together(hidden_BTD, head_VD)
     shares = mesh.devices // mesh.tensor  # parts into which the tokens are cut
     if plan.loss_tiles is not None or mesh.tensor_axis:
         return tiled_cross_entropy(
