@@ -8,7 +8,8 @@ import reference
 
 from llamem.layers.expert_adapters import ExpertAdapters
 from llamem.layers.experts import MAX_GROUP, mixture
-from llamem.memory.jaxprs import equations, matmul_flops
+from llamem.memory import matmul_flops
+from llamem.memory.jaxprs import equations
 
 D, F = 7, 9
 SIZES = {"gate": (D, F), "up": (D, F), "down": (F, D)}

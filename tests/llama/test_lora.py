@@ -16,7 +16,8 @@ from models import SMALL as THREE_LAYERS
 import llamem
 from llamem import TrainSettings
 from llamem.llama import IN_LAYERS, TARGETS
-from llamem.memory.jaxprs import equations, matmul_flops
+from llamem.memory import matmul_flops
+from llamem.memory.jaxprs import equations
 from llamem.train.adapter_step import lora_loss, losses_and_grads
 from llamem.train.step import loss_fn
 

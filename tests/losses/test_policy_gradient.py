@@ -19,7 +19,7 @@ from llamem.losses.per_token import tiled_token_loss
 from llamem.losses.policy_gradient import group_advantages, tiled_policy_loss
 from llamem.losses.preferences import tiled_dpo_loss
 from llamem.losses.sixteen_bits import WideSum, stepped_sum
-from llamem.memory.jaxprs import matmul_flops
+from llamem.memory import matmul_flops
 
 N = B * T
 X, W, IDS = jnp.asarray(HIDDEN, jnp.float32), jnp.asarray(HEAD, jnp.float32), jnp.asarray(TARGETS)

@@ -79,52 +79,6 @@ def test_donating_an_argument_that_is_not_there(donate):
         llamem.compile_report(two_outputs, shape(3, 3), shape(3, 3), donate_argnums=donate)
 
 
-def flops(fn, *args) -> int:
-    return memory.matmul_flops(jax.make_jaxpr(fn)(*args).jaxpr)
-
-
-def test_loops_are_multiplied_out():
-    x, w = shape(11, 16), shape(5, 16, 16)
-    unit = 2 * 11 * 16 * 16
-
-    def scanned(x, w, remat=False):
-        def body(x, w):
-            return jnp.tanh(x @ w), None
-
-        return jax.lax.scan(jax.checkpoint(body) if remat else body, x, w)[0].sum()
-
-    assert flops(scanned, x, w) == 5 * unit
-    assert flops(jax.grad(scanned, argnums=(0, 1)), x, w) == 15 * unit
-    # tanh keeps its result, so that the backward pass needs the product once more.
-    assert flops(jax.grad(lambda x, w: scanned(x, w, True), argnums=(0, 1)), x, w) == 20 * unit
-
-    def nested(x, w):
-        return jax.lax.scan(lambda c, _: (scanned(x, w) + c, None), 0.0, None, length=3)[0]
-
-    assert flops(nested, x, w) == 15 * unit
-    assert flops(lambda x, w: jax.lax.map(lambda row: row @ w[0], x), x, w) == unit
-
-
-def test_batched_products_and_branches_are_counted():
-    assert flops(lambda a, b: jnp.einsum("bij,bjk->bik", a, b), shape(3, 4, 5), shape(3, 5, 6)) == 2 * 3 * 4 * 5 * 6
-
-    def branches(p, a):
-        return jax.lax.cond(p, lambda a: a @ a, lambda a: a @ a @ a, a)
-
-    assert flops(branches, shape(dtype=bool), shape(4, 4)) == 2 * 2 * 4**3
-
-
-def test_the_compiler_counts_the_same_products():
-    def unrolled(x, w):
-        for i in range(3):
-            x = jnp.tanh(x @ w[i])
-        return x.sum()
-
-    args = shape(128, 256), shape(3, 256, 256)
-    analysis = jax.jit(jax.grad(unrolled, argnums=1)).lower(*args).compile().cost_analysis() or {}
-    assert flops(jax.grad(unrolled, argnums=1), *args) == pytest.approx(analysis["flops"], rel=0.05)
-
-
 def test_the_largest_buffer_and_the_line_that_asked_for_it():
     def program(x, w):
         wide = jnp.sort(x @ w)  # a product that no fusion swallows

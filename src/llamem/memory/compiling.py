@@ -23,9 +23,10 @@ from llamem.memory.arguments import Leaf, mesh_of, read_leaves, shard_bytes
 from llamem.memory.chips import Chip, find_chip
 from llamem.memory.cross_compile import compile_absent, export_for, traced_for
 from llamem.memory.dump import analysed_bytes, needed_bytes, read_dump
+from llamem.memory.flops import count_products, matmul_flops
 from llamem.memory.hlo import optimised_text
 from llamem.memory.hlo_counts import describe
-from llamem.memory.jaxprs import callbacks_in, matmul_flops, moved_to_host
+from llamem.memory.jaxprs import callbacks_in, moved_to_host
 from llamem.memory.modules import with_arrays_alone
 from llamem.memory.notes import notes
 from llamem.memory.report import Buffer, Collective, Depth, Report
@@ -160,7 +161,7 @@ def _without_lines(program: jax.export.Exported) -> str:
 def _report(
     chip: Chip, depth: Depth, answer: dict[str, Any], jaxpr: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]
 ) -> Report:
-    flops = matmul_flops(jaxpr.jaxpr)
+    products = count_products(jaxpr.jaxpr)
     if "error" in answer:
         peak = needed_bytes(answer["error"])
         if peak is None:
@@ -188,7 +189,8 @@ def _report(
         constant_bytes=answer.get("constant_bytes", 0),
         peak_bytes=peak,
         depth=depth,
-        matmul_flops=flops,
+        matmul_flops=products.flops,
+        kernels=products.kernels,
         compiled_matmul_flops=answer.get("compiled_matmul_flops"),
         xla_peak_bytes=answer.get("xla_peak_bytes"),
         collectives=tuple(Collective(**row) for row in answer.get("collectives") or ()),
@@ -196,4 +198,4 @@ def _report(
         refused="error" in answer,
     )
     unknown = "collectives" in answer and answer["collectives"] is None
-    return dataclasses.replace(report, warnings=tuple(notes(report, jaxpr, leaves, collectives_unknown=unknown)))
+    return dataclasses.replace(report, warnings=tuple(notes(report, jaxpr, products, leaves, unknown)))

@@ -5,8 +5,7 @@ import math
 import re
 from typing import Any
 
-import numpy as np
-
+from llamem.memory.flops import Window, convolution_flops
 from llamem.memory.hlo import Instruction, Program, Shape, parse
 from llamem.memory.report import Buffer, Collective
 
@@ -29,9 +28,9 @@ def describe(text: str, largest: int = 12) -> dict[str, Any]:
 def compiled_matmul_flops(program: Program) -> int | None:
     """FLOPs of the matrix products that the compiler left in its program, those in loops as often as they run.
 
-    Dots, the convolutions that TPUs make of them, and calls of cuBLAS. Not seen: Pallas and cuDNN kernels, and products
-    with vectors that became sums. Of a conditional every branch counts. None for no program, or where a loop does not
-    say how often it runs.
+    Dots, convolutions (also those that TPUs make of dots), and calls of cuBLAS and of cuDNN's convolutions. Not seen:
+    the kernels of Pallas and of attention, and products with vectors that became sums. Of a conditional every branch
+    counts. None for no program, or where a loop does not say how often it runs.
     """
     times = program.executions
     if not program.computations or times is None:
@@ -99,7 +98,7 @@ def _flops(instruction: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> in
         contracting = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
     elif instruction.opcode == "custom-call" and "__cublas$" in instruction.rest:
         contracting = re.search(r'"lhs_contracting_dimensions":\[([\d,"]*)\]', instruction.rest)
-    elif instruction.opcode == "convolution":
+    elif instruction.opcode == "convolution" or "__cudnn$conv" in instruction.rest:
         return _convolution_flops(instruction, shapes)
     else:
         return 0
@@ -109,20 +108,24 @@ def _flops(instruction: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> in
 
 
 def _convolution_flops(instruction: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> int:
-    lhs, kernel = (shapes[name][0].sizes for name in instruction.operands[:2])
+    first, second = (shapes[name][0].sizes for name in instruction.operands[:2])
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
     assert labels, instruction
-    arrays = zip(labels.groups(), (lhs, kernel, instruction.shapes[0].sizes), strict=True)
-    lhs_of, kernel_of, out_of = (dict(zip(names, sizes, strict=True)) for names, sizes in arrays)
+    result = instruction.shapes[0].sizes
+    if "__cudnn$convBackwardInput" in instruction.rest:  # cuDNN writes a gradient with the labels of its convolution
+        sizes = (result, second, first)
+    elif "__cudnn$convBackwardFilter" in instruction.rest:
+        sizes = (first, result, second)
+    else:
+        sizes = (first, second, result)
+    arrays = zip(labels.groups(), sizes, strict=True)
+    lhs, kernel, out = (dict(zip(names, sizes, strict=True)) for names, sizes in arrays)
     window = re.search(r"window=\{([^}]*)\}", instruction.rest)
     options = dict(re.findall(r"(\w+)=([\dx_\-]+)", window[1] if window else ""))
-    products = out_of["b"] * out_of["f"] * kernel_of["i"]
-    for i, axis in enumerate(sorted(name for name in lhs_of if name.isdigit())):
+    windows = []
+    for i, axis in enumerate(sorted(name for name in lhs if name.isdigit())):
         here = {name: values.split("x")[i] for name, values in options.items()}
-        stride, dilate, holes = (int(here.get(name, 1)) for name in ("stride", "rhs_dilate", "lhs_dilate"))
+        stride, dilation, holes = (int(here.get(name, 1)) for name in ("stride", "rhs_dilate", "lhs_dilate"))
         low = int(here.get("pad", "0_0").split("_")[0])
-        # Batches of matrix products become convolutions over a spatial axis full of holes: only what meets data counts.
-        positions = np.arange(out_of[axis])[:, None] * stride + np.arange(kernel_of[axis]) * dilate - low
-        inside = (positions >= 0) & (positions <= (lhs_of[axis] - 1) * holes)
-        products *= int(np.sum(inside & (positions % holes == 0)))
-    return 2 * products // int(instruction.named("batch_group_count") or 1)
+        windows.append(Window(lhs[axis], kernel[axis], out[axis], stride, dilation, holes, low))
+    return convolution_flops(out["b"] * out["f"], kernel["i"], windows)

@@ -5,22 +5,36 @@ from collections.abc import Iterator, Sequence
 from jax.extend import core as jex_core
 
 from llamem.memory.arguments import Leaf, shard_bytes
-from llamem.memory.jaxprs import constants_in, inputs_used, moved_to_host
+from llamem.memory.flops import Products
+from llamem.memory.jaxprs import constants_in, equations, inputs_used, moved_to_host
 from llamem.memory.report import Report
 from llamem.memory.show import size_text
 
 _SMALL = 2**20  # bytes of which nothing is said
+_WORKSPACE = {  # operations of XLA's CPU libraries, with the resident memory over the report's peak
+    "conv_general_dilated": "1.6 times the peak for convolutions",
+    "fft": "1.25 times the peak for FFTs",
+}
 
 
 def notes(
-    report: Report, traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf], *, collectives_unknown: bool
+    report: Report,
+    traced: jex_core.ClosedJaxpr,
+    products: Products,
+    leaves: Sequence[Leaf],
+    collectives_unknown: bool,
 ) -> Iterator[str]:
-    """The warnings of a report on a traced program and its arguments."""
+    """The warnings of a report on a traced program, its products and its arguments."""
     chip = report.chip
     yield from _state_notes(traced, leaves)
     yield from _constant_notes(report, traced)
+    if products.loops:
+        yield f"{products.loops} of its loops do not say how often they run: the matrix products there are counted once."
     if collectives_unknown:
         yield "what chips send to each other cannot be counted: a loop does not say how often it runs."
+    names = {eqn.primitive.name for eqn, _ in equations(traced.jaxpr)}
+    if chip.platform == "cpu" and (own := [words for name, words in _WORKSPACE.items() if name in names]):
+        yield f"a CPU's libraries take memory of their own that no compiler plans: measured were {' and '.join(own)}."
     if chip.platform == "tpu" and report.peak_bytes < 512 * 2**20:
         yield "so small that much of it lives in on-chip memory (VMEM), which temporaries do not count."
     hosted = any(leaf.on_host for leaf in leaves) or moved_to_host(traced.jaxpr)

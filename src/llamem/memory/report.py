@@ -40,10 +40,11 @@ class Report(Shown):
     `peak_bytes` is what must fit on the device: arguments + outputs - aliases + temporaries + constants, as the
     compiler lays them out; what lies in the host's memory is in `host_bytes` alone. `constant_bytes` are arrays that
     the program closes over, with a warning where they are large. `temp_bytes` alone can mislead: a compiler keeps
-    temporaries inside outputs that are not yet written. `matmul_flops` counts the matrix products of the traced
-    program, loops multiplied out (Pallas kernels are not seen); `compiled_matmul_flops` those that the compiler left in
-    its own, per device, or None where that cannot be told. `collectives` say what chips send to each other, with a
-    warning where that cannot be counted; `buffers` are the largest arrays.
+    temporaries inside outputs that are not yet written. `matmul_flops` counts the matrix products and convolutions of
+    the traced program, loops multiplied out, without those inside of kernels of Pallas or cuDNN, which are called
+    `kernels` times; `compiled_matmul_flops` those that the compiler left in its own, per device, or None where that
+    cannot be told. `collectives` say what chips send to each other, with a warning where that cannot be counted;
+    `buffers` are the largest arrays.
 
     `xla_peak_bytes` is XLA's own `peak_memory_in_bytes`, where its compiler went to the end: what is in use at once, as
     it counts that, and not what must fit.
@@ -66,6 +67,7 @@ class Report(Shown):
     compiled_matmul_flops: int | None = None
     xla_peak_bytes: int | None = None
     constant_bytes: int = 0
+    kernels: int = 0
     collectives: tuple[Collective, ...] = ()
     buffers: tuple[Buffer, ...] = ()
     warnings: tuple[str, ...] = ()
@@ -97,7 +99,8 @@ class Report(Shown):
         yield f"{self.chip.name}: {'fits' if self.fits else 'DOES NOT FIT'}, peak {size_text(self.peak_bytes)}{of}"
         parts = self.parts | {"on the host": self.host_bytes}
         yield Table(("part", "size"), [(name, size_text(size)) for name, size in parts.items()])
-        yield f"matrix products: {self.matmul_flops / 1e12:.2f} TFLOP"
+        kernels = f", without those in {self.kernels} calls of kernels (Pallas, cuDNN)" if self.kernels else ""
+        yield f"matrix products: {self.matmul_flops / 1e12:.2f} TFLOP{kernels}"
         if self.collectives:
             sent = [(row.operation, row.times, size_text(row.bytes)) for row in self.collectives]
             yield Table(("sent between chips", "times", "bytes"), sent)
@@ -122,7 +125,11 @@ class Comparison(Shown):
         for name, report in self.reports.items():
             sizes = (report.peak_bytes, *report.parts.values(), report.host_bytes)
             left = report.compiled_matmul_flops
-            flops = (f"{report.matmul_flops / 1e12:.2f}", "" if left is None else f"{left / 1e12:.2f}")
+            kernels = " + kernels" if report.kernels else ""
+            flops = (
+                f"{report.matmul_flops / 1e12:.2f}{kernels}",
+                "" if left is None else f"{left / 1e12:.2f}{kernels}",
+            )
             cells = (name, report.chip.name, *(f"{size / GiB:.2f}" for size in sizes), *flops)
             rows.append((*cells, "fits" if report.fits else "does not fit"))
         head = ("program", "chip", "peak GiB", "arguments", "outputs", "temporaries", "host", "TFLOP", "compiled", "")

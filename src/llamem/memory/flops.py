@@ -1,0 +1,126 @@
+"""FLOPs of the matrix products and convolutions of a traced program."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend import core as jex_core
+
+from llamem.memory.control_flow import OnDevices
+from llamem.memory.jaxprs import KERNELS, control_flow, inner_jaxprs
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """What was counted: `flops`; and what was not: calls of `kernels` that JAX does not see into, such as those of
+    Pallas, and `loops` that do not say how often they run and hold products, counted once.
+    """
+
+    flops: int = 0
+    kernels: int = 0
+    loops: int = 0
+
+    def times(self, runs: int) -> "Products":
+        """The same, run several times."""
+        return Products(self.flops * runs, self.kernels * runs, self.loops)
+
+
+class Window(NamedTuple):
+    """One spatial axis of a convolution; `dilation` of the kernel, `holes` of the input (1 means none)."""
+
+    input: int
+    kernel: int
+    output: int
+    stride: int
+    dilation: int
+    holes: int
+    low_padding: int
+
+
+def matmul_flops(jaxpr: jex_core.Jaxpr) -> int:
+    """FLOPs of the matrix products and convolutions of a jaxpr, those in scans times their length.
+
+    Of a cond those of its largest branch, of a `shard_map` those of all its devices. `while` loops of unknown length
+    are counted once, as the compilers do; Pallas and cuDNN kernels are not.
+    """
+    return count_products(jaxpr).flops
+
+
+def count_products(jaxpr: jex_core.Jaxpr) -> Products:
+    """The products of a jaxpr as `matmul_flops` counts them, and what that leaves out."""
+    found = []
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if any(name.startswith(kernel) for kernel in KERNELS):
+            found.append(Products(kernels=1))
+            continue
+        found.append(Products(_own_flops(eqn)))
+        inner = [count_products(jaxpr) for jaxpr in inner_jaxprs(eqn)]
+        if name == "cond":
+            found.append(max(inner, key=lambda one: one.flops, default=Products()))
+        elif name == "while":
+            whole = _sum(inner)
+            found.append(dataclasses.replace(whole, loops=whole.loops + bool(whole.flops or whole.kernels)))
+        elif isinstance(flow := control_flow(eqn), OnDevices):
+            found.append(_sum(inner).times(flow.devices))
+        else:
+            found.append(_sum(inner).times(eqn.params["length"] if name == "scan" else 1))
+    return _sum(found)
+
+
+def convolution_flops(output: int, features: int, windows: Iterable[Window]) -> int:
+    """FLOPs of a convolution, each product with padding or a hole left out.
+
+    `output`: its batch times its features, `features`: those of the input that one output feature sums over.
+    """
+    products = output * features
+    for axis in windows:
+        # Batches of matrix products become convolutions over a spatial axis full of holes: only what meets data counts.
+        starts = np.arange(axis.output)[:, None] * axis.stride - axis.low_padding
+        positions = starts + np.arange(axis.kernel) * axis.dilation
+        inside = (positions >= 0) & (positions <= (axis.input - 1) * axis.holes)
+        products *= int(np.sum(inside & (positions % axis.holes == 0)))
+    return 2 * products
+
+
+def _sum(parts: Iterable[Products]) -> Products:
+    parts = list(parts)
+    return Products(*(sum(getattr(one, field.name) for one in parts) for field in dataclasses.fields(Products)))
+
+
+def _own_flops(eqn: jex_core.JaxprEqn) -> int:
+    arrays: list[Any] = [var.aval for var in (*eqn.invars[:2], *eqn.outvars)]
+    if eqn.primitive.name == "conv_general_dilated":
+        lhs, kernel, out = (array.shape for array in arrays)
+        return _convolution(lhs, kernel, out, eqn.params)
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        groups = 1
+    elif eqn.primitive.name == "ragged_dot_general":
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (contracted, _), _ = numbers.dot_dimension_numbers
+        # Where the rows are summed over, each counts in one of the groups of the output's first axis.
+        groups = arrays[-1].shape[0] if numbers.lhs_ragged_dimensions[0] in contracted else 1
+    else:
+        return 0
+    lhs, out = arrays[0].shape, arrays[-1].shape
+    return 2 * math.prod(out) * math.prod(lhs[axis] for axis in contracted) // groups
+
+
+def _convolution(lhs: tuple[int, ...], kernel: tuple[int, ...], out: tuple[int, ...], params: dict[str, Any]) -> int:
+    of_lhs, of_kernel, of_out = params["dimension_numbers"]
+    windows = [
+        Window(lhs[of_lhs[i + 2]], kernel[of_kernel[i + 2]], out[of_out[i + 2]], stride, dilation, holes, low)
+        for i, (stride, dilation, holes, (low, _)) in enumerate(
+            zip(
+                params["window_strides"],
+                params["rhs_dilation"],
+                params["lhs_dilation"],
+                params["padding"],
+                strict=True,
+            )
+        )
+    ]
+    return convolution_flops(out[of_out[0]] * out[of_out[1]], kernel[of_kernel[1]], windows)
