@@ -580,3 +580,21 @@ def test_a_chip_that_is_not_there_has_no_python_to_call(fn):
     assert llamem.compile_report(fn, shape(3)).fits
     with pytest.raises(ValueError, match=r"calls back into Python \(.+\).*v5e-1.*leave out jax\.debug\.print"):
         llamem.compile_report(fn, shape(3), chip="v5e-1")
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
+def test_a_model_that_asks_which_devices_are_here_is_noted(empty_cache):
+    def chooses(x):
+        return x @ x.T if jax.local_devices()[0].platform == "tpu" else jnp.sin(x)
+
+    def knows(x):
+        return x @ x.T if llamem.memory.compiling_for().startswith("TPU") else jnp.sin(x)
+
+    wrong, right = (llamem.compile_report(fn, shape(2048, 2048), chip="v5e-1") for fn in (chooses, knows))
+    line = chooses.__code__.co_firstlineno + 1
+    (note,) = (note for note in wrong.warnings if "which devices are here" in note)
+    assert f"(jax.local_devices() in test_memory.py:{line})" in note and "not chosen for v5e-1" in note
+    assert wrong.matmul_flops == 0 and right.matmul_flops == 2 * 2048**3
+    assert not any("which devices" in note for note in right.warnings)
+    assert not any("which devices" in note for note in llamem.compile_report(chooses, shape(3, 3)).warnings)

@@ -1,6 +1,6 @@
 """Any program: traced, compiled for any chip, measured."""
 
-from llamem.memory.chips import CHIPS, Chip, available, find_chip
+from llamem.memory.chips import CHIPS, Chip, available, compiling_for, find_chip
 from llamem.memory.compiling import compile_report, matmul_flops
 from llamem.memory.measured import Measurement, measure
 from llamem.memory.report import Buffer, Collective, Comparison, GiB, Report, compare
@@ -19,6 +19,7 @@ __all__ = [
     "available",
     "compare",
     "compile_report",
+    "compiling_for",
     "find_chip",
     "matmul_flops",
     "measure",

@@ -22,13 +22,14 @@ from llamem._checks import show
 from llamem.memory.arguments import Leaf, mesh_of, read_leaves, shard_bytes
 from llamem.memory.chips import Chip, find_chip
 from llamem.memory.cross_compile import compile_absent, export_for, traced_for
+from llamem.memory.device_queries import noted_queries
 from llamem.memory.dump import analysed_bytes, needed_bytes, read_dump
 from llamem.memory.flops import count_products, matmul_flops
 from llamem.memory.hlo import optimised_text
 from llamem.memory.hlo_counts import describe
 from llamem.memory.jaxprs import callbacks_in, moved_to_host
 from llamem.memory.modules import with_arrays_alone
-from llamem.memory.notes import notes
+from llamem.memory.notes import notes, query_notes
 from llamem.memory.report import Buffer, Collective, Depth, Report
 from llamem.memory.report_cache import cached
 from llamem.memory.shapes import is_key, on_host
@@ -85,7 +86,7 @@ def compile_report(
 
     # The one trace serves the compiler, too. What is donated is for the child process to say, where there is one.
     jitted = jax.jit(flat, donate_argnums=() if chosen.absent else donated, keep_unused=True)
-    with traced_for(chosen, mesh):
+    with traced_for(chosen, mesh), noted_queries() as queries:
         jaxpr = jitted.trace(*shapes).jaxpr
     if chosen.absent:
         _refuse_callbacks(jaxpr.jaxpr, chosen)
@@ -100,6 +101,8 @@ def compile_report(
     else:
         answer, depth = _compiled_here(jitted.lower(*shapes), chosen), "code"
     report = _report(chosen, depth, answer, jaxpr, leaves)
+    if chosen.absent:
+        report = dataclasses.replace(report, warnings=(*report.warnings, *query_notes(chosen, queries)))
     if "schedule" not in answer:
         return dataclasses.replace(report, no_timeline=answer["no_schedule"])
     names = [leaf.name for leaf in leaves]

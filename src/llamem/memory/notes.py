@@ -1,10 +1,11 @@
 """What a report warns of: where its numbers stop, and programs that are probably not what was meant."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax.extend import core as jex_core
 
 from llamem.memory.arguments import Leaf, shard_bytes
+from llamem.memory.chips import Chip
 from llamem.memory.flops import Products
 from llamem.memory.jaxprs import constants_in, equations, inputs_used, moved_to_host
 from llamem.memory.report import Report
@@ -29,7 +30,7 @@ def notes(
     yield from _state_notes(traced, leaves)
     yield from _constant_notes(report, traced)
     if products.loops:
-        yield f"{products.loops} of its loops do not say how often they run: the matrix products there are counted once."
+        yield f"{products.loops} of its loops do not say how often they run: matrix products there count once."
     if collectives_unknown:
         yield "what chips send to each other cannot be counted: a loop does not say how often it runs."
     names = {eqn.primitive.name for eqn, _ in equations(traced.jaxpr)}
@@ -46,6 +47,17 @@ def notes(
         )
     if chip.capacity_bytes and 0.85 * chip.capacity_bytes < report.peak_bytes <= chip.capacity_bytes:
         yield "close to the limit, where the compiler rematerialises on its own: judge your remat on a roomier chip."
+
+
+def query_notes(chip: Chip, queries: Mapping[str, str]) -> Iterator[str]:
+    """Warnings of lines that ask which devices are here, as `noted_queries` found them."""
+    if queries:
+        lines = ", ".join(f"{question} in {line}" for line, question in sorted(queries.items())[:3])
+        yield (
+            f"while it was traced, the program asked which devices are here ({lines}), and was told of this machine's: "
+            f"what it chooses by that is not chosen for {chip.name}. `llamem.memory.compiling_for()` tells a model "
+            "which chip it is compiled for; or choose with an option of the model."
+        )
 
 
 def _state_notes(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Iterator[str]:
