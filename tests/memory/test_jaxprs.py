@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
@@ -9,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from llamem.memory import jaxprs
 from llamem.memory.chips import compiling_for
 from llamem.memory.control_flow import OnDevices
+from llamem.memory.flops import matmul_flops
 from llamem.memory.residuals import saved_residuals
 
 X = jax.ShapeDtypeStruct((8, 8), "float32")
@@ -34,14 +36,6 @@ def test_scans_say_what_they_carry():
     assert jaxprs.scan_parts(scan) == (1, 2)
 
 
-def test_products_say_what_they_contract():
-    def fn(a, b):
-        return jnp.einsum("bij,bkj->bik", a, b)
-
-    shapes = (jax.ShapeDtypeStruct(s, "float32") for s in ((2, 3, 5), (2, 7, 5)))
-    assert jaxprs.matmul_flops(traced(fn, *shapes)) == 2 * 2 * 3 * 7 * 5
-
-
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_what_every_device_runs_is_found_and_counted_for_all(check_vma):
     mesh = jax.sharding.AbstractMesh((4, 2), ("rows", "other"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -57,7 +51,7 @@ def test_what_every_device_runs_is_found_and_counted_for_all(check_vma):
     assert (flow.in_specs, flow.out_specs, flow.check_vma) == (specs["in_specs"], (specs["out_specs"],), check_vma)
     again = traced(flow.map(lambda *parts: (local(*parts),)), X, X)
     for program in (traced(mapped, X, X), again):
-        assert jaxprs.matmul_flops(program) == 8 * 2 * 2 * 8 * 8
+        assert matmul_flops(program) == 8 * 2 * 2 * 8 * 8
     partly = jax.shard_map(local, mesh=mesh, axis_names={"rows"}, **specs) if check_vma else mapped
     (eqn,) = (eqn for eqn in traced(partly, X, X).eqns if eqn.primitive.name == "shard_map")
     found = jaxprs.control_flow(eqn)
@@ -127,3 +121,20 @@ def test_a_mesh_of_an_absent_chip_says_for_which_chip_one_traces():
     assert compiling_for() == jax.devices()[0].device_kind
     with jax.sharding.use_abstract_mesh(CHIPS["v6e-1"].mesh(x=1)):
         assert compiling_for() == "TPU v6 lite"
+
+
+def test_what_changes_no_result_and_what_is_closed_over():
+    constant = np.arange(5.0)
+    inner = jax.jit(lambda x: x[:5] * constant)
+
+    def fn(used, lost, in_loop):
+        def body(carry, _):
+            used, lost = carry
+            return (jax.jit(jnp.sin)(used), lost * 2 + used), None
+
+        return jax.lax.scan(body, (used + in_loop, lost), None, length=3)[0][0], jax.lax.map(inner, used)
+
+    closed = jax.make_jaxpr(fn)(X, X, X)
+    assert jaxprs.inputs_used(closed) == [True, False, True]
+    ((value, line),) = jaxprs.constants_in(closed)
+    assert value.tolist() == constant.tolist() and line.startswith("test_jaxprs.py:")
