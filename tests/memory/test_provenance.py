@@ -50,7 +50,7 @@ def update(a, m, gradients):
 def whole(s, z):
     """A state that is one tuple of weights and moments, and a batch that is sliced outside of the loss."""
     gradients = jax.grad(lambda a: loss(a, z[:, :-1], z[:, 1:]))(s[0])
-    return update(*s, gradients)
+    return update(s[0], s[1], gradients)
 
 
 def adapted(frozen, s, z):
@@ -60,7 +60,7 @@ def adapted(frozen, s, z):
         stack = tuple(w + b @ c for w, (b, c) in zip(frozen["s"], a, strict=True))
         return loss(frozen | {"s": stack}, z[0], z[1])
 
-    return frozen, update(*s, jax.grad(adapted_loss)(s[0]))
+    return frozen, update(s[0], s[1], jax.grad(adapted_loss)(s[0]))
 
 
 def regression(a, z):
