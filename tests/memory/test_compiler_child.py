@@ -25,7 +25,7 @@ def stands_in(monkeypatch, tmp_path):
         python.write_text(f"#!/bin/sh\n{script}\n")
         python.chmod(0o755)
         monkeypatch.setattr(absent.sys, "executable", str(python))
-        return absent.compile_absent(CHIPS["v5e-1"], b"", (), None, "memory", {})
+        return absent.compile_absent(CHIPS["v5e-1"], b"", (), None, "memory", {}, {})
 
     return run
 

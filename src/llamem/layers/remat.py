@@ -126,6 +126,12 @@ def check_policy(remat: str | Policy | None) -> Policy | Callable[..., Any] | No
     return POLICIES[remat]
 
 
+def offloads(remat: str | Policy | None) -> bool:
+    """Whether something waits in the host's memory for the backward pass."""
+    policy = check_policy(remat)
+    return bool(policy.offload) if isinstance(policy, Policy) else remat == "offload_dot_with_no_batch_dims"
+
+
 def offloading_too(remat: str | Policy | None, names: tuple[str, ...]) -> str | Policy | None:
     """`remat` with these activations kept on the host as well; `remat` itself where there are none.
 

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from llamem.layers.offload import name_in_pieces
-from llamem.layers.remat import Policy, check_names, check_policy, checkpoint
+from llamem.layers.remat import Policy, check_names, check_policy, checkpoint, offloads
+from llamem.memory.gpu_offload import warn_of_wrong_offload
 
 Mode = Literal["scan", "unroll", "nested"]
 
@@ -59,6 +60,8 @@ def apply_stack(
         return new_x, (aux, x if return_hidden else None)
 
     _check_layer(body, x, xs, remat)
+    if mode != "unroll" and offloads(remat):
+        warn_of_wrong_offload(f"apply_stack(remat={remat!r})")
     if mode == "unroll" and n_layers > 0:
         x, (aux, hidden) = _unroll(body, x, xs, n_layers, remat)
     elif mode == "nested" and (groups := group_count(n_layers, _bytes(x), _bytes(xs[0]) // max(n_layers, 1))) > 1:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.export
 from jax.experimental import mesh_utils, topologies
+from jaxlib.mlir import ir
 
 
 def main(folder: Path) -> None:
@@ -46,7 +47,9 @@ def main(folder: Path) -> None:
     dump = folder / "dump"
     try:
         lowered = jitted.trace(*shapes).lower(lowering_platforms=(request["topology"]["platform"],))
-        compiled = lowered.compile(compiler_options={"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True})
+        mark_on_host(lowered.compiler_ir("stablehlo"), request["hosted"]["arguments"])
+        options = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True, **request["options"]}
+        compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
         answer: dict[str, Any] = {"error": str(error)}
     else:
@@ -58,6 +61,21 @@ def main(folder: Path) -> None:
     unfinished = folder / "answer.unfinished"
     unfinished.write_text(json.dumps(answer))
     unfinished.rename(folder / "answer.json")
+
+
+def mark_on_host(module: Any, arguments: list[int]) -> None:
+    """Say in the StableHLO module which arguments of `main` lie in the host's memory.
+
+    JAX writes this mark for devices that have memories. Those of an absent GPU's topology have none; without the mark,
+    its compiler counts such an argument on the device too, or refuses the program as late as it makes code.
+    """
+    main = next(op for op in module.body.operations if ir.StringAttr(op.attributes["sym_name"]).value == "main")
+    with module.context:
+        host = ir.StringAttr.get("pinned_host")
+        old = [{named.name: named.attr for named in row} for row in main.attributes["arg_attrs"]] if arguments else []
+        new = [row | ({"mhlo.memory_kind": host} if i in arguments else {}) for i, row in enumerate(old)]
+        if arguments:
+            main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(row) for row in new])
 
 
 def end_with_parent(folder: Path) -> None:

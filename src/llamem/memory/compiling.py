@@ -25,12 +25,12 @@ from llamem.memory.cross_compile import compile_absent, export_for, traced_for
 from llamem.memory.device_queries import noted_queries
 from llamem.memory.dump import analysed_bytes, needed_bytes, read_dump
 from llamem.memory.flops import count_products, matmul_flops
+from llamem.memory.gpu_offload import offload_options, offloads_rightly, slice_notes
 from llamem.memory.hlo import optimised_text
 from llamem.memory.hlo_counts import describe
 from llamem.memory.jaxprs import callbacks_in, moved_to_host
 from llamem.memory.modules import with_arrays_alone
 from llamem.memory.notes import notes, query_notes
-from llamem.memory.provenance import find_provenance
 from llamem.memory.report import Buffer, Collective, Depth, Report
 from llamem.memory.report_cache import cached
 from llamem.memory.shapes import is_key, on_host
@@ -54,10 +54,9 @@ def compile_report(
     over `llamem.find_chip(name).mesh(...)`; what has none lies on every chip whole. A flax nnx module or optimizer
     among them is its state, which is given back as by `nnx.jit` where `fn` changes it in place; of an equinox module
     the arrays are arguments, as in `equinox.filter_jit`. For one chip, arguments whose sharding has the
-    `memory_kind="pinned_host"` lie in the host's memory, and so do results that `fn` puts there; of shapes `fn` has to
-    say it again, `jax.device_put(x, jax.memory.Space.Host)`. `donate_argnums`: which of them the program may overwrite,
-    as in `jax.jit(donate_argnums=)`. `chip`: see `llamem.find_chip`. Reports for absent chips are cached on disk by
-    program, compiler and chip, under `$LLAMEM_CACHE` or `~/.cache/llamem`.
+    `memory_kind="pinned_host"` lie in the host's memory, and so do results that `fn` puts there. `donate_argnums`:
+    which of them the program may overwrite, as in `jax.jit(donate_argnums=)`. `chip`: see `llamem.find_chip`. Reports
+    for absent chips are cached on disk by program, compiler and chip, under `$LLAMEM_CACHE` or `~/.cache/llamem`.
 
     `depth`: how far an absent chip's compiler goes. With "memory" it is ended when it has assigned every buffer, in
     seconds; the report is the same, but a compiler that would fail later, while it makes code, is not found out. With
@@ -82,12 +81,15 @@ def compile_report(
         # Compilers know no keys, only the numbers they are made of.
         given = zip(arrays, leaves, strict=True)
         wrapped = [jax.random.wrap_key_data(a, impl=leaf.key) if leaf.key else a for a, leaf in given]
+        # The shapes of an absent chip's arguments have no memory, as arrays have: here their types get it.
+        hosted = [leaf.on_host and chosen.absent for leaf in leaves]
+        wrapped = [jax.device_put(a, jax.memory.Space.Host) if h else a for a, h in zip(wrapped, hosted, strict=True)]
         outputs = jax.tree.leaves(fn(*jax.tree.unflatten(tree, wrapped)))
         return [jax.random.key_data(out) if is_key(getattr(out, "dtype", None)) else out for out in outputs]
 
     # The one trace serves the compiler, too. What is donated is for the child process to say, where there is one.
     jitted = jax.jit(flat, donate_argnums=() if chosen.absent else donated, keep_unused=True)
-    with traced_for(chosen, mesh), noted_queries() as queries:
+    with traced_for(chosen, mesh), noted_queries() as queries, offloads_rightly():
         jaxpr = jitted.trace(*shapes).jaxpr
     if chosen.absent:
         _refuse_callbacks(jaxpr.jaxpr, chosen)
@@ -96,9 +98,10 @@ def compile_report(
             "arguments": [i for i, leaf in enumerate(leaves) if leaf.on_host],
             "results": [i for i, out in enumerate(jaxpr.out_avals) if on_host(out)],
         }
-        compiling = partial(compile_absent, chosen, bytes(program.serialize()), donated, axes, depth, hosts)
-        options = (_versions(chosen), chosen, donated, axes, depth, hosts)
-        answer = cached(f"{options} {_without_lines(program)}", compiling) if cache else compiling()
+        options = offload_options(program.mlir_module, chosen.platform)
+        compiling = partial(compile_absent, chosen, bytes(program.serialize()), donated, axes, depth, hosts, options)
+        asked = (_versions(chosen), chosen, donated, axes, depth, hosts)
+        answer = cached(f"{asked} {_without_lines(program)}", compiling) if cache else compiling()
     else:
         answer, depth = _compiled_here(jitted.lower(*shapes), chosen), "code"
     report = _report(chosen, depth, answer, jaxpr, leaves)
@@ -106,8 +109,8 @@ def compile_report(
         report = dataclasses.replace(report, warnings=(*report.warnings, *query_notes(chosen, queries)))
     if "schedule" not in answer:
         return dataclasses.replace(report, no_timeline=answer["no_schedule"])
-    names, provenance = [leaf.name for leaf in leaves], find_provenance(jaxpr, leaves)
-    timeline = Timeline.from_schedule(answer["schedule"], chosen.name, chosen.capacity_bytes, names, provenance)
+    names = [leaf.name for leaf in leaves]
+    timeline = Timeline.from_schedule(answer["schedule"], chosen.name, chosen.capacity_bytes, names)
     return dataclasses.replace(report, timeline=timeline)
 
 
@@ -115,7 +118,8 @@ def _compiled_here(lowered: jax.stages.Lowered, chip: Chip) -> dict[str, Any]:
     """What the local compiler says, as `compile_absent` tells it."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="llamem-") as dump, _no_compilation_cache():
-        compiled = lowered.compile(compiler_options={"xla_dump_to": dump, "xla_dump_hlo_as_text": True})
+        options = offload_options(lowered.as_text, chip.platform)
+        compiled = lowered.compile(compiler_options={"xla_dump_to": dump, "xla_dump_hlo_as_text": True, **options})
         answer = read_dump(Path(dump), chip.platform) | _described(compiled, time.perf_counter() - start)
         return answer | schedule_or_reason(Path(dump), chip.platform)
 
@@ -202,4 +206,5 @@ def _report(
         refused="error" in answer,
     )
     unknown = "collectives" in answer and answer["collectives"] is None
-    return dataclasses.replace(report, warnings=tuple(notes(report, jaxpr, products, leaves, unknown)))
+    warnings = [*notes(report, jaxpr, products, leaves, unknown), *slice_notes(answer.get("wrong_slices", ()))]
+    return dataclasses.replace(report, warnings=tuple(warnings))

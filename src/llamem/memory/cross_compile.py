@@ -63,24 +63,31 @@ def compile_absent(
     axes: Mapping[str, int] | None,
     depth: Depth,
     hosted: Mapping[str, Sequence[int]],
+    options: Mapping[str, str],
 ) -> dict[str, Any]:
     """What the chip's compiler says: the bytes of `read_dump` and `describe`, or `{"error": the compiler's message}`;
     and what `schedule_or_reason` gives.
 
     `axes` are those of the mesh of several chips; `hosted` are the numbers of the "arguments" and "results" that lie in
-    the host's memory. With `depth="memory"` the compiler is ended once it has assigned
+    the host's memory; `options` are the compiler's. With `depth="memory"` the compiler is ended once it has assigned
     memory. Raises RuntimeError where the compiler died without an answer.
     """
     with tempfile.TemporaryDirectory(prefix="llamem-") as name:
         folder, start = Path(name), time.perf_counter()
         dump, file = folder / "dump", folder / "answer.json"
         (folder / "program").write_bytes(program)
-        request = {"topology": _topology(chip), "donated": list(donated), "axes": axes, "hosted": dict(hosted)}
+        request = {
+            "topology": _topology(chip),
+            "donated": list(donated),
+            "axes": axes,
+            "hosted": dict(hosted),
+            "options": dict(options),
+        }
         (folder / "request.json").write_text(json.dumps(request))
         wide = jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
         environment = {**os.environ, **_ENVIRONMENT, "JAX_ENABLE_X64": str(int(wide))}
-        for options in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):  # the answer would depend on them; the cache's key does not
-            environment.pop(options, None)
+        for flags in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):  # the answer would depend on them; the cache's key does not
+            environment.pop(flags, None)
         # -P: the modules beside the script are not to be found under their bare names.
         command = [sys.executable, "-P", str(Path(__file__).with_name("compiler_process.py")), str(folder)]
         # The child ends when its pipe does: with this process, however that ends.

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from llamem.memory.flops import Window, convolution_flops
+from llamem.memory.gpu_offload import check_slice_notes
 from llamem.memory.hlo import Instruction, Program, Shape, parse
 from llamem.memory.report import Buffer, Collective
 
@@ -21,6 +22,7 @@ def describe(text: str, largest: int = 12) -> dict[str, Any]:
     return {
         "compiled_matmul_flops": compiled_matmul_flops(program),
         "collectives": None if sent is None else [dataclasses.asdict(row) for row in sent],
+        "wrong_slices": check_slice_notes(program).wrong,
         "buffers": [dataclasses.asdict(row) for row in largest_buffers(program, largest)],
     }
 

@@ -17,6 +17,7 @@ from llamem.llama.host_memory import host_place, same_places
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import shardings
+from llamem.memory.gpu_offload import compile_lowered, offloads_rightly
 from llamem.train.data import Batches, Corpus
 from llamem.train.hosts import place, together
 from llamem.train.interrupts import interruptible
@@ -104,7 +105,8 @@ def _train(
     places = same_places(state) if "host" in (plan.moments, plan.weights) else None
     jitted_step = jax.jit(make_train_step(graphdef, settings), donate_argnums=0, out_shardings=places)
     # Compiled before the clock starts, so that the first step's speed is a step's speed.
-    step = jitted_step.lower(state, place(batches, 0, where)).compile()
+    with offloads_rightly():
+        step = compile_lowered(jitted_step.lower(state, place(batches, 0, where)))
     with interruptible() as interrupted, _progress_bar(first, settings.steps, progress and first_host) as bar:
         while done < settings.steps and not interrupted(done):
             start = time.perf_counter()
