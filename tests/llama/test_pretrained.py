@@ -16,8 +16,8 @@ from make_golden import MODELS, golden
 from models import MOE, VARIANTS, model_of, tokens_of
 
 import llamem
-from llamem.llama.pretrained import _tensors
 from llamem.llama.safetensors_files import Stored
+from llamem.llama.tensor_names import tensors_of
 from llamem.train.step import loss_fn
 
 safetensors = pytest.importorskip("safetensors.numpy")
@@ -26,7 +26,7 @@ safetensors = pytest.importorskip("safetensors.numpy")
 def by_file_name(params):
     """Our stacked arrays cut up as the files hold them."""
     found = {}
-    for tensor in _tensors(params):
+    for tensor in tensors_of(params):
         leaf = params
         for key in tensor.path:
             leaf = leaf[key]
@@ -128,17 +128,42 @@ def rewrite(folder, change):
 )
 def test_tensors_that_do_not_fit_are_named_before_anything_is_allocated(folder, monkeypatch, change, words):
     rewrite(folder, change)
-    monkeypatch.setattr("llamem.llama.pretrained._fill", lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr("llamem.llama.pretrained.fill", lambda *_: pytest.fail("allocated"))
     with pytest.raises(ValueError, match=words):
         llamem.load_pretrained(folder)
 
 
-def test_a_repeated_tied_head_and_stored_frequencies_are_no_matter(folder):
+def test_a_repeated_tied_head_and_stored_frequencies_are_no_matter_and_another_head_is_an_error(folder):
     before = nnx.to_pure_dict(nnx.state(llamem.load_pretrained(folder)))
-    spare = {"lm_head.weight": np.ones((101, 24)), "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
-    rewrite(folder, lambda t: t.update(spare))
+    frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
+    rewrite(folder, lambda t: t.update(frequencies | {"lm_head.weight": t["model.embed_tokens.weight"]}))
     after = nnx.to_pure_dict(nnx.state(llamem.load_pretrained(folder)))
     jax.tree.map(np.testing.assert_array_equal, before, after)
+    head = safetensors.load_file(folder / "model.safetensors")["lm_head.weight"].copy()
+    head[3, 5] += 1
+    for other in (head, head[:-1]):
+        change(folder, {"lm_head.weight": other})
+        with pytest.raises(ValueError, match=r"tie_word_embeddings=true, and lm_head.weight .* is not the embedding"):
+            llamem.load_pretrained(folder)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, "bfloat16"])
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, 1e38])
+def test_numbers_that_are_none_are_named(folder, dtype, wrong):
+    name = "model.layers.1.mlp.down_proj.weight"
+    rewrite(folder, lambda t: None)
+    w = safetensors.load_file(folder / "model.safetensors")[name].astype(dtype)
+    w[2, 7] = wrong
+    change(folder, {name: w})
+    with pytest.raises(ValueError, match=rf"{name} holds NaN or infinite numbers, or some beyond float16"):
+        llamem.load_pretrained(folder, dtype="float16")
+    if np.isfinite(wrong):
+        assert llamem.load_pretrained(folder).blocks.w_down[1, 7, 2] > 9e37
+
+
+def change(folder, tensors):
+    """Puts some tensors into the one file."""
+    safetensors.save_file(safetensors.load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
 
 
 def edit_json(path, change):
@@ -164,7 +189,7 @@ def test_damaged_folders(folder, tmp_path):
     file = folder / name
     whole = file.read_bytes()
     file.write_bytes(whole[:-5])
-    with pytest.raises(ValueError, match="cut off or damaged"):
+    with pytest.raises(ValueError, match=r"no complete safetensors file.*cut off or damaged"):
         llamem.load_pretrained(folder)
     for broken in (b"", b"abc", struct.pack("<Q", 10**15) + b"{}", struct.pack("<Q", 2) + b"{!"):
         file.write_bytes(broken)

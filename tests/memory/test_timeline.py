@@ -19,8 +19,9 @@ from llamem.course import plots
 from llamem.memory.arguments import argument_names
 from llamem.memory.buffer_assignment import Allocation
 from llamem.memory.name_stacks import differentiation_pass
+from llamem.memory.provenance import Provenance
 from llamem.memory.timeline import Timeline
-from llamem.memory.timeline_categories import CATEGORIES, argument_category
+from llamem.memory.timeline_categories import CATEGORIES, named_category
 from llamem.memory.timeline_schedule import Pass, find_passes, read_schedule
 
 of_this_machine = pytest.mark.skipif(
@@ -31,7 +32,7 @@ of_this_machine = pytest.mark.skipif(
 
 def read(folder, names=("params['w']", "x")) -> Timeline:
     schedule = json.loads(json.dumps(read_schedule(folder, "tpu")))  # as the cache keeps it
-    return Timeline.from_schedule(schedule, "v5e-1", 2800, names)
+    return Timeline.from_schedule(schedule, "v5e-1", 2800, names, Provenance(("weights", "other")))
 
 
 def test_every_byte_of_a_dump_counted_by_hand(tmp_path):
@@ -182,7 +183,7 @@ def test_categories_of_your_own(as_a_user):
     ],
 )
 def test_arguments_are_told_by_the_first_telling_name(name, category):
-    assert argument_category(name) == category
+    assert named_category(name) == category
 
 
 def test_borders_of_the_passes_lie_where_fewest_steps_are_wrong():

@@ -19,6 +19,7 @@ from llamem.layers.offload import name_in_pieces
 from llamem.layers.parts import map_rows, order_gradients, sum_parts
 from llamem.llama.config import LlamaConfig
 from llamem.llama.lora_products import NO_ADAPTERS, LayerAdapters
+from llamem.llama.quantized import QuantizedMatrix
 from llamem.llama.sharding import PARAMETERS, MeshShape, parameter_name
 
 # What attention reads of a block beside its first norm, and what the feed-forward reads.
@@ -233,7 +234,9 @@ class Block(nnx.Module):
         inner_BTF = jax.nn.silu(gate_BTF) * up_BTF
         return lora.add("down", inner_BTF, inner_BTF @ w_down)
 
-    def _compute(self, param: nnx.Param) -> Array:
+    def _compute(self, param: nnx.Param | QuantizedMatrix) -> Array:
+        if isinstance(param, QuantizedMatrix):
+            return param.dequantize(self.config.compute_dtype)
         return param[...].astype(self.config.compute_dtype)
 
 

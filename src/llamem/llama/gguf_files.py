@@ -2,7 +2,7 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, no_type_check
 
 import numpy as np
 
@@ -80,6 +80,7 @@ def open_gguf(file: Path) -> Gguf:
 
     class Reader(gguf.GGUFReader):
         # The package reads nothing beyond the file's end without a word, as often as a damaged length says.
+        @no_type_check  # called for each of some hundred thousand tokens
         def _get(self, offset: Any, dtype: Any, count: Any = 1, *args: Any, **kwargs: Any) -> Any:
             if offset < 0 or offset + np.dtype(dtype).itemsize * int(count) > len(self.data):
                 raise ValueError(f"something should lie at byte {offset:,}, and the file has {len(self.data):,} bytes")

@@ -31,6 +31,7 @@ from llamem.memory.hlo_counts import describe
 from llamem.memory.jaxprs import callbacks_in, moved_to_host
 from llamem.memory.modules import with_arrays_alone
 from llamem.memory.notes import notes, query_notes
+from llamem.memory.provenance import find_provenance
 from llamem.memory.report import Buffer, Collective, Depth, Report
 from llamem.memory.report_cache import cached
 from llamem.memory.shapes import is_key, on_host
@@ -109,8 +110,8 @@ def compile_report(
         report = dataclasses.replace(report, warnings=(*report.warnings, *query_notes(chosen, queries)))
     if "schedule" not in answer:
         return dataclasses.replace(report, no_timeline=answer["no_schedule"])
-    names = [leaf.name for leaf in leaves]
-    timeline = Timeline.from_schedule(answer["schedule"], chosen.name, chosen.capacity_bytes, names)
+    names, provenance = [leaf.name for leaf in leaves], find_provenance(jaxpr, leaves)
+    timeline = Timeline.from_schedule(answer["schedule"], chosen.name, chosen.capacity_bytes, names, provenance)
     return dataclasses.replace(report, timeline=timeline)
 
 

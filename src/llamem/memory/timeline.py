@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -11,10 +12,14 @@ import numpy as np
 
 from llamem._files import write_whole
 from llamem.memory.buffer_assignment import Allocation, Space
+from llamem.memory.provenance import Provenance
 from llamem.memory.show import size_text
 from llamem.memory.timeline_addresses import Addresses
-from llamem.memory.timeline_categories import CATEGORIES, Category, argument_category
+from llamem.memory.timeline_categories import CATEGORIES, Category
 from llamem.memory.timeline_schedule import Pass, Row
+
+# Categories of what a model computes, logits among it where their sizes say so.
+_COMPUTED = ("residuals", "workspace", "rematerialised")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,18 +79,25 @@ class Timeline:
 
     @classmethod
     def from_schedule(
-        cls, schedule: Mapping[str, Any], chip: str, capacity_bytes: int | None, arguments: Sequence[str]
+        cls,
+        schedule: Mapping[str, Any],
+        chip: str,
+        capacity_bytes: int | None,
+        arguments: Sequence[str],
+        provenance: Provenance,
     ) -> "Timeline":
-        """From the table of `read_schedule` and the names of the program's arguments, in their flat order."""
+        """From the table of `read_schedule`, and the names and the provenance of the arguments, in their flat order."""
         texts = schedule["texts"]
         allocations = {number: Allocation(*parts) for number, *parts in schedule["allocations"]}
 
         def buffer(row: Row) -> Span:
             name, category, operation = texts[row.name], texts[row.category], texts[row.operation]
             if row.argument is not None:  # an argument, or the compiler's own copy of one
-                of_argument = argument_category(arguments[row.argument])
+                of_argument = provenance.categories[row.argument]
                 category = of_argument if name == "argument" or of_argument != "other" else category
                 operation = operation or arguments[row.argument]
+            elif category in _COMPUTED and provenance.is_logits(_sizes(texts[row.shape])):
+                category = "logits"
             return Span(
                 name=name,
                 bytes=row.bytes,
@@ -275,3 +287,9 @@ class Timeline:
                 np.add.at(table[:, step], kinds[numbers], held)
             tables[space] = dict(zip(CATEGORIES, table, strict=True))
         return tables
+
+
+def _sizes(shape: str) -> list[int]:
+    """The sizes in the text of an array's shape, `f32[8,16]`; none of a tuple's."""
+    found = re.fullmatch(r"\w+\[([\d,]+)\]", shape)
+    return [int(size) for size in found[1].split(",")] if found else []

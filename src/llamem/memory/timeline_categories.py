@@ -18,18 +18,22 @@ Category = Literal[
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 # Names of arguments that say what these are: the first of them in an argument's path decides.
-_ARGUMENTS: dict[str, Category] = {
+_NAMES: dict[str, Category] = {
     "params": "weights",
     "weights": "weights",
+    "model": "weights",
+    "base": "weights",
     "opt_state": "optimizer",
     "optimizer": "optimizer",
     "batch": "batch",
     "tokens": "batch",
     "inputs": "batch",
+    "images": "batch",
     "targets": "batch",
+    "labels": "batch",
 }
 
 
-def argument_category(name: str) -> Category:
+def named_category(name: str) -> Category:
     """What an argument is, by the first telling name in its path, such as `state.params['norm']`; "other" if none."""
-    return next((_ARGUMENTS[part] for part in re.findall(r"\w+", name) if part in _ARGUMENTS), "other")
+    return next((_NAMES[part] for part in re.findall(r"\w+", name) if part in _NAMES), "other")

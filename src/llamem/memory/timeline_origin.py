@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from llamem.memory.hlo import Instruction, Program
+from llamem.memory.hlo import ENTRY, Instruction, Program
 
 # Instructions whose first operand is what they write: in another place, order or type, or with a few changes.
 _MOVES = (
@@ -16,6 +16,8 @@ _MOVES = (
     "get-tuple-element",
     "scatter",
 )
+# Those of which an argument in another place, order or type is made, and nothing else.
+_COPIES = {"parameter", "copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "convert"}
 _MOST_HOPS = 12
 
 
@@ -39,6 +41,17 @@ class Origins:
         name, _, index = value.rstrip("}").partition("{")
         found = self._walk(name, index)
         return found if "op_name=" in found.rest else self.named(name)
+
+    def argument_of(self, line: Instruction) -> int | None:
+        """The number of the program's argument of which the line is a copy, or which it casts; else None."""
+        for _ in range(_MOST_HOPS):
+            if line.opcode == "parameter":
+                return int(line.operands[0]) if line in self._computations[ENTRY] else None
+            inside = self._computations.get(line.named("calls"), ()) if line.opcode == "fusion" else (line,)
+            if not inside or len(line.operands) != 1 or not {one.opcode for one in inside} <= _COPIES:
+                return None
+            line = self.named(line.operands[0])
+        return None
 
     def _walk(self, name: str, index: str) -> Instruction:
         passed: dict[str, str] = {}  # what the fusion that the walk is in is given for each of its parameters

@@ -8,21 +8,20 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from llamem.memory.buffer_assignment import Platform
-from llamem.memory.hlo import ENTRY, Instruction, parse
+from llamem.memory.hlo import Instruction, parse
 from llamem.memory.name_stacks import differentiation_pass
 from llamem.memory.timeline_dump import Value, read_files
 from llamem.memory.timeline_origin import Origins
 
 Pass = Literal["forward", "backward", "run again", "optimizer", ""]
 
-_COPIES = ("copy", "copy-start", "copy-done")
 _UPDATES = ("dynamic-update-slice", "dynamic_update_slice")
 
 
 class Row(NamedTuple):
     """A buffer's stay in memory, as JSON keeps it: each text is its number in the schedule's table of texts.
 
-    Fields as in `llamem.memory.timeline.Span`; `argument` is the number of the argument that it is, or a plain copy of.
+    Fields as in `llamem.memory.timeline.Span`; `argument` is that of the argument that it is or copies, cast or not.
     """
 
     allocation: int
@@ -113,7 +112,8 @@ class _Reader:
             chosen = next((value for value in _computed_first(group) if _own_pass(self._maker(value))), group[0])
             place, line = chosen.place, self._origins.of(chosen.place.name)
             category, made_in = self._kind(group, self._allocations[place.allocation].is_output)
-            source, argument = self._program.source(line), self._copied_argument(group)
+            source = self._program.source(line)
+            argument = self._origins.argument_of(self._maker(group[0])) if len(group) == 1 else None
             told = (place.name, place.shape, category, made_in, line.operation, source, argument)
             for first, last in _stays(group):
                 yield Row(place.allocation, place.offset, place.size, first, last, *told)
@@ -183,15 +183,6 @@ class _Reader:
         users = {(self._position.get(user, 0), user) for value in group for user in value.users}
         passes = [self._made_in(step, self.line(user)) for step, user in users]
         return self._pass_of_step[last] == "optimizer" or "optimizer" in passes
-
-    def _copied_argument(self, group: list[Value]) -> int | None:
-        """The number of the argument that this is a plain copy of, in another layout or memory; else None."""
-        maker = self._maker(group[0])
-        if len(group) > 1 or maker.opcode not in _COPIES:
-            return None
-        source = self.line(maker.operands[0])
-        argument = source.opcode == "parameter" and source in self._program.computations[ENTRY]
-        return int(source.operands[0]) if argument else None
 
 
 def find_passes(passes: list[Pass]) -> list[tuple[Pass, int, int]]:

@@ -1,0 +1,44 @@
+"""Models of the Hugging Face hub: the files of one, in a folder of this machine."""
+
+import os
+from pathlib import Path
+
+from llamem._extras import import_extra
+
+_PATTERNS = [
+    *("config.json", "*.safetensors", "*.safetensors.index.json", "generation_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+]
+
+
+def hub_folder(folder_or_hub_name: str | os.PathLike) -> Path:
+    """Return a model's folder: one that is there, or the hub's `"owner/name"`, downloaded.
+
+    Raise FileNotFoundError for what is neither, PermissionError for a model whose licence was not accepted.
+    """
+    if not isinstance(folder_or_hub_name, (str, os.PathLike)):
+        raise TypeError(f"load_pretrained({folder_or_hub_name!r}): expected a folder, or the hub's 'owner/name'.")
+    folder = Path(folder_or_hub_name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise FileNotFoundError(f"{folder} has no config.json: expected a Hugging Face model folder.")
+        return folder
+    name = str(folder_or_hub_name)
+    if name.count("/") != 1 or name[0] in "./~":
+        raise FileNotFoundError(f"{name!r} is no folder, and no hub name of the form 'owner/name'.")
+    hub = import_extra("huggingface_hub", "models of the hub")
+    errors = import_extra("huggingface_hub.errors", "models of the hub")
+    try:
+        return Path(hub.snapshot_download(name, allow_patterns=_PATTERNS))
+    except errors.GatedRepoError:
+        raise PermissionError(
+            f"{name} is gated: accept its licence at https://huggingface.co/{name}, then log in once with "
+            "`hf auth login` (a token that may read)."
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise FileNotFoundError(f"{name!r} is no folder here and no model on the hub that you may see.") from None
+    except (errors.LocalEntryNotFoundError, OSError) as error:
+        raise FileNotFoundError(
+            f"{name!r} is no folder here, and the hub cannot be reached ({type(error).__name__}). Download it where "
+            "there is a network, and pass the folder."
+        ) from None

@@ -1,0 +1,128 @@
+"""A frozen matrix in few bits: blocks of 32 numbers along its input, as GGUF files have them.
+
+| kind | a block | a number |
+|---|---|---|
+| q4_0 | 16 bytes of two numbers, a scale: 4.5 bits a number | scale * (q - 8) |
+| q4_1 | 16 bytes of two numbers, a scale, a minimum: 5 bits | scale * q + minimum |
+| q8_0 | 32 bytes, a scale: 8.5 bits | scale * q |
+
+Byte i of a block of four bits holds number i below and number i + 16 above. Source: llama.cpp's ggml-quants.c.
+"""
+
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Shaped
+
+from llamem._checks import check_one_of
+from llamem.llama.config import LlamaConfig
+
+Kind = Literal["q4_0", "q4_1", "q8_0"]
+KINDS: tuple[Kind, ...] = ("q4_0", "q4_1", "q8_0")
+BLOCK = 32  # numbers that share a scale
+Blocks = dict[str, Any]  # "values" [.., out, in / 32, 16 or 32], "scale" and in q4_1 "minimum" [.., out, in / 32]
+
+
+class Frozen(nnx.Variable):
+    """Numbers of a model that are read and never trained."""
+
+
+class QuantizedMatrix(nnx.Module):
+    """Stacked matrices in blocks, dequantised where one of them is read: in the place of a layer's `nnx.Param`.
+
+    `values` is uint8 (q8_0: int8), `scale` and `minimum` are float16. `shape` is that of the parameter it stands for.
+    """
+
+    def __init__(self, blocks: Blocks, kind: Kind, matrix_shape: tuple[int, ...]):
+        self.kind: Kind = kind
+        self.matrix_shape = matrix_shape  # of one: [D, H, h] of the queries, inputs first
+        self.values, self.scale = Frozen(blocks["values"]), Frozen(blocks["scale"])
+        if kind == "q4_1":
+            self.minimum = Frozen(blocks["minimum"])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrices, with the axes before them."""
+        return (*self.scale[...].shape[:-2], *self.matrix_shape)
+
+    def dequantize(self, dtype: Any) -> Float[Array, "..."]:
+        """Return the matrices as they are multiplied. Computed in f32 and rounded once: GGUF's own numbers in f32."""
+        minimum = self.minimum[...] if self.kind == "q4_1" else None
+        w_OI = dequantize_rows(self.kind, self.values[...], self.scale[...], minimum, dtype)
+        return jnp.swapaxes(w_OI, -1, -2).reshape(self.shape)
+
+
+def dequantize_rows(
+    kind: Kind,
+    values: Shaped[Array, "*N O blocks bytes"],
+    scale: Float[Array, "*N O blocks"],
+    minimum: Float[Array, "*N O blocks"] | None,
+    dtype: Any,
+) -> Float[Array, "*N O I"]:
+    """Return the numbers of rows of blocks, `[.., out, in]`."""
+    if kind == "q8_0":
+        q = values.astype(jnp.float32)
+    else:
+        q = jnp.concatenate([values & 15, values >> 4], axis=-1).astype(jnp.float32)
+        q = q - 8 if kind == "q4_0" else q
+    numbers = q * scale.astype(jnp.float32)[..., None]
+    if minimum is not None:
+        numbers = numbers + minimum.astype(jnp.float32)[..., None]
+    return numbers.astype(dtype).reshape(*scale.shape[:-1], -1)
+
+
+def quantize_rows(rows: Float[Array, "*N O I"], kind: Kind) -> Blocks:
+    """Return rows `[.., out, in]` as blocks, each rounded as llama.cpp's reference does."""
+    b = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, BLOCK)
+    if kind == "q4_0":  # the number that is farthest from zero becomes -8
+        farthest = jnp.argmax(jnp.abs(b), axis=-1, keepdims=True)
+        scale, minimum = jnp.take_along_axis(b, farthest, axis=-1) / -8, None
+        q = jnp.clip(jnp.trunc(b * _inverse(scale) + 8.5), 0, 15)
+    elif kind == "q4_1":
+        minimum = jnp.min(b, axis=-1, keepdims=True)
+        scale = (jnp.max(b, axis=-1, keepdims=True) - minimum) / 15
+        q = jnp.clip(jnp.trunc((b - minimum) * _inverse(scale) + 0.5), 0, 15)
+    else:
+        scale, minimum = jnp.max(jnp.abs(b), axis=-1, keepdims=True) / 127, None
+        q = b * _inverse(scale)
+        q = jnp.sign(q) * jnp.floor(jnp.abs(q) + 0.5)
+    if kind == "q8_0":
+        values = q.astype(jnp.int8)
+    else:
+        q = q.astype(jnp.uint8)
+        values = q[..., :16] | (q[..., 16:] << 4)
+    blocks: Blocks = {"values": values, "scale": scale[..., 0].astype(jnp.float16)}
+    return blocks if minimum is None else blocks | {"minimum": minimum[..., 0].astype(jnp.float16)}
+
+
+def quantize_matrices(w: Float[Array, "..."], n_inputs: int, n_before: int, kind: Kind) -> QuantizedMatrix:
+    """Return stacked matrices `[*before, *inputs, *outputs]` in blocks, one of the first axis after the other."""
+    before, matrix_shape = w.shape[:n_before], w.shape[n_before:]
+    n_in = math.prod(matrix_shape[:n_inputs])
+
+    def one(matrix: Array) -> Blocks:
+        rows = matrix.reshape(*matrix.shape[: n_before - 1], n_in, -1)
+        return quantize_rows(jnp.swapaxes(rows, -1, -2), kind)
+
+    return QuantizedMatrix(jax.lax.map(one, w) if before[0] else jax.vmap(one)(w), kind, matrix_shape)
+
+
+def check_kinds(config: LlamaConfig, kind: Kind) -> dict[str, Kind]:
+    """Return the parameters that `quantize` changes, each with the kind of its blocks, with `quantize`'s errors."""
+    check_one_of("quantize", kind, KINDS)
+    c = config
+    inputs = {"wq": c.d_model, "wk": c.d_model, "wv": c.d_model, "wo": c.n_heads * c.head_dim}
+    inputs |= {"w_gate": c.d_model, "w_up": c.d_model, "w_down": c.moe_d_ff if c.n_experts else c.d_ff}
+    if wrong := [f"{name} has {n}" for name, n in inputs.items() if n % BLOCK]:
+        raise ValueError(
+            f"quantize={kind!r}: blocks have {BLOCK} numbers along a matrix's inputs, and {', '.join(wrong)}. Load "
+            "such a model with a dtype instead."
+        )
+    return dict.fromkeys(inputs, kind)
+
+
+def _inverse(scale: Array) -> Array:
+    return jnp.where(scale == 0, 0, 1 / jnp.where(scale == 0, 1, scale))

@@ -1,0 +1,86 @@
+"""Which tensor of a model's files belongs where in its stacked parameters: Hugging Face's names, and GGUF's."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Of one layer: each parameter's name in Hugging Face's files, and how many of its axes are a linear map's inputs. Files
+# store such a map as `[outputs, inputs]`; 0 is for what is no linear map and stored as it is.
+IN_LAYER = {
+    "attn_norm": ("input_layernorm", 0),
+    "wq": ("self_attn.q_proj", 1),
+    "wk": ("self_attn.k_proj", 1),
+    "wv": ("self_attn.v_proj", 1),
+    "wo": ("self_attn.o_proj", 2),
+    "q_norm": ("self_attn.q_norm", 0),
+    "k_norm": ("self_attn.k_norm", 0),
+    "mlp_norm": ("post_attention_layernorm", 0),
+    "w_router": ("mlp.gate", 1),
+    "w_gate": ("mlp.{expert}gate_proj", 1),
+    "w_up": ("mlp.{expert}up_proj", 1),
+    "w_down": ("mlp.{expert}down_proj", 1),
+}
+OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "untied_head": "lm_head"}
+# The same tensors in GGUF files, `blk.{layer}.{name}.weight` or `{name}.weight`.
+_GGUF_IN_LAYER = {
+    "attn_norm": "attn_norm",
+    "wq": "attn_q",
+    "wk": "attn_k",
+    "wv": "attn_v",
+    "wo": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "mlp_norm": "ffn_norm",
+    "w_gate": "ffn_gate",
+    "w_up": "ffn_up",
+    "w_down": "ffn_down",
+}
+_GGUF_OUTSIDE = {"embedding": "token_embd", "norm": "output_norm", "untied_head": "output"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """One tensor of the files, and where in the model's stacked parameters it belongs."""
+
+    name: str
+    path: tuple[str, ...]  # of the parameter
+    index: tuple[int, ...]  # in it: (), (layer,) or (layer, expert)
+    shape: tuple[int, ...]  # in the file
+    linear: bool  # stored as [outputs, inputs]
+
+
+def tensors_of(params: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield what the files hold for these stacked parameters, arrays or shapes, quantised or not."""
+    for name, file_name in OUTSIDE.items():
+        if name in params:
+            yield Tensor(f"{file_name}.weight", (name,), (), tuple(params[name].shape), linear=False)
+    for name, leaf in params["blocks"].items():
+        file_name, n_inputs = IN_LAYER[name]
+        quantized = isinstance(leaf, Mapping)
+        # Of a quantised matrix the scales know its shape: one for each block of 32 inputs, `[.., out, in / 32]`.
+        stacked = tuple(leaf["scale"].shape) if quantized else tuple(leaf.shape)
+        n_experts = stacked[1] if "{expert}" in file_name and len(stacked) == 4 else 0
+        for layer in range(stacked[0]):
+            for expert in range(n_experts) if n_experts else [None]:
+                index = (layer,) if expert is None else (layer, expert)
+                shape = stacked[len(index) :]
+                if quantized:
+                    shape = (shape[0], 32 * shape[1])
+                elif n_inputs:
+                    shape = (math.prod(shape[n_inputs:]), math.prod(shape[:n_inputs]))
+                of_layer = file_name.format(expert="" if expert is None else f"experts.{expert}.")
+                full_name = f"model.layers.{layer}.{of_layer}.weight"
+                yield Tensor(full_name, ("blocks", name), index, shape, linear=bool(n_inputs))
+
+
+def from_gguf(name: str) -> str:
+    """Return Hugging Face's name of a GGUF file's tensor; one that is not known as it is."""
+    parts = name.split(".")
+    for parameter, gguf_name in _GGUF_OUTSIDE.items():
+        if parts == [gguf_name, "weight"]:
+            return f"{OUTSIDE[parameter]}.weight"
+    for parameter, gguf_name in _GGUF_IN_LAYER.items():
+        if len(parts) == 4 and parts[0] == "blk" and parts[2:] == [gguf_name, "weight"]:
+            return f"model.layers.{parts[1]}.{IN_LAYER[parameter][0].format(expert='')}.weight"
+    return name

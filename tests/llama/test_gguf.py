@@ -1,0 +1,137 @@
+"""GGUF files: every number where it belongs, and nothing computed that the file does not mean."""
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from gguf_models import model_file, write_gguf
+from models import SMALL, model_of
+
+import llamem
+from llamem.llama import RopeScaling, rope_tables, smollm2_file
+
+CONFIG = SMALL.replace(d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=96, rope_scaling=None)
+QWEN3 = CONFIG.replace(qk_norm=True, tied_head=False, head_dim=32)
+
+
+def assert_same_parameters(got, expected, dtype):
+    got, expected = (nnx.to_pure_dict(nnx.state(model)) for model in (got, expected))
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(dtype)), got, expected)
+
+
+@pytest.mark.parametrize("config", [CONFIG, QWEN3], ids=["llama", "qwen3"])
+def test_a_file_is_the_model_that_it_was_made_from(config, tmp_path):
+    model = model_of(config)
+    file = model_file(tmp_path / "m.gguf", model, {"attn_q": "F16", "ffn_up": "BF16"})
+    loaded = llamem.load_pretrained(file, dtype=jnp.float32)
+    assert loaded.config == config
+    rounded = nnx.clone(model)
+    for name, dtype in (("wq", np.float16), ("w_up", jnp.bfloat16)):
+        matrix = getattr(rounded.blocks, name)
+        matrix[...] = matrix[...].astype(dtype).astype(jnp.float32)
+    assert_same_parameters(loaded, rounded, np.float32)
+    in_16_bits = llamem.load_pretrained(file)  # nothing is in blocks
+    assert (in_16_bits.config.param_dtype, in_16_bits.config.compute_dtype) == (jnp.bfloat16, jnp.bfloat16)
+    assert_same_parameters(in_16_bits, rounded, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama_3_1_s_scaling_is_known_by_its_divisors(factor, tmp_path):
+    config = CONFIG.replace(rope_theta=500_000.0, max_seq_len=131_072, head_dim=64)
+    scaled = config.replace(rope_scaling=RopeScaling(factor))
+    model, positions = model_of(config), jnp.arange(5)
+    tables = [rope_tables(c, positions) for c in (config, scaled)]
+    plain, stretched = (np.arctan2(sin[1], cos[1]) for cos, sin in tables)  # at position 1: the frequencies
+    divisors = plain / stretched
+    file = model_file(tmp_path / "m.gguf", model, more=[("rope_freqs.weight", divisors, "F32")])
+    assert llamem.load_pretrained(file, dtype="float32").config == scaled
+    for wrong in (divisors**1.1, divisors[:-1], np.ones(32) * 2):
+        model_file(file, model, more=[("rope_freqs.weight", wrong, "F32")])
+        with pytest.raises(ValueError, match=r"rope_freqs.weight in .* other divisors"):
+            llamem.load_pretrained(file, dtype="float32")
+    model_file(file, model, more=[("rope_freqs.weight", np.ones(32), "F32")])
+    assert llamem.load_pretrained(file, dtype="float32").config == config
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"rope__scaling__type": "yarn"}, "scaling of the type 'yarn'"),
+        ({"expert_count": 8}, r"describes llama.expert_count, which this package does not know"),
+        ({"attention__sliding_window": 4096}, "attention.sliding_window"),
+        ({"attention__value_length": 8}, "value_length .* is not 16"),
+        ({"rope__dimension_count": 8}, "dimension_count .* is not 16"),
+        ({"attention__head_count": [4, 2]}, "expected a whole number"),
+        ({"attention__head_count": 3}, "n_heads=3 is not a multiple.*Read from"),
+        ({"block_count": 3}, "missing: model.layers.2"),
+        ({"block_count": 10**9}, "describes n_layers=1000000000"),
+        ({"embedding_length": 32}, "of another shape"),
+        ({"feed_forward_length": 64}, "of another shape"),
+        ({"vocab_size": 7}, "of another shape"),
+        ({"attention__layer_norm_rms_epsilon": float("nan")}, "expected a number"),
+    ],
+)
+def test_files_that_mean_another_model_are_refused(fields, words, tmp_path):
+    file = model_file(tmp_path / "m.gguf", model_of(CONFIG), **fields)
+    with pytest.raises(ValueError, match=rf"(?s){words}"):
+        llamem.load_pretrained(file)
+
+
+def test_foreign_files_and_tensors_are_refused(tmp_path):
+    file = write_gguf(tmp_path / "m.gguf", {}, architecture="gemma3")
+    with pytest.raises(ValueError, match="architecture 'gemma3': this package computes 'llama', 'qwen3'"):
+        llamem.load_pretrained(file)
+    write_gguf(file, {})
+    with pytest.raises(ValueError, match=r"has no field llama.embedding_length"):
+        llamem.load_pretrained(file)
+    model = model_of(CONFIG)
+    model_file(file, model, more=[("blk.0.attn_q.bias", np.ones(64), "F32")])
+    with pytest.raises(ValueError, match=r"not known to this architecture: blk.0.attn_q.bias"):
+        llamem.load_pretrained(file)
+    model_file(file, model, {"attn_q": ("F32", "Q8_0")})
+    with pytest.raises(ValueError, match=r"wq in .* is stored as F32, Q8_0: .* Give a dtype"):
+        llamem.load_pretrained(file)
+    assert llamem.load_pretrained(file, dtype="bfloat16").config.n_layers == 2
+    model_file(file, model, {"ffn_up": "Q5_0"})
+    with pytest.raises(ValueError, match=r"w_up in .* is stored as Q5_0: of quantised types Q4_0, Q4_1, Q4_K"):
+        llamem.load_pretrained(file)
+    with pytest.raises(ValueError, match="quantised already"):
+        llamem.load_pretrained(file, quantize="q4_0")
+    model_file(file, model)
+    whole = file.read_bytes()
+    w = np.asarray(model.blocks.wv[0]).reshape(64, -1).T.ravel()[:8].tobytes()
+    assert whole.count(w) == 1
+    file.write_bytes(whole.replace(w, np.full(8, np.nan, np.float32).tobytes()))
+    with pytest.raises(ValueError, match=r"model.layers.0.self_attn.v_proj.weight holds NaN"):
+        llamem.load_pretrained(file, dtype="float32")
+
+
+def test_the_real_model(smollm2, smollm2_tokenizer):
+    """SmolLM2 answers, and knows English: a wrong permutation, scaling or head would cost eight nats."""
+    c = smollm2.config
+    assert (c.n_layers, c.d_model, c.n_heads, c.n_kv_heads, c.tied_head, c.n_params) == (
+        30,
+        576,
+        9,
+        3,
+        True,
+        134_515_008,
+    )
+    prompt = jnp.asarray(
+        [smollm2_tokenizer.apply_chat_template("What is the capital of France?", add_generation_prompt=True)]
+    )
+    answer = llamem.generate(smollm2, prompt, 8, temperature=0)[0]
+    assert smollm2_tokenizer.decode(np.asarray(answer)) == "The capital of France is Paris.<|im_end|>"
+    text = "The sun rises in the east and sets in the west. Every morning people wake up, eat breakfast and go to work."
+    ids = jnp.asarray([smollm2_tokenizer.encode(text)])
+    logprobs = jax.nn.log_softmax(smollm2(ids)[0, :-1])
+    loss = -jnp.take_along_axis(logprobs, ids[0, 1:, None], axis=1).mean()
+    assert 1 < loss < 3, loss
+    # By `gguf` alone, without this package's reader.
+    tensors = {t.name: t for t in gguf.GGUFReader(smollm2_file()).tensors}
+    for layer in (0, 29):
+        stored = tensors[f"blk.{layer}.ffn_down.weight"]
+        w = gguf.quants.dequantize(stored.data, stored.tensor_type)
+        np.testing.assert_array_equal(smollm2.blocks.w_down[layer], w.T)
