@@ -1,10 +1,11 @@
-"""Runs a dozen different programs and prints, for each, what the report says and what the process really took.
+"""Runs different programs, or those named, and prints for each what the report says and what the process really took.
 
 A program of its own: memory that a test process kept and uses again would not show.
 """
 
 import functools
 import json
+import sys
 from typing import Any
 
 import jax
@@ -77,6 +78,8 @@ def programs() -> Any:
 
 if __name__ == "__main__":
     for name, fn, args, donate in programs():
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         report = llamem.compile_report(fn, *args, donate_argnums=donate)
         rise = measure(fn, *args, donate_argnums=donate).rise_bytes
         said = report.peak_bytes - report.argument_bytes

@@ -104,6 +104,9 @@ def test_equinox_modules_whole():
     expected = llamem.compile_report(of_arrays, arrays, opt_state, X, donate_argnums=(0, 1))
     whole = llamem.compile_report(eqx.filter_jit(update), model, opt_state, X, donate_argnums=(0, 1))
     assert numbers(whole) == numbers(expected) and not whole.warnings and whole.alias_bytes > 3 * 4 * 700 * 1300
+    if whole.timeline:  # whose arguments' names say nothing of moments
+        moments = sum(leaf.nbytes for leaf in jax.tree.leaves(opt_state))
+        assert max(whole.timeline.by_category()["optimizer"]) == moments
     shapes = eqx.filter_eval_shape(lambda: model)
     assert numbers(llamem.compile_report(update, shapes, opt_state, X, donate_argnums=(0, 1))) == numbers(expected)
 

@@ -18,7 +18,7 @@ import llamem
 from llamem.course import plots
 from llamem.memory.arguments import argument_names
 from llamem.memory.buffer_assignment import Allocation
-from llamem.memory.name_stacks import differentiation_pass
+from llamem.memory.jaxprs import differentiation_pass
 from llamem.memory.provenance import Provenance
 from llamem.memory.timeline import Timeline
 from llamem.memory.timeline_categories import CATEGORIES, named_category
@@ -197,16 +197,6 @@ def test_borders_of_the_passes_lie_where_fewest_steps_are_wrong():
     assert borders("o..oo") == [] and borders("ff") == []
 
 
-def test_a_trace_for_perfetto_holds_the_curve(tmp_path):
-    timeline, file = handmade(), tmp_path / "trace.json"
-    timeline.to_perfetto(file)
-    events = json.loads(file.read_text())["traceEvents"]
-    counters = [event for event in events if event["ph"] == "C" and event["name"].startswith("device")]
-    assert [sum(event["args"].values()) for event in counters] == timeline.curve().tolist()
-    assert [event["ts"] for event in counters] == list(range(10))
-    assert [event["name"] for event in events if event["ph"] == "X"] == ["forward", "backward", "optimizer"]
-
-
 def test_jax_still_writes_how_an_operation_was_derived(remat3):
     """A canary: `differentiation_pass` reads what JAX does not promise."""
 
@@ -280,7 +270,6 @@ def test_the_highest_point_is_what_the_compiler_set_aside(program):
 
 
 @not_of_old_compilers
-@pytest.mark.slow
 @pytest.mark.tpu_compile
 @pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
 @pytest.mark.parametrize("program", ["stack, scan, remat", "loss, plain"])
@@ -316,7 +305,8 @@ def test_nine_tenths_of_the_bytes_of_a_large_step_have_a_category(chip):
     assert named > 0.9 * timeline.peak_bytes
 
 
-@pytest.mark.weekly
+@not_of_old_compilers
+@pytest.mark.tpu_compile
 @pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
 def test_what_waits_on_the_host_is_what_is_saved_there():
     def loss(w, x):

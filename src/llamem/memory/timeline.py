@@ -2,15 +2,12 @@
 
 import dataclasses
 import functools
-import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
-from llamem._files import write_whole
 from llamem.memory.buffer_assignment import Allocation, Space
 from llamem.memory.provenance import Provenance
 from llamem.memory.show import size_text
@@ -230,20 +227,6 @@ class Timeline:
             return dataclasses.replace(buffer, category=category)
 
         return dataclasses.replace(self, buffers=tuple(map(named, self.buffers)))
-
-    def to_perfetto(self, path: str | Path) -> None:
-        """Writes a trace that https://ui.perfetto.dev opens: a track for each memory, one step as a microsecond."""
-        events: list[dict[str, Any]] = [
-            {"ph": "X", "pid": 1, "tid": 1, "name": name, "ts": first, "dur": end - first}
-            for name, first, end in self.passes
-        ]
-        for space in get_args(Space):
-            rows = self.by_category(space)
-            name = f"{space} memory (bytes)"
-            for step in range(self.steps if rows else 0):
-                values = {category: int(row[step]) for category, row in rows.items()}
-                events.append({"ph": "C", "pid": 1, "name": name, "ts": step, "args": values})
-        write_whole(Path(path), json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
     def __str__(self) -> str:
         where = f" ({self.pass_at(self.peak_step)})" if self.passes else ""
