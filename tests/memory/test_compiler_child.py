@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -20,12 +21,12 @@ TOO_BIG = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.5G
 def stands_in(monkeypatch, tmp_path):
     """A shell script in place of Python and the compiler."""
 
-    def run(script: str) -> dict:
+    def run(script: str, argument_bytes: int = 0) -> dict:
         python = tmp_path / "python"
         python.write_text(f"#!/bin/sh\n{script}\n")
         python.chmod(0o755)
         monkeypatch.setattr(absent.sys, "executable", str(python))
-        return absent.compile_absent(CHIPS["v5e-1"], b"", (), None, "memory", {}, {})
+        return absent.compile_absent(CHIPS["v5e-1"], b"", (), None, "memory", {}, {}, argument_bytes)
 
     return run
 
@@ -48,15 +49,34 @@ def test_what_the_child_inherits(stands_in, monkeypatch, wide):
         jax.config.update("jax_enable_x64", before)
 
 
+WRITES = """p="$3/dump/m.jit_call.after_optimizations"; a=$p-buffer-assignment.txt; mkdir "$3/dump"
+printf 'allocation 0: size 12, parameter 0\\nallocation 1: size {temporary}, preallocated-temp\\n' > $a
+echo "Total bytes: {total} (42B)" > $p-memory-usage-report.txt
+touch ${{p}}_after_buffer_assignment.txt; sleep 60"""
+
+
 @pytest.mark.skipif(os.name != "posix", reason="the script is one for a shell")
 def test_memory_that_is_assigned_without_a_text_of_the_program_is_an_answer(stands_in):
-    answer = stands_in(
-        'mkdir "$3/dump"; echo "allocation 0: size 12, parameter 0" > '
-        '"$3/dump/m.jit_call.after_optimizations-buffer-assignment.txt"; '
-        'touch "$3/dump/m.jit_call.after_optimizations_after_buffer_assignment.txt"; sleep 60'
-    )
+    answer = stands_in(WRITES.format(temporary=30, total=42), argument_bytes=12)
     assert answer["argument_bytes"] == 12 and answer["compiled_matmul_flops"] is None
     assert not answer["buffers"] and not answer["collectives"]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the script is one for a shell")
+@pytest.mark.parametrize(
+    ("temporary", "total", "arguments", "said"),
+    [(30, 142, 12, "42 of 142 bytes of memory"), (30, 42, 13, "12 of at least 13 bytes of arguments")],
+)
+def test_a_dump_that_is_cut_short_is_no_answer(stands_in, temporary, total, arguments, said):
+    with pytest.raises(OSError, match=rf"temporary folder {tempfile.gettempdir()}: .*{said}.*TMPDIR"):
+        stands_in(WRITES.format(temporary=temporary, total=total), argument_bytes=arguments)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_temporary_folder_is_named(tmp_path):
+    (tmp_path / "room").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        dump.check_room(tmp_path)
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")

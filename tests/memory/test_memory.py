@@ -18,6 +18,7 @@ import llamem
 from llamem.layers.attention import causal_attention
 from llamem.memory import compiling as memory
 from llamem.memory import cross_compile as absent
+from llamem.memory.arguments import read_leaves
 from llamem.memory.dump import memory_is_assigned, read_dump
 from llamem.memory.hlo import parse
 from llamem.memory.hlo_counts import largest_buffers
@@ -366,17 +367,19 @@ def test_the_cache_knows_a_program_by_what_it_computes_and_for_which_chip(compil
 
 @needs_tpu_compiler
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("content", ["", '{"argument_by', "\x00", "{}", "null", "[1]"])
-def test_a_broken_cache_file_is_replaced(compiled, empty_cache, content):
+def test_a_broken_cache_file_is_replaced(compiled, empty_cache):
     def report():
         return llamem.compile_report(cell(0), shape(8, 8), shape(8, 8), chip="v5e-1")
 
     report()
     (file,) = empty_cache.glob("reports/*")
-    file.write_text(content)
-    report()
-    report()
-    assert len(compiled) == 2 and [file] == list(empty_cache.glob("reports/*"))
+    whole = file.read_text()
+    changed = whole.replace('"temp_bytes": 0', '"temp_bytes": 7')
+    for number, content in enumerate(["", whole[:90], "\x00", "{}", whole.partition("\n")[2], changed, whole + " "], 2):
+        assert content != whole
+        file.write_text(content)
+        assert report().temp_bytes == report().temp_bytes == 0
+        assert len(compiled) == number and [file] == list(empty_cache.glob("reports/*"))
 
 
 @needs_tpu_compiler
@@ -587,3 +590,36 @@ def test_a_model_that_asks_which_devices_are_here_is_noted(empty_cache):
     assert wrong.matmul_flops == 0 and right.matmul_flops == 2 * 2048**3
     assert not any("which devices" in note for note in right.warnings)
     assert not any("which devices" in note for note in llamem.compile_report(chooses, shape(3, 3)).warnings)
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize("name", ["v5e-1", "l4"])
+def test_a_mesh_of_one_chip_and_four_bits(empty_cache, name):
+    """A `shard_map` over one chip, beside an argument on the host and one of half a byte an element."""
+    if not llamem.available(name):
+        pytest.skip(f"no compiler for {name}")
+    mesh = llamem.find_chip(name).mesh(data=1, model=1)
+    P = jax.sharding.PartitionSpec
+
+    def step(w, x, h, quarter):
+        def block(x, w):
+            return jax.lax.psum(jnp.tanh(x @ w), "model")
+
+        block = jax.shard_map(block, mesh=mesh, in_specs=(P("data", "model"), P("model")), out_specs=P("data"))
+        return block(x, w) + jax.device_put(h, jax.memory.Space.Device) + quarter.astype(F32)
+
+    def on_mesh(spec, *sizes, dtype=F32):
+        return jax.ShapeDtypeStruct(sizes, dtype, sharding=jax.sharding.NamedSharding(mesh, spec))
+
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    args = (
+        on_mesh(P("model"), 384, 640),
+        on_mesh(P("data", "model"), 768, 384),
+        jax.ShapeDtypeStruct((768, 640), F32, sharding=host),
+        on_mesh(P("data"), 768, 640, dtype=jnp.int4),
+    )
+    report = llamem.compile_report(step, *args, chip=name)
+    expected = 4 * (384 * 640 + 768 * 384) + 768 * 640 // 2
+    assert report.argument_bytes == expected and report.host_bytes == 4 * 768 * 640
+    assert read_leaves(step, args, (), llamem.CHIPS[name])[3].bytes == 768 * 640 // 2  # what refused programs are told

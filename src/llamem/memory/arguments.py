@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from llamem._checks import show
 from llamem.memory.chips import Chip
@@ -66,7 +67,10 @@ def argument_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
 
 
 def mesh_of(leaves: Sequence[Leaf], chip: Chip) -> Any:
-    """Return the mesh of several chips that the arguments lie on; None for one chip. Raises ValueError for another."""
+    """Return the mesh that the arguments lie on; None for one chip where they name none. Raises ValueError for another.
+
+    A mesh of one chip matters too: a `jax.shard_map` in the program is over it.
+    """
     # What lies in the memory of one device's host has a sharding, too, and no mesh.
     shardings = [leaf.shape.sharding for leaf in leaves]
     meshes = {sharding.mesh for sharding in shardings if isinstance(sharding, jax.sharding.NamedSharding)}
@@ -76,14 +80,22 @@ def mesh_of(leaves: Sequence[Leaf], chip: Chip) -> Any:
             f"Say how they are spread: mesh = llamem.find_chip({chip.name!r}).mesh(data={chip.devices}), then "
             "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, jax.P('data')))."
         )
-    return meshes.pop() if chip.devices > 1 else None
+    return meshes.pop() if len(meshes) == 1 and chip.absent else None
 
 
 def shard_bytes(array: Any) -> int:
     """Return the bytes of what one device holds of an array or a shape."""
     sharding = getattr(array, "sharding", None)
     is_named = isinstance(sharding, jax.sharding.NamedSharding)
-    return math.prod(sharding.shard_shape(array.shape) if is_named else array.shape) * array.dtype.itemsize
+    sizes = sharding.shard_shape(array.shape) if is_named else array.shape
+    return -(-math.prod(sizes) * _bits(array.dtype) // 8)
+
+
+def _bits(dtype: Any) -> int:
+    """Return the bits of one element: 4 of an int4, though NumPy gives it a byte."""
+    kinds = {jnp.integer: jnp.iinfo, jnp.floating: jnp.finfo}
+    info = next((info for kind, info in kinds.items() if jnp.issubdtype(dtype, kind)), None)
+    return int(info(dtype).bits) if info else dtype.itemsize * 8
 
 
 def _check_donated(donate_argnums: Any, count: int) -> None:

@@ -27,17 +27,21 @@ def main(folder: Path) -> None:
     exported = jax.export.deserialize(bytearray((folder / "program").read_bytes()))
     topology, axes = topologies.get_topology_desc(**request["topology"]), request["axes"]
     shardings: dict[str, Any] = {}
+    hosted = request["hosted"]
     if axes:
         # Where an axis of the mesh needs a part of a side of the torus: 64 x 4 of 16 x 16 chips.
         devices = mesh_utils.create_device_mesh(tuple(axes.values()), topology.devices, allow_split_physical_axes=True)
         mesh = jax.sharding.Mesh(devices, tuple(axes))
         everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         shardings["in_shardings"] = tuple(s or everywhere for s in exported.in_shardings_jax(mesh))
+        shardings["in_shardings"] = tuple(
+            s.with_memory_kind("pinned_host") if i in hosted["arguments"] else s
+            for i, s in enumerate(shardings["in_shardings"])
+        )
     else:
         one, host = (
             jax.sharding.SingleDeviceSharding(topology.devices[0], memory_kind=m) for m in (None, "pinned_host")
         )
-        hosted = request["hosted"]
         shardings["in_shardings"] = tuple(
             host if i in hosted["arguments"] else one for i in range(len(exported.in_avals))
         )

@@ -100,7 +100,9 @@ def compile_report(
             "results": [i for i, out in enumerate(jaxpr.out_avals) if on_host(out)],
         }
         options = offload_options(program.mlir_module, chosen.platform)
-        compiling = partial(compile_absent, chosen, bytes(program.serialize()), donated, axes, depth, hosts, options)
+        n_bytes = sum(leaf.bytes for leaf in leaves)
+        given = (chosen, bytes(program.serialize()), donated, axes, depth, hosts, options, n_bytes)
+        compiling = partial(compile_absent, *given)
         asked = (_versions(chosen), chosen, donated, axes, depth, hosts)
         answer = cached(f"{asked} {_without_lines(program)}", compiling) if cache else compiling()
     else:

@@ -21,7 +21,7 @@ import jax
 import jax.export
 
 from llamem.memory.chips import Chip
-from llamem.memory.dump import analysed_bytes, memory_is_assigned, read_dump
+from llamem.memory.dump import analysed_bytes, check_complete, check_room, memory_is_assigned, read_dump
 from llamem.memory.hlo_counts import describe
 from llamem.memory.report import Depth
 from llamem.memory.timeline_schedule import schedule_or_reason
@@ -64,14 +64,35 @@ def compile_absent(
     depth: Depth,
     hosted: Mapping[str, Sequence[int]],
     options: Mapping[str, str],
+    argument_bytes: int = 0,
 ) -> dict[str, Any]:
     """What the chip's compiler says: the bytes of `read_dump` and `describe`, or `{"error": the compiler's message}`;
     and what `schedule_or_reason` gives.
 
     `axes` are those of the mesh of several chips; `hosted` are the numbers of the "arguments" and "results" that lie in
-    the host's memory; `options` are the compiler's. With `depth="memory"` the compiler is ended once it has assigned
-    memory. Raises RuntimeError where the compiler died without an answer.
+    the host's memory; `options` are the compiler's, `argument_bytes` what
+    one chip holds of the arguments at least. With `depth="memory"` the compiler is ended once it has assigned
+    memory. Raises RuntimeError where the compiler died without an answer, OSError where the temporary folder is full.
     """
+    try:
+        return _compile_in_child(chip, program, donated, axes, depth, hosted, options, argument_bytes)
+    except OSError as error:
+        raise OSError(
+            f"the compiler for {chip.name} could not write its answer into the temporary folder "
+            f"{tempfile.gettempdir()}: {error}. Free some space there, or set TMPDIR to a folder that has a GiB."
+        ) from error
+
+
+def _compile_in_child(
+    chip: Chip,
+    program: bytes,
+    donated: Sequence[int],
+    axes: Mapping[str, int] | None,
+    depth: Depth,
+    hosted: Mapping[str, Sequence[int]],
+    options: Mapping[str, str],
+    argument_bytes: int,
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="llamem-") as name:
         folder, start = Path(name), time.perf_counter()
         dump, file = folder / "dump", folder / "answer.json"
@@ -101,13 +122,18 @@ def compile_absent(
             finally:
                 child.kill()
         if depth == "memory" and memory_is_assigned(dump):
+            check_complete(dump, argument_bytes)
             answer = describe("") | read_dump(dump, chip.platform)
         elif file.exists():
             answer = json.loads(file.read_text())
             if "error" not in answer:
+                check_room(folder)
+                if memory_is_assigned(dump):
+                    check_complete(dump, argument_bytes)
                 dumped, analysed = read_dump(dump, chip.platform), analysed_bytes(SimpleNamespace(**answer))
                 answer = describe(answer.get("text", "")) | dumped | analysed
         else:
+            check_room(folder)
             died = f"signal {-child.returncode}" if child.returncode < 0 else f"exit status {child.returncode}"
             raise RuntimeError(
                 f"the compiler for {chip.name} died with {died} and gave no answer. Your own process is unharmed. "

@@ -8,12 +8,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from llamem.memory.buffer_assignment import ASSIGNMENT, Allocation, Platform, program_stem, read_assignment
 from llamem.memory.hlo_counts import describe
 
 # What the compilers for TPUs and for GPUs write next, once memory is assigned and the files that say how are closed. A
 # program that a TPU's compiler refuses as too big never comes so far.
 _NEXT = ("*jit_call*after_optimizations_after_buffer_assignment.txt", "*jit_call*.ir-no-opt.ll")
+
+
+_TOTALS = "-memory-usage-report.txt"
+_ROOM = 2**20  # bytes that must be left where compilers write
 
 
 def memory_is_assigned(folder: Path) -> bool:
@@ -34,6 +40,35 @@ def read_dump(folder: Path, platform: Platform) -> dict[str, Any]:
     if (program := Path(f"{stem}.txt")).is_file():
         answer |= describe(program.read_text())
     return answer
+
+
+def check_complete(folder: Path, argument_bytes: int) -> None:
+    """Raise OSError where the files of a program's memory are cut short, as they are where their file system is full.
+
+    What is set aside is compared with the totals that the compiler writes beside it, and with `argument_bytes`, which
+    the program's arguments have at least.
+    """
+    check_room(folder)
+    stem = program_stem(folder)
+    text, totals = (_text(stem + ending) for ending in (ASSIGNMENT, _TOTALS))
+    allocations = re.findall(r"^allocation \d+: size (\d+), (.*)$", text, re.MULTILINE)
+    arguments = sum(int(size) for size, words in allocations if "parameter " in words)
+    if arguments < argument_bytes:
+        raise OSError(f"the compiler wrote down {arguments:,} of at least {argument_bytes:,} bytes of arguments")
+    assigned = sum(int(size) for size, _ in allocations)
+    total = sum(map(int, re.findall(r"^Total bytes: (\d+)", totals, re.MULTILINE)))
+    if assigned != total and (totals or jax.__version_info__ >= (0, 10)):  # old compilers write no totals
+        raise OSError(f"the compiler wrote down {assigned:,} of {total:,} bytes of memory")
+
+
+def check_room(folder: Path) -> None:
+    """Raise OSError where the file system of this folder is full."""
+    with (folder / "room").open("wb") as file:
+        file.write(bytes(_ROOM))
+
+
+def _text(path: str) -> str:
+    return Path(path).read_text() if Path(path).is_file() else ""
 
 
 def needed_bytes(error: str) -> int | None:

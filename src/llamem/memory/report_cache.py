@@ -1,5 +1,6 @@
 """Answers of compilers, kept on disk."""
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -21,20 +22,23 @@ def cached(program: str, compile_it: Callable[[], dict[str, Any]]) -> dict[str, 
     """
     key = hashlib.sha256(f"{_reading_code()} {program}".encode()).hexdigest()
     file = cache_folder("reports") / f"{key[:32]}.json"
-    try:
-        answer = json.loads(file.read_text())
-        if isinstance(answer, dict) and "compile_seconds" in answer:
-            return answer
-    except (OSError, ValueError):  # never compiled, not to be read, or cut short by a full disk
-        pass
+    with contextlib.suppress(OSError, ValueError):  # never compiled, not to be read
+        checksum, _, kept = file.read_text().partition("\n")
+        if checksum == _checksum(kept):  # else damaged, or cut short by a full disk
+            return json.loads(kept)
     answer = compile_it()
     if "error" in answer and needed_bytes(answer["error"]) is None:  # such as a full disk: it may go well next time
         return answer
     try:
-        write_whole(file, json.dumps(answer))
+        kept = json.dumps(answer)
+        write_whole(file, f"{_checksum(kept)}\n{kept}")
     except OSError as error:
         _warn_once(str(file.parent), str(error))
     return answer
+
+
+def _checksum(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache
