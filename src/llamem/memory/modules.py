@@ -27,7 +27,7 @@ def with_arrays_alone(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Ca
     @functools.wraps(fn)
     def of_arrays(*args: Any) -> Any:
         given = tree.flatten_up_to(args)
-        modules = nnx.merge(graph, nnx.State({i: given[i] for i in stateful}))
+        modules = nnx.merge(graph, {i: given[i] for i in stateful})
         whole = modules | {i: _combined(given[i], static[i]) for i in static}
         result = fn(*tree.unflatten([whole.get(i, leaf) for i, leaf in enumerate(given)]))
         results = jax.tree.leaves(result, is_leaf=_is_module)
