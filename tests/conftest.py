@@ -14,8 +14,6 @@ import jax
 import jaxtyping
 import pytest
 
-from llamem.losses.one_tile import Tiles
-
 FOR_TESTS = ("XLA_FLAGS", *(name for name in os.environ if name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))))
 
 
@@ -25,17 +23,6 @@ def as_a_user():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
-
-
-@pytest.fixture(params=[None, 96], ids=["rows", "columns"])
-def columns(request, monkeypatch):
-    """How the losses work on a tile of tokens: on whole rows as on accelerators, or 96 columns at a time."""
-
-    def tiles(axis, num_tiles, accumulate_dtype, vocab_axis=None):
-        return Tiles(axis, num_tiles, request.param, 128 if request.param is None else 8, accumulate_dtype, vocab_axis)
-
-    monkeypatch.setattr("llamem.losses.cross_entropy.tiles_for_chip", tiles)
-    return request.param
 
 
 @pytest.fixture(params=[False, True], ids=["remat2", "remat3"])

@@ -1,7 +1,5 @@
 """Policy gradients written apart from the package, in float64: the derivatives of each objective by hand."""
 
-from typing import Any
-
 import numpy as np
 
 B, T, D, V = 4, 13, 16, 300  # 52 tokens: no tile divides them, nor V
@@ -50,8 +48,8 @@ def of_token(logp, entropy, adv, old, ref, objective, clip_low, clip_high, kl, k
 def reference(
     hidden, head, *, adv=ADVANTAGES, old=OLD, ref=None, mask=MASK, objective="clip", clip_low=0.2, clip_high=0.2,
     kl="k3", kl_weight=0.0, entropy_weight=0.0, normalize="tokens", normalizer=None, temperature=1.0, softcap=None,
-) -> tuple[float, tuple[np.ndarray, np.ndarray], dict[str, Any]]:  # fmt: skip
-    """The loss, its gradients for hidden and head, and the rows."""
+) -> tuple[float, tuple[np.ndarray, np.ndarray]]:  # fmt: skip
+    """The loss, and its gradients for hidden and head."""
     hidden, head = np.asarray(hidden, np.float64), np.asarray(head, np.float64)
     raw = hidden @ head.T / temperature
     z = raw if softcap is None else softcap * np.tanh(raw / softcap)
@@ -68,4 +66,4 @@ def reference(
     dz = (w * g)[..., None] * (onehot - p) - (w * h)[..., None] * p * (logp_all + entropy[..., None])
     draw = dz / temperature * (1 if softcap is None else 1 - (z / softcap) ** 2)
     grads = draw @ head, np.einsum("btv,btd->vd", draw, hidden)
-    return float((w * loss).sum()), grads, {"loss": loss, "logprob": logp, "entropy": entropy}
+    return float((w * loss).sum()), grads

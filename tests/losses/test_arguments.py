@@ -24,10 +24,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"head": HEAD[0]}, r"head must be \[V, D\]"),
     ({"head": HEAD[:0]}, r"V of at least 1, got \(0, 16\)"),
     ({"head": jnp.ones((V, D), int)}, "head must be real floating-point numbers"),
-    ({"head": jax.tree_util.Partial(lambda x: x), "axis": "vocab"}, "A callable head has no rows to tile"),
-    ({"head": lambda x: x @ HEAD.T}, "must carry its parameters as a pytree.*jax.tree_util.Partial"),
-    ({"head": jax.tree_util.Partial(jnp.sum)}, r"must make logits \[tokens, V\] of \[tokens, D\]"),
-    ({"head": "lm_head"}, "head must be an array"),
+    ({"head": lambda x: x @ HEAD.T}, r"head must be an array \[V, D\], or a tuple"),
     ({"hidden": jnp.float32(1)}, r"hidden must be \[..., D\] with D of at least 1, got shape \(\)"),
     ({"hidden": HIDDEN.astype(jnp.complex64)}, "hidden must be real floating-point numbers.*complex64"),
     ({"hidden": HIDDEN.tolist()}, "hidden must be an array.*Convert it with jnp.asarray"),
@@ -36,25 +33,22 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"weights": jnp.ones(3)}, r"weights must have hidden's batch shape"),
     ({"weights": jnp.ones(N, complex)}, "weights must be real numbers"),
     ({"bias": jnp.ones(3)}, r"bias must be \[V\] = \[300\]"),
-    ({"axis": "rows"}, 'axis must be "auto", "tokens" or "vocab", got'),
-    ({"reduction": "avg"}, "reduction must be"),
+    ({"axis": "rows"}, r"axis='rows': expected one of 'auto', 'tokens', 'vocab'"),
+    ({"reduction": "avg"}, "reduction='avg': expected one of"),
     ({"reduction": "sum", "normalizer": 3.0}, "normalizer belongs to"),
     ({"normalizer": jnp.ones(N)}, r"normalizer must be one real number.*shape \(53,\)"),
-    ({"label_smoothing": 1.5}, "label_smoothing must be a number between 0 and 1, got 1.5"),
-    ({"logit_softcap": 0.0}, "logit_softcap must be a positive, finite number or None, got 0"),
-    ({"logit_softcap": float("inf")}, "logit_softcap must be a positive, finite number or None, got inf"),
-    ({"logit_scale": float("nan")}, "logit_scale must be a finite number, got nan"),
-    ({"z_loss": jnp.ones(2)}, r"z_loss must be a finite number, got an array of shape \(2,\)"),
-    ({"accumulate_dtype": jnp.int32}, "accumulate_dtype must be a floating-point type"),
-    ({"num_tiles": 0}, "num_tiles must be a whole number of at least 1, got 0"),
-    ({"num_tiles": -1}, "num_tiles must be a whole number of at least 1, got -1"),
-    ({"num_tiles": True}, "num_tiles must be a whole number"),
-    ({"num_tiles": 2.5}, "num_tiles must be a whole number"),
-    ({"ignore_index": 1.5}, "ignore_index must be a whole number"),
-    ({"return_stats": 1}, "return_stats must be True or False"),
+    ({"label_smoothing": 1.5}, "label_smoothing=1.5: expected a number between 0 and 1"),
+    ({"logit_softcap": 0.0}, "logit_softcap=0.0: expected a finite number above 0"),
+    ({"logit_softcap": float("inf")}, "logit_softcap=inf: expected a finite number above 0"),
+    ({"logit_scale": float("nan")}, "logit_scale=nan: expected a finite number"),
+    ({"z_loss": jnp.ones(2)}, "z_loss=Array.*expected a finite number"),
+    ({"num_tiles": 0}, "num_tiles=0: expected a whole number of at least 1"),
+    ({"num_tiles": True}, "num_tiles=True: expected a whole number"),
+    ({"num_tiles": 2.5}, "num_tiles=2.5: expected a whole number"),
+    ({"ignore_index": 1.5}, "ignore_index=1.5: expected a whole number"),
+    ({"axis": "tokens", "reduction": "none"}, 'reduction="none" works on tiles of the vocabulary'),
     ({"vocab_axis_name": "tensor"}, r"vocab_axis_name must be a mesh axis inside jax.shard_map, got 'tensor'"),
     ({"vocab_axis_name": "tensor", "axis": "tokens"}, 'vocab_axis_name goes with axis="vocab"'),
-    ({"explain": "print"}, "explain must be a function"),
 ]
 
 
@@ -67,7 +61,7 @@ def test_bad_input_is_named(changes, message):
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan"), "hot"])
 def test_a_bad_temperature_is_named(temperature):
     said = fuzz.refused(tiled_logprobs, HIDDEN, HEAD, TARGETS, temperature=temperature)
-    assert said.startswith("temperature must be a positive, finite number (for greedy choices take the argmax)")
+    assert "temperature=" in said and "expected a finite number above 0" in said
 
 
 def test_numbers_of_the_program_may_be_arrays_but_not_traced():
@@ -79,36 +73,35 @@ def test_numbers_of_the_program_may_be_arrays_but_not_traced():
     def traced(z_loss):
         return tiled_cross_entropy(HIDDEN, HEAD, TARGETS, z_loss=z_loss)
 
-    assert "z_loss must be a finite number that is known when" in fuzz.refused(jax.jit(traced), 0.5)
+    assert "z_loss must be a number that is known when" in fuzz.refused(jax.jit(traced), 0.5)
     assert "static_argnames" in fuzz.refused(jax.grad(traced), 0.5)
 
 
 LOSS = ["hidden", "head", "targets", "weights", "bias", "num_tiles", "axis", "reduction", "normalizer", "ignore_index"]
-LOSS += ["label_smoothing", "z_loss", "logit_softcap", "logit_scale", "accumulate_dtype", "return_stats", "explain"]
-LOSS += ["vocab_axis_name"]
-LOGPROBS = ["hidden", "head", "targets", "num_tiles", "axis", "temperature", "ignore_index"]
-CHOICE = ["tokens", "d_model", "vocab", "dtype", "head", "reduction", "axis", "chip", "memory_budget"]
+LOSS += ["label_smoothing", "z_loss", "logit_softcap", "logit_scale", "vocab_axis_name"]
+LOGPROBS = ["hidden", "head", "targets", "num_tiles", "temperature", "ignore_index"]
+CHOICE = ["tokens", "d_model", "vocab", "dtype", "head", "axis", "chip", "memory_budget"]
 
 
 def changes(names: list[str]) -> st.SearchStrategy[dict[str, Any]]:
     return st.dictionaries(st.sampled_from(names), fuzz.junk(), min_size=1, max_size=2)
 
 
-@settings(fuzz.FUZZ, max_examples=120)
+@settings(fuzz.FUZZ, max_examples=60)
 @given(changes(LOSS))
 def test_wrong_arguments_of_the_loss(wrong):
     good: dict[str, Any] = {"hidden": HIDDEN[:5, :3], "head": HEAD[:7, :3], "targets": TARGETS[:5] % 7}
     fuzz.refused(lambda: jax.eval_shape(lambda: tiled_cross_entropy(**good | wrong)))
 
 
-@settings(fuzz.FUZZ, max_examples=40)
+@settings(fuzz.FUZZ, max_examples=20)
 @given(changes(LOGPROBS))
 def test_wrong_arguments_of_the_log_probabilities(wrong):
     good: dict[str, Any] = {"hidden": HIDDEN[:5, :3], "head": HEAD[:7, :3], "targets": TARGETS[:5] % 7}
     fuzz.refused(lambda: jax.eval_shape(lambda: tiled_logprobs(**good | wrong)))
 
 
-@settings(fuzz.FUZZ, max_examples=150)
+@settings(fuzz.FUZZ, max_examples=60)
 @given(changes(CHOICE))
 def test_wrong_arguments_of_the_choice(wrong):
     good: dict[str, Any] = {"tokens": 64, "d_model": 16, "vocab": 300, "chip": "v5e-1"}

@@ -10,8 +10,10 @@ import optax
 import pytest
 
 from llamem import available, compile_report
+from llamem.losses import choice
 from llamem.losses.choice import choose_tiles
 from llamem.losses.cross_entropy import tiled_cross_entropy
+from llamem.memory.chips import Chip
 
 N, D, V = 53, 16, 300
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -47,15 +49,16 @@ def loss_of(reduction: Any = "mean", **kwargs: Any):
     return fn
 
 
-@BOTH_AXES
-@pytest.mark.usefixtures("columns")
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+CASES: list[tuple[Any, Any]] = [("tokens", "mean"), ("vocab", "mean"), ("vocab", "none")]
+
+
+@pytest.mark.parametrize(("axis", "reduction"), CASES)
 def test_matrix_products(axis, reduction):
-    fn, unit = loss_of(reduction, axis=axis), 2 * N * D * V
+    fn, unit = loss_of(reduction, axis=axis, num_tiles=53 if axis == "tokens" else 3), 2 * N * D * V
     assert product_flops(fn, HIDDEN, HEAD) == unit
     assert product_flops(jax.grad(fn), HIDDEN, HEAD) == 2 * unit
     both = product_flops(jax.grad(fn, argnums=(0, 1)), HIDDEN, HEAD)
-    assert both == (3 if (axis, reduction) == ("tokens", "mean") else 4) * unit
+    assert both == (3 if axis == "tokens" else 4) * unit
     assert (
         product_flops(jax.grad(lambda x, w: fn(x, jax.lax.stop_gradient(w)), argnums=(0, 1)), HIDDEN, HEAD) == 2 * unit
     )
@@ -90,7 +93,6 @@ def test_the_compilers_leave_these_products_and_no_other(chip):
     assert flops("vocab", (0, 1)) == 8 * unit
 
 
-@pytest.mark.usefixtures("columns")
 def test_memory_is_that_of_a_tile():
     def plain(x, w, y):
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x @ w.T, y))
@@ -113,7 +115,6 @@ def test_memory_is_that_of_a_tile():
         assert f"[512,{32_000}]" not in compiled(tiled).as_text()
 
 
-@pytest.mark.usefixtures("columns")
 @pytest.mark.parametrize(("axis", "reduction"), [("tokens", "mean"), ("vocab", "none")])
 def test_transformations(axis, reduction):
     counts = TARGETS >= 0
@@ -145,32 +146,6 @@ def test_transformations(axis, reduction):
         jax.jvp(fn, (HIDDEN, HEAD), (HIDDEN, way))
 
 
-def lora(frozen, down, up, x):
-    return x @ frozen.T + (x @ down.T) @ up.T
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_callable_head_with_its_own_parameters(reduction):
-    down, up = jax.random.normal(KEYS[3], (2, D)), jax.random.normal(KEYS[4], (V, 2))
-    kwargs: dict[str, Any] = {"num_tiles": 3, "reduction": reduction, "z_loss": 0.1, "return_stats": True}
-
-    def with_head(hidden, make):
-        loss, stats = tiled_cross_entropy(hidden, make, TARGETS, **kwargs)
-        return jnp.sum(jnp.tanh(loss / 100)), stats
-
-    def adapted(hidden, down, up):
-        return with_head(hidden, jax.tree_util.Partial(lora, jax.lax.stop_gradient(HEAD), down, up))
-
-    def merged(hidden, down, up):
-        return with_head(hidden, HEAD + up @ down)
-
-    def grad(f):
-        return jax.value_and_grad(f, argnums=(0, 1, 2), has_aux=True)(HIDDEN, down, up)
-
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-4, atol=1e-4), grad(adapted), grad(merged))
-    assert product_flops(jax.grad(lambda h: adapted(h, down, up)[0]), HIDDEN) < 3 * 2 * N * V * (D + 4)
-
-
 def test_torch_agrees_where_it_has_the_option():
     torch = pytest.importorskip("torch")
     cross_entropy = torch.nn.functional.cross_entropy
@@ -193,7 +168,6 @@ def test_the_choice_follows_the_roofline():
     # The float32 accumulator of the head's gradient alone passes the tight budget.
     assert roomy.workspace_bytes > 4 * 128_256 * 4096 > tight.workspace_bytes > 4 * 8192 * 4096
     assert choose_tiles(*shape, chip="v6e-1", head="frozen").products == 2
-    assert choose_tiles(*shape, chip="v6e-1", reduction="none").products == 4
     # A chip with more FLOPs per byte needs larger tiles of the vocabulary, so fewer.
     counts = [choose_tiles(*shape, chip=t, axis="vocab").num_tiles for t in ("v6e-1", "h100", "v5e-1", "a100-80")]
     assert counts == sorted(counts)
@@ -204,19 +178,38 @@ def test_the_choice_follows_the_roofline():
 
 
 def test_the_choice_knows_its_memory_on_a_cpu():
-    """Of the logits of a tile of tokens the compiler keeps one copy, in float32, as the model says."""
-    shape = {"tokens": 2048, "d_model": 64, "vocab": 32_000}
-    choice = choose_tiles(**shape, dtype=jnp.float32, chip="cpu")
+    shape = {"tokens": 2048, "d_model": 256, "vocab": 32_000}
+    found = choose_tiles(**shape, dtype=jnp.float32, chip="cpu", axis="tokens")
     measured = compiled(tiled_cross_entropy, **shape).memory_analysis().temp_size_in_bytes
-    assert (choice.axis, choice.num_tiles) == ("tokens", 4)
-    assert choice.workspace_bytes == 4 * 512 * 32_000 < measured < 1.15 * choice.workspace_bytes
+    assert found.num_tiles == 4 and 0.5 * found.workspace_bytes < measured < 1.15 * found.workspace_bytes
 
 
-def test_auto_explains_itself_and_an_unknown_target_is_named(as_a_user):
-    said: list[str] = []
-    loss = tiled_cross_entropy(HIDDEN, HEAD, TARGETS, explain=said.append)
-    np.testing.assert_allclose(loss, tiled_cross_entropy(HIDDEN, HEAD, TARGETS, num_tiles=1), rtol=1e-6)
-    assert len(said) == 1 and said[0].startswith("cpu: 10 FLOPs per byte")
+def test_auto_never_has_all_logits_at_once_nor_more_for_more_tiles():
+    """For odd counts of tokens, as `[:, :-1]` leaves them: 4 x 1,023 tokens and GPT-2's vocabulary."""
+
+    def temporaries(**options):
+        return compiled(partial(tiled_cross_entropy, **options), 4092, 16, 50_257)
+
+    falling = [temporaries(axis="tokens", num_tiles=n).memory_analysis().temp_size_in_bytes for n in (1, 2, 4, 8)]
+    assert falling == sorted(falling, reverse=True) and falling[-1] < falling[0] / 4
+    auto = temporaries()
+    assert "[4092,50257]" not in auto.as_text() and "[50257,4092]" not in auto.as_text()
+    for chip in ("cpu", "t4", "v5e-1", "h100"):
+        for tokens in (513, 2048, 4092, 8191):
+            for axis in ("tokens", "vocab"):
+                assert choose_tiles(tokens, 768, 50_257, chip=chip, axis=axis).num_tiles > 1
+
+
+def test_an_unknown_card_is_judged_by_its_own_memory(monkeypatch):
+    card = Chip("local", "cuda", "NVIDIA GeForce RTX 4090", 24 << 30, absent=False)
+    monkeypatch.setattr(choice, "compiling_for", lambda: card.device_kind)
+    monkeypatch.setattr(choice, "find_chip", lambda name: card)
+    found, h100 = choose_tiles(8192, 4096, 128_256), choose_tiles(8192, 4096, 128_256, chip="h100")
+    assert "budget 1536 MiB" in found.reason and found.reason.startswith(card.device_kind)
+    assert found.workspace_bytes < 1536 << 20 < h100.workspace_bytes
+
+
+def test_an_unknown_name_is_refused(as_a_user):
     with pytest.raises(ValueError, match="'abacus' is no chip this knows"):
         choose_tiles(8, 8, 8, chip="abacus")
 
@@ -230,6 +223,6 @@ def test_peaks_compiled_for_a_v6e():
     for chosen in (partial(tiled_cross_entropy, axis="vocab", num_tiles=64), tiled_cross_entropy):
         assert (
             compile_report(jax.value_and_grad(chosen, argnums=(0, 1)), *LLAMA_8B, chip="v6e-1").peak_bytes
-            <= 2.29 * gib  # all that the compiler lays out, gaps between buffers included
+            <= 2.25 * gib  # all that the compiler lays out, gaps between buffers included
         )
         assert compile_report(chosen, *LLAMA_8B, chip="v6e-1").temp_bytes <= 0.15 * gib

@@ -1,6 +1,8 @@
 """Policy gradients and preferences against float64, against TRL's formulas, and what they cost and refuse."""
 
+import gc
 import re
+import weakref
 from functools import partial
 from typing import Any
 
@@ -13,12 +15,11 @@ from compilers import not_of_old_compilers
 from policy_reference import ADVANTAGES, HEAD, HIDDEN, MASK, OLD, REF, TARGETS, B, D, T, V, logprobs, reference
 
 from llamem import available, compile_report
-from llamem.losses import choice
+from llamem.losses.choice import choose_tiles
 from llamem.losses.cross_entropy import tiled_cross_entropy, tiled_logprobs
-from llamem.losses.per_token import tiled_token_loss
 from llamem.losses.policy_gradient import group_advantages, tiled_policy_loss
 from llamem.losses.preferences import tiled_dpo_loss
-from llamem.losses.sixteen_bits import WideSum, stepped_sum
+from llamem.losses.token_loss import tiled_token_loss
 from llamem.memory import matmul_flops
 
 N = B * T
@@ -28,13 +29,6 @@ LLAMA_8B = [
     for s in (((8, 1024, 4096), "bfloat16"), ((128_256, 4096), "bfloat16"), ((8, 1024), "int32"))
 ]
 LLAMA_8B += [jax.ShapeDtypeStruct((8,), "float32")] + [jax.ShapeDtypeStruct((8, 1024), "float32")] * 3
-
-
-@pytest.fixture(params=[96, 2008], ids=["columns", "whole"])
-def columns(request, monkeypatch):
-    """How much of a tile of tokens is worked on at a time."""
-    monkeypatch.setattr(choice, "_CPU_COLUMNS", request.param)
-    return request.param
 
 
 def f32(*values: Any) -> tuple:
@@ -72,7 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
 def test_the_reference_is_right():
     """Its gradients against differences of its loss."""
     for options in (CASES["all by sequence"], CASES["k2"], CASES["importance"]):
-        _, grads, _ = reference(HIDDEN, HEAD, **options)
+        _, grads = reference(HIDDEN, HEAD, **options)
         for i, grad in enumerate(grads):
             way, step = np.random.default_rng(i).normal(size=grad.shape), 1e-6
 
@@ -84,29 +78,26 @@ def test_the_reference_is_right():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_loss_rows_and_both_gradients(case, monkeypatch):
-    if case != "all":  # else the whole vocabulary at once
-        monkeypatch.setattr(choice, "_CPU_COLUMNS", 96)
+def test_loss_and_both_gradients(case):
+    """On the axes by turns, on both with all options."""
     options, outer = CASES[case], -3.0
+    loss, expected = reference(HIDDEN, HEAD, **options)
+    for axis in ("tokens", "vocab") if case == "all" else ("tokens",) if list(CASES).index(case) % 2 else ("vocab",):
 
-    def fn(hidden, head):
-        loss, rows = policy(hidden, head, return_rows=True, **options)
-        return outer * loss, rows
+        def fn(hidden, head, axis=axis):
+            return outer * policy(hidden, head, axis=axis, **options)
 
-    (value, rows), grads = jax.jit(jax.value_and_grad(fn, argnums=(0, 1), has_aux=True))(X, W)
-    loss, expected, expected_rows = reference(HIDDEN, HEAD, **options)
-    np.testing.assert_allclose(value, outer * loss, rtol=2e-5)
-    for name, row in expected_rows.items():
-        np.testing.assert_allclose(rows[name], row, rtol=1e-4, atol=1e-4)
-    for actual, wanted in zip(grads, expected, strict=True):
-        assert np.abs(wanted).max() > 0
-        close(actual, outer * wanted)
-    if case == "all by sequence":
-        close(jax.grad(lambda x: fn(x, W)[0])(X), outer * expected[0])
-        close(jax.grad(lambda w: fn(X, w)[0])(W), outer * expected[1])
+        value, grads = jax.jit(jax.value_and_grad(fn, argnums=(0, 1)))(X, W)
+        np.testing.assert_allclose(value, outer * loss, rtol=2e-5)
+        for actual, wanted in zip(grads, expected, strict=True):
+            assert np.abs(wanted).max() > 0
+            close(actual, outer * wanted)
+        if case == "all":
+            close(jax.grad(lambda x: fn(x, W))(X), outer * expected[0])
+            close(jax.grad(lambda w: fn(X, w))(W), outer * expected[1])
 
 
-@pytest.mark.parametrize("tiles", [1, 5, 64])
+@pytest.mark.parametrize("tiles", [1, 64])
 def test_any_number_of_tiles(tiles):
     grads = jax.grad(partial(policy, num_tiles=tiles, **ALL), argnums=(0, 1))(X, W)
     for actual, wanted in zip(grads, reference(HIDDEN, HEAD, **ALL)[1], strict=True):
@@ -134,14 +125,15 @@ def plain(hidden, head, dtype):
     return jnp.sum(loss * mask) / jnp.sum(mask)
 
 
-def test_two_bytes_lose_no_more_than_the_plain_loss():
-    """The head's gradient grows over 64 tiles in two bytes, and is as right as one that is rounded once."""
+@pytest.mark.parametrize("axis", ["tokens", "vocab"])
+def test_two_bytes_lose_no_more_than_the_plain_loss(axis):
+    """The head's gradient grows over 64 tiles, and is as right as one that is rounded once."""
     dtype = jnp.bfloat16
     key = jax.random.split(jax.random.key(0), 2)
     outlier = jnp.where(jnp.arange(D) == 3, 30.0, 1.0)  # one feature as large as those of language models
     hidden = (jax.random.normal(key[0], (B, T, D)) * outlier).astype(dtype)
     head = (jax.random.normal(key[1], (V, D)) / outlier).astype(dtype)
-    _, expected, _ = reference(hidden, head)
+    _, expected = reference(hidden, head)
 
     def errors(fn):
         grads = jax.grad(fn, argnums=(0, 1))(hidden, head)
@@ -151,91 +143,69 @@ def test_two_bytes_lose_no_more_than_the_plain_loss():
             for g, e in zip(grads, expected, strict=True)
         ]
 
-    ours, exact = errors(partial(policy, num_tiles=64)), errors(partial(plain, dtype=jnp.float32))
+    ours, exact = errors(partial(policy, num_tiles=64, axis=axis)), errors(partial(plain, dtype=jnp.float32))
     usual = errors(partial(plain, dtype=dtype))
     assert all(a <= b for a, b in zip(ours, usual, strict=True)), (ours, usual)
     assert all(a <= 1.1 * b for a, b in zip(ours, exact, strict=True)), (ours, exact)
     # Each column of the head's gradient, small ones beside the large one.
-    dw = np.asarray(jax.grad(partial(policy, num_tiles=64), argnums=1)(hidden, head), np.float64)
+    dw = np.asarray(jax.grad(partial(policy, num_tiles=64, axis=axis), argnums=1)(hidden, head), np.float64)
     by_column = np.linalg.norm(dw - expected[1], axis=0) / np.linalg.norm(expected[1], axis=0)
     assert by_column.max() < 6e-3
-
-
-def test_steps_are_as_good_as_rounding_once():
-    """A sum of 64 parts, one column thirty times the others; in bfloat16 it is several times as far off."""
-    rng = np.random.default_rng(2)
-    outlier = np.where(np.arange(D) == 3, 30.0, 1.0)
-    parts = (rng.normal(size=(64, V, D)) * outlier * rng.uniform(0.1, 9, (V, 1))).astype(np.float32)
-    exact = parts.astype(np.float64).sum(0)
-    x, head = jnp.asarray(HIDDEN.reshape(-1, D) * outlier, jnp.bfloat16), jnp.zeros((V, D), jnp.bfloat16)
-    sums: list[Any] = [stepped_sum(head, x, jnp.ones(N)), WideSum(head)]
-    for part in parts:
-        sums = [total.grow(jnp.asarray(part), jnp.asarray(0)) for total in sums]
-
-    def off(found):
-        return np.linalg.norm(np.asarray(found, np.float64) - exact, axis=0) / np.linalg.norm(exact, axis=0)
-
-    steps, narrow = (off(total.scaled(jnp.float32(1), jnp.bfloat16)) for total in sums)
-    once = off(jnp.asarray(exact, jnp.bfloat16))
-    assert (steps < 1.05 * once).all() and (narrow > 2 * once).all()
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_steps_in_a_compiled_loop_keep_every_bit(dtype):
-    """Some rows at a time, as CPUs are compiled: carried through float32 there, bits of a NaN or of 1e-40 get lost."""
-    rng, rows = np.random.default_rng(0), 512
-    parts = rng.normal(size=(16, 2 * rows, D)).astype(np.float32) * 1e-8
-    where = np.arange(2 * rows)
-    parts[where % 16, where] += rng.normal(size=(2 * rows, D)) * 1e-3
-
-    def grown(parts):
-        def step(total, part):
-            for first in (0, rows):
-                total = total.grow(part[first : first + rows], jnp.int32(first))
-            return total, None
-
-        start = stepped_sum(jnp.zeros((2 * rows, D), dtype), jnp.ones((3, D), dtype), jnp.ones(3))
-        total, _ = jax.lax.scan(step, start, parts)
-        return total.scaled(jnp.float32(1), dtype)
-
-    exact = parts.astype(np.float64).sum(0)
-    off, once = (
-        np.linalg.norm(np.asarray(x, np.float64) - exact) for x in (jax.jit(grown)(parts), jnp.asarray(exact, dtype))
-    )
-    assert off < 1.1 * once
 
 
 def test_float16_with_a_loss_scale_and_tiny_weights():
     """The cotangent reaches gradients that float16 alone would have lost."""
     hidden, head, scale = X.astype(jnp.float16), W.astype(jnp.float16), 2.0**24
-    _, expected, _ = reference(hidden, head, normalizer=1e9)
+    _, expected = reference(hidden, head, normalizer=1e9)
 
-    def fn(hidden, head):
-        return scale * policy(hidden, head, normalizer=1e9)
+    for axis in ("tokens", "vocab"):
 
-    for actual, wanted in zip(jax.grad(fn, argnums=(0, 1))(hidden, head), expected, strict=True):
-        close(np.asarray(actual, np.float64) / scale, wanted, rtol=1e-2, atol=1e-2)
+        def fn(hidden, head, axis=axis):
+            return scale * policy(hidden, head, normalizer=1e9, axis=axis)
+
+        for actual, wanted in zip(jax.grad(fn, argnums=(0, 1))(hidden, head), expected, strict=True):
+            close(np.asarray(actual, np.float64) / scale, wanted, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.usefixtures("columns")
 def test_products_and_memory():
-    def flops(fn, *args):
-        return matmul_flops(jax.make_jaxpr(fn)(*args).jaxpr)
+    """3 products over tokens, 4 over the vocabulary; with a frozen head "auto" takes 2 in any case."""
 
-    unit, fn = 2 * N * D * V, partial(policy, num_tiles=3)
-    assert flops(fn, X, W) == unit
-    assert flops(jax.grad(fn), X, W) == flops(jax.grad(fn, argnums=1), X, W) == 2 * unit
-    assert flops(jax.grad(fn, argnums=(0, 1)), X, W) == 3 * unit
-    assert flops(jax.grad(lambda x, w: fn(x, jax.lax.stop_gradient(w)), argnums=(0, 1)), X, W) == 2 * unit
-    big = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((512, 32), (32_000, 32))]
+    def flops(fn, *args):
+        return matmul_flops(jax.make_jaxpr(fn)(*args).jaxpr) / (2 * N * D * V)
+
+    for axis, both in (("tokens", 3), ("vocab", 4)):
+        fn = partial(policy, axis=axis, num_tiles=4 if axis == "tokens" else 3, entropy_weight=0.1)
+        assert flops(fn, X, W) == 1 and flops(jax.grad(fn, argnums=(0, 1)), X, W) == both
+    tokens = partial(policy, num_tiles=4)
+    assert flops(jax.grad(tokens), X, W) == flops(jax.grad(tokens, argnums=1), X, W) == 2
+    assert flops(jax.grad(partial(policy, axis="vocab")), X, W) == 2
+    big = [jax.ShapeDtypeStruct(s, "bfloat16") for s in ((2048, 32), (32_000, 32))]
 
     def loss(x, w):
-        ids, adv = jnp.zeros(512, int), jnp.ones(512)
-        return tiled_policy_loss(x, w, ids, adv, num_tiles=16)
+        return tiled_policy_loss(x, w, jnp.zeros(2048, int), jnp.ones(2048), entropy_weight=0.1)
 
+    assert choose_tiles(2048, 32, 32_000).axis == "vocab"  # where the head is trained
+    unit = 2 * 2048 * 32 * 32_000
+    assert matmul_flops(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*big).jaxpr) == 4 * unit
+    assert matmul_flops(jax.make_jaxpr(jax.grad(loss))(*big).jaxpr) == 2 * unit
     compiled: Any = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*big).compile()
-    assert "[512,32000]" not in compiled.as_text()
-    assert compiled.memory_analysis().temp_size_in_bytes < 512 * 32_000 * 4 / 4
+    assert "[2048,32000]" not in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2048 * 32_000 * 4 / 4
+
+
+def test_no_program_is_kept_for_a_lambda():
+    """A notebook that makes its loss anew in each call leaves nothing behind."""
+
+    def call(scale):
+        def fn(logp, entropy, extras):
+            return -scale * logp
+
+        tiled_token_loss(fn, X, W, IDS, num_tiles=1)
+        return weakref.ref(fn)
+
+    first, second = call(2.0), call(3.0)
+    gc.collect()
+    assert first() is None and second() is None
 
 
 def trl(logp, old, ref, adv, mask, loss_type, beta, low, high, longest):
@@ -304,7 +274,7 @@ def test_masked_tokens_are_silent_whatever_they_hold():
     old = jnp.where(bad, jnp.inf, jnp.asarray(OLD, jnp.float32))
     hidden = jnp.where(bad[..., None], jnp.nan, X)
     value, grads = jax.value_and_grad(partial(policy, old=old, **ALL), argnums=(0, 1))(hidden, W)
-    loss, expected, _ = reference(HIDDEN, HEAD, **ALL)
+    loss, expected = reference(HIDDEN, HEAD, **ALL)
     np.testing.assert_allclose(value, loss, rtol=2e-5)
     for actual, wanted in zip(grads, expected, strict=True):
         close(actual, wanted)
@@ -333,7 +303,7 @@ def test_parts_of_a_batch_with_its_normalizer():
         )
 
     value, grads = jax.value_and_grad(parts, argnums=(0, 1))(X, W)
-    loss, expected, _ = reference(HIDDEN, HEAD)
+    loss, expected = reference(HIDDEN, HEAD)
     np.testing.assert_allclose(value, loss, rtol=2e-5)
     jax.tree.map(close, grads, expected)
 
@@ -360,37 +330,34 @@ def test_dpo():
         way, step = np.random.default_rng(i).normal(size=grad.shape), 1e-5
         ends = [expected(*(p + t * way if j == i else p for j, p in enumerate((hidden, HEAD)))) for t in (step, -step)]
         np.testing.assert_allclose((np.asarray(grad) * way).sum(), (ends[0] - ends[1]) / (2 * step), rtol=1e-3)
-    kwargs |= {"label_smoothing": 0.2, "return_rows": True, "beta": 0.3}
-    value, rows = fn(*args)
-    np.testing.assert_allclose(value, expected(hidden, HEAD, 0.2, 0.3), rtol=1e-4)
-    np.testing.assert_allclose(rows["rewards"], 0.3 * (rows["logprobs"] - ref), rtol=1e-4)
-    flops = matmul_flops(jax.make_jaxpr(jax.grad(lambda x, w: fn(x, w)[0], argnums=(0, 1)))(*args).jaxpr)
+    kwargs |= {"label_smoothing": 0.2, "beta": 0.3}
+    np.testing.assert_allclose(fn(*args), expected(hidden, HEAD, 0.2, 0.3), rtol=1e-4)
+    flops = matmul_flops(jax.make_jaxpr(jax.grad(fn, argnums=(0, 1)))(*args).jaxpr)
     assert flops == 4 * 2 * N * D * V
 
 
 ADV = jnp.ones((B, T))
 BAD: list[tuple[Any, dict[str, Any], str]] = [
-    (tiled_policy_loss, {"objective": "ppo"}, 'objective must be "clip", "importance" or "reinforce", got'),
-    (tiled_policy_loss, {"kl": "k4"}, "kl must be"),
-    (tiled_policy_loss, {"normalize": "mean"}, "normalize must be"),
+    (tiled_policy_loss, {"objective": "ppo"}, "objective='ppo': expected one of 'clip', 'importance', 'reinforce'"),
+    (tiled_policy_loss, {"kl": "k4"}, "kl='k4': expected one of"),
+    (tiled_policy_loss, {"normalize": "mean"}, "normalize='mean': expected one of"),
     (tiled_policy_loss, {"kl_weight": 0.1}, "ref_logprobs and kl_weight belong together, got kl_weight=0.1 and no ref"),
     (tiled_policy_loss, {"ref_logprobs": ADV}, "belong together, got kl_weight=0 and ref_logprobs"),
     (tiled_policy_loss, {"objective": "reinforce", "old_logprobs": ADV}, "has no use for old_logprobs"),
     (tiled_policy_loss, {"advantages": jnp.ones(3)}, r"advantages must be one for each target \(4, 13\), or one for"),
     (tiled_policy_loss, {"old_logprobs": ADV[0]}, r"old_logprobs must have hidden's batch shape \(4, 13\), got"),
-    (tiled_policy_loss, {"clip_low": 1.5}, "clip_low must be a number between 0 and 1, got 1.5"),
-    (tiled_policy_loss, {"clip_high": -1.0}, "clip_high must be a finite number of at least 0"),
+    (tiled_policy_loss, {"clip_low": 1.5}, "clip_low=1.5: expected a number between 0 and 1"),
+    (tiled_policy_loss, {"clip_high": -1.0}, "clip_high=-1.0: expected a finite number of at least 0"),
     (tiled_policy_loss, {"mask": ADV[:2]}, "weights must have hidden's batch shape"),
-    (tiled_policy_loss, {"head": jax.tree_util.Partial(jnp.dot)}, "A callable head.*goes through tiled_logprobs"),
-    (tiled_policy_loss, {"temperature": 0.0}, "temperature must be a positive, finite number"),
-    (tiled_policy_loss, {"accumulate_dtype": jnp.int32}, "accumulate_dtype must be a floating-point type"),
-    (tiled_policy_loss, {"num_tiles": 0}, "num_tiles must be a whole number"),
+    (tiled_policy_loss, {"head": jnp.dot}, r"head must be an array \[V, D\], or a tuple"),
+    (tiled_policy_loss, {"temperature": 0.0}, "temperature=0.0: expected a finite number above 0"),
+    (tiled_policy_loss, {"num_tiles": 0}, "num_tiles=0: expected a whole number"),
     (tiled_token_loss, {"fn": 3}, "fn must be a function of"),
     (tiled_token_loss, {"fn": lambda a, b, c: jnp.ones(2)}, "fn must return one real number for one token"),
     (tiled_token_loss, {"extras": jnp.ones(5)}, r"Each array of extras must begin with.*\(4, 13\), got \(5,\)"),
     (tiled_token_loss, {"extras": "none"}, "extras must be an array"),
     (tiled_dpo_loss, {}, r"targets must be \[2, ..., T\].*got shape \(4, 13\)"),
-    (tiled_dpo_loss, {"beta": 0.0}, "beta must be a positive"),
+    (tiled_dpo_loss, {"beta": 0.0}, "beta=0.0: expected a finite number above 0"),
     (group_advantages, {"rewards": jnp.ones((3, 1))}, "G of at least 2 answers"),
 ]
 
@@ -405,12 +372,16 @@ def test_bad_input_is_named(fn, changes, message):
     assert re.search(message, fuzz.refused(lambda: fn(**arguments)), re.DOTALL)
 
 
-def test_gradients_that_are_not_made_are_refused():
-    for name in ("adv", "old", "mask"):
-        with pytest.raises(TypeError, match=r"A gradient for (extras|weights) of a token loss is asked for"):
-            jax.grad(lambda value, name=name: policy(X, W, **{name: value}))(jnp.ones((B, T)))
-    own = tiled_logprobs(X, W, IDS, num_tiles=3)
-    np.testing.assert_allclose(policy(X, W, old=jax.lax.stop_gradient(own)), policy(X, W, old=None), rtol=1e-5)
+def test_what_a_policy_loss_is_given_is_data():
+    """No gradient reaches advantages, masks or the policy that drew, also where it is the one that is trained."""
+    for name, given in (("adv", ADVANTAGES), ("old", OLD), ("mask", MASK)):
+        assert not jax.grad(lambda value, name=name: policy(X, W, **{name: value}))(jnp.asarray(given, "f4")).any()
+
+    def fn(w, stop):
+        old = tiled_logprobs(X, w, IDS, num_tiles=3)
+        return policy(X, w, old=jax.lax.stop_gradient(old) if stop else old)
+
+    np.testing.assert_array_equal(jax.grad(fn)(W, False), jax.grad(fn)(W, True))
 
 
 def grpo(hidden, head, targets, advantages, old, ref, mask):
@@ -425,10 +396,10 @@ def grpo(hidden, head, targets, advantages, old, ref, mask):
 @pytest.mark.tpu_compile
 @pytest.mark.skipif(not available("v6e-1"), reason="no compiler for a v6e here")
 def test_grpo_compiled_for_a_v6e():
-    """Llama 3 8B's head, 8,192 tokens, bfloat16: operands and gradients alone are 2.082 GiB; three products."""
+    """Llama 3 8B's head, 8,192 tokens, bfloat16: operands and gradients are 2.082 GiB; 4 products or 2."""
     report = compile_report(jax.value_and_grad(grpo, argnums=(0, 1)), *LLAMA_8B, chip="v6e-1")
     unit = 2 * 8192 * 4096 * 128_256
-    assert report.peak_bytes <= 2.3 * 2**30
-    assert report.matmul_flops == report.compiled_matmul_flops == 3 * unit
+    assert report.peak_bytes <= 2.25 * 2**30
+    assert report.matmul_flops == report.compiled_matmul_flops == 4 * unit
     frozen = compile_report(jax.value_and_grad(grpo), *LLAMA_8B, chip="v6e-1")
-    assert frozen.compiled_matmul_flops == 2 * unit and frozen.temp_bytes < 0.25 * 2**30
+    assert frozen.compiled_matmul_flops == 2 * unit and frozen.peak_bytes <= 1.25 * 2**30

@@ -2,9 +2,9 @@
 
 from llamem.losses.choice import TileChoice, choose_tiles
 from llamem.losses.cross_entropy import tiled_cross_entropy, tiled_logprobs
-from llamem.losses.per_token import tiled_token_loss
 from llamem.losses.policy_gradient import group_advantages, tiled_policy_loss
 from llamem.losses.preferences import tiled_dpo_loss
+from llamem.losses.token_loss import tiled_token_loss
 
 __all__ = [
     "TileChoice",

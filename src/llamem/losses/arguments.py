@@ -1,7 +1,5 @@
-"""What the losses are given, looked at before anything is computed: each mistake gets its own sentence and remedy."""
+"""Checks of what the losses are given: each mistake gets its own sentence and remedy before anything is computed."""
 
-import operator
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -9,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from llamem.losses.one_tile import CallableHead
+from llamem._checks import check_number, check_whole, show
 
 
 class Batch(NamedTuple):
@@ -20,23 +18,8 @@ class Batch(NamedTuple):
     weights: Array | None
 
 
-class Head(NamedTuple):
-    """A head's leaves, the number V of logits it makes, and how it is called where it is no matrix."""
-
-    leaves: list
-    vocab: int
-    callable_head: CallableHead | None
-
-
-def _described(value: Any) -> str:
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"an array of shape {tuple(value.shape)} and type {value.dtype}"
-    text = repr(value)
-    return f"{text if len(text) < 80 else text[:77] + '...'} ({type(value).__name__})"
-
-
-def array(name: str, value: Any, expected: str) -> Array:
-    """The value as a JAX array. Raises TypeError where it is none."""
+def as_array(name: str, value: Any, expected: str) -> Array:
+    """Return the value as a JAX array. Raise TypeError where it is none."""
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
         raise TypeError(f"{name} must be an array {expected}, got {_described(value)}. Convert it with jnp.asarray.")
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "biufcV":
@@ -44,9 +27,9 @@ def array(name: str, value: Any, expected: str) -> Array:
     return jnp.asarray(value)
 
 
-def floats(name: str, value: Any, expected: str) -> Array:
-    """The value as a JAX array of real floating-point numbers. Raises TypeError where it is none."""
-    found = array(name, value, expected)
+def as_floats(name: str, value: Any, expected: str) -> Array:
+    """Return the value as a JAX array of real floating-point numbers. Raise TypeError where it is none."""
+    found = as_array(name, value, expected)
     if not jnp.issubdtype(found.dtype, jnp.floating):
         raise TypeError(
             f"{name} must be real floating-point numbers {expected}, got {_described(found)}. "
@@ -55,52 +38,33 @@ def floats(name: str, value: Any, expected: str) -> Array:
     return found
 
 
-def number(name: str, value: Any, expected: str, holds: Callable[[float], bool]) -> float:
-    """The value as a Python float for which `holds` is true. It is part of the compiled program."""
+def static_number(name: str, value: Any, **bounds: float) -> float:
+    """Return the value as a finite Python float within the bounds of `check_number`. It is part of the program."""
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
-            f"{name} must be {expected} that is known when the program is traced, since it is a part of it; got a "
+            f"{name} must be a number that is known when the program is traced, since it is a part of it; got a "
             f"traced array. Close over it as a Python number, or pass it through static_argnames of jax.jit."
         )
-    is_scalar = isinstance(value, int | float) or (hasattr(value, "dtype") and np.shape(value) == ())
-    if not is_scalar or isinstance(value, bool) or (hasattr(value, "dtype") and not _is_real(value.dtype)):
-        raise TypeError(f"{name} must be {expected}, got {_described(value)}.")
-    if not holds(float(value)):
-        raise ValueError(f"{name} must be {expected}, got {float(value):g}.")
-    return float(value)
+    if hasattr(value, "dtype") and np.shape(value) == () and _is_real(value.dtype):
+        value = float(value)
+    return check_number(name, value, **bounds)
 
 
-def _is_real(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+def static_share(name: str, value: Any) -> float:
+    """Return the value as a Python float between 0 and 1."""
+    found = static_number(name, value, at_least=0)
+    if found > 1:
+        raise ValueError(f"{name}={found:g}: expected a number between 0 and 1.")
+    return found
 
 
-def whole(name: str, value: Any, expected: str) -> int:
-    """The value as a Python int."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:  # a traced array raises an error that is a TypeError too
-        raise TypeError(
-            f"{name} must be {expected}, known when the program is traced; got {_described(value)}."
-        ) from None
+def check_ignore_index(value: Any) -> int:
+    """Return `ignore_index` as an int, of any sign."""
+    return check_whole("ignore_index", value, at_least=-(2**31))
 
 
-def one_of(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raises ValueError where the value is none of the choices."""
-    if not isinstance(value, str) or value not in choices:
-        listed = " or ".join(filter(None, (", ".join(f'"{c}"' for c in choices[:-1]), f'"{choices[-1]}"')))
-        raise ValueError(f"{name} must be {listed}, got {_described(value)}.")
-
-
-def flag(name: str, value: Any) -> None:
-    """Raises TypeError where the value is neither True nor False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {_described(value)}.")
-
-
-def normalizer(value: Any, reduction: str) -> Array | float | None:
-    """What the sum of a "mean" is divided by: one real number, which may be traced and differentiated."""
+def check_normalizer(value: Any, reduction: str) -> Array | float | None:
+    """Return what the sum of a "mean" is divided by: one real number, which may be traced and differentiated."""
     if value is None:
         return None
     if reduction != "mean":
@@ -111,8 +75,18 @@ def normalizer(value: Any, reduction: str) -> Array | float | None:
     return value
 
 
-def split_axis(name: Any, axis: str) -> Literal["vocab"]:
-    """The axis to tile where devices hold some rows of the head each."""
+def check_rows_axis(axis: str) -> Literal["vocab"]:
+    """Return the axis to tile where each token has a loss of its own."""
+    if axis == "tokens":
+        raise ValueError(
+            'reduction="none" works on tiles of the vocabulary: give axis="vocab" or "auto". Tiles of tokens make '
+            "gradients before the cotangents of their losses are known, which takes one loss for all of them."
+        )
+    return "vocab"
+
+
+def check_split_axis(name: Any, axis: str) -> Literal["vocab"]:
+    """Return the axis to tile where devices hold some rows of the head each."""
     if axis == "tokens":
         raise ValueError('vocab_axis_name goes with axis="vocab": in a tile of tokens devices would have to meet.')
     try:
@@ -125,19 +99,19 @@ def split_axis(name: Any, axis: str) -> Literal["vocab"]:
     return "vocab"
 
 
-def batch(hidden: Any, targets: Any, weights: Any) -> Batch:
-    """Hidden, targets and weights as arrays that fit each other."""
-    hidden = floats("hidden", hidden, "[..., D]")
+def check_batch(hidden: Any, targets: Any, weights: Any) -> Batch:
+    """Return hidden, targets and weights as arrays that fit each other."""
+    hidden = as_floats("hidden", hidden, "[..., D]")
     if hidden.ndim == 0 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden must be [..., D] with D of at least 1, got shape {hidden.shape}.")
     rows = hidden.shape[:-1]
-    targets = array("targets", targets, "of integer ids, one for each row of hidden")
+    targets = as_array("targets", targets, "of integer ids, one for each row of hidden")
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"targets must be integer ids, got {targets.dtype}. Ids are not one-hot rows, nor floats.")
     if targets.shape != rows:
         raise ValueError(f"targets must have hidden's batch shape {rows}, got {targets.shape}.")
     if weights is not None:
-        weights = array("weights", weights, "[...], one number for each target")
+        weights = as_array("weights", weights, "[...], one number for each target")
         if weights.shape != rows:
             raise ValueError(f"weights must have hidden's batch shape {rows}, got {weights.shape}.")
         if not _is_real(weights.dtype) and weights.dtype != jnp.bool_:
@@ -145,52 +119,12 @@ def batch(hidden: Any, targets: Any, weights: Any) -> Batch:
     return Batch(hidden, targets, weights)
 
 
-def head(value: Any, bias: Any, hidden: Array, axis: str) -> Head:
-    """A matrix with its bias, or a callable, that makes logits of these hidden states."""
-    if hasattr(value, "shape"):  # before anything else: a flax Variable is callable too
-        return _matrices([value], bias, hidden)
-    if isinstance(value, (tuple, list)) and value:
-        return _matrices(list(value), bias, hidden)
-    if bias is not None:
-        raise ValueError("A callable head adds its own bias: leave bias=None.")
-    if axis == "vocab":
-        raise ValueError('A callable head has no rows to tile: use axis="tokens", or give the matrix itself.')
-    return _callable(value, hidden)
-
-
-def counting(targets_N: Array, ignore_index: int, vocab: int) -> tuple[Array, Array]:
-    """Which targets are not `ignore_index`, and which are ids of the vocabulary.
-
-    Compared in their own type, whatever it is: a number that it does not hold is none of them, but would wrap around.
-    """
-    limits = jnp.iinfo(targets_N.dtype)
-    counts_N = jnp.ones(targets_N.shape, bool)
-    if limits.min <= ignore_index <= limits.max:
-        counts_N = targets_N != ignore_index
-    inside_N = targets_N >= 0
-    if vocab <= limits.max:
-        inside_N &= targets_N < vocab
-    return counts_N, inside_N
-
-
-def masked_weights(weights_N: Array, counts_N: Array, inside_N: Array) -> Array:
-    """Weights that carry the mask: 0 for what is ignored; 0 / 0 for an id that does not exist.
-
-    There `jax.debug_nans` and NaN checks find it.
-    """
-    known_N = (inside_N | ~counts_N).astype(weights_N.dtype)
-    return jnp.where(counts_N, weights_N, 0) * known_N / known_N
-
-
-def shares(weights_N: Array, normalizer: Any) -> Array:
-    """Weights over their normalizer. Where no token counts all are 0, whatever the normalizer."""
-    nothing_counts = jnp.all(weights_N == 0)
-    return weights_N / jnp.where(nothing_counts & (normalizer == 0), 1, normalizer)
-
-
-def _matrices(values: list, bias: Any, hidden: Array) -> Head:
+def check_head(head: Any, bias: Any, hidden: Array) -> list[Array]:
+    """Return the head's matrices, which side by side have hidden's D columns, and its bias where there is one."""
+    if not hasattr(head, "shape") and not (isinstance(head, tuple | list) and head):
+        raise TypeError(f"head must be an array [V, D], or a tuple of them side by side; got {_described(head)}.")
     d_model = hidden.shape[-1]
-    leaves = [floats("head", value, "[V, D]") for value in values]
+    leaves = [as_floats("head", leaf, "[V, D]") for leaf in ([head] if hasattr(head, "shape") else head)]
     matrix = leaves[0]
     if len(leaves) > 1:
         shapes = [leaf.shape for leaf in leaves]
@@ -206,7 +140,7 @@ def _matrices(values: list, bias: Any, hidden: Array) -> Head:
     if matrix.shape[0] == 0:
         raise ValueError(f"head must be [V, D] with V of at least 1, got {matrix.shape}: a vocabulary without ids.")
     if bias is not None:
-        leaves.append(floats("bias", bias, "[V]"))
+        leaves.append(as_floats("bias", bias, "[V]"))
         if leaves[-1].shape != matrix.shape[:1]:
             raise ValueError(f"bias must be [V] = [{len(matrix)}], got {leaves[-1].shape}.")
     try:
@@ -216,32 +150,14 @@ def _matrices(values: list, bias: Any, hidden: Array) -> Head:
         raise TypeError(
             f"hidden, head and bias have types without a common one: {types}. Convert hidden or head."
         ) from None
-    return Head(leaves, len(matrix), None)
+    return leaves
 
 
-def _callable(value: Any, hidden: Array) -> Head:
-    remedy = "jax.tree_util.Partial(fn, *params), called as fn(*params, hidden)"
-    if not callable(value):
-        raise TypeError(f"head must be an array [V, D], or a callable such as {remedy}; got {_described(value)}.")
-    leaves, tree = jax.tree.flatten(value)
-    if not all(hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex) for leaf in leaves):
-        raise TypeError(
-            f"A callable head must carry its parameters as a pytree, so that they get gradients; {_described(value)} "
-            f"does not. Give {remedy}."
-        )
-    try:
-        hash(tree)
-    except TypeError as error:
-        raise TypeError(
-            f"The callable head keeps something beside its arrays that cannot be hashed: {error}."
-        ) from None
-    leaves, called = [jnp.asarray(leaf) for leaf in leaves], CallableHead(tree)
-    shape = jax.ShapeDtypeStruct((2, hidden.shape[-1]), hidden.dtype)
-    made = jax.eval_shape(called, leaves, shape)
-    if getattr(made, "ndim", None) != 2 or made.shape[0] != 2 or not jnp.issubdtype(made.dtype, jnp.floating):
-        raise ValueError(
-            f"A callable head must make logits [tokens, V] of [tokens, D]; of {shape.shape} it made {made}."
-        )
-    if made.shape[1] == 0:
-        raise ValueError("The callable head makes logits [tokens, 0]: a vocabulary without ids.")
-    return Head(leaves, made.shape[1], called)
+def _is_real(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+
+
+def _described(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"an array of shape {tuple(value.shape)} and type {value.dtype}"
+    return f"{show(value)} ({type(value).__name__})"

@@ -1,74 +1,42 @@
 """Cross-entropy and log-probabilities of `hidden @ head.T` that never hold the `[tokens, vocab]` array."""
 
-import math
-from collections.abc import Callable
+import dataclasses
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Integer
 
-from llamem.layers.tiling import check_num_tiles, floating_type
-from llamem.layers.varying import axes_of, partitioned, vary, vary_together
+from llamem._checks import check_one_of, check_whole
+from llamem.layers.varying import partitioned
 from llamem.losses import arguments
-from llamem.losses.choice import choose_tiles, tiles_for_chip
-from llamem.losses.gradients import loss_rows, summed_loss
-from llamem.losses.one_tile import STATISTICS, Softmax, Tiles, quiet, wide
+from llamem.losses.choice import choose_tiles
+from llamem.losses.masks import known_targets, masked_weights, normalized_weights
+from llamem.losses.rows import Rows, Softmax
+from llamem.losses.vocab_tiles import VocabTiles, vocab_rows
+from llamem.losses.weighted_sum import quiet, sum_over_tokens, sum_over_vocab
 
 __all__ = ["tiled_cross_entropy", "tiled_logprobs"]
 
-Head = Float[Array, "V D"] | tuple[Float[Array, "V _"], ...] | Callable[[Array], Array]
+Head = Float[Array, "V D"] | tuple[Float[Array, "V _"], ...]
 Scalar = Float[Array, ""] | float
 
 
-@overload
-def tiled_cross_entropy(
-    hidden: Float[Array, "*batch D"],
-    head: Head,
-    targets: Integer[Array, "*batch"],
-    *,
-    weights: Float[Array, "*batch"] | None = None,
-    bias: Float[Array, " V"] | None = None,
-    num_tiles: int | Literal["auto"] = "auto",
-    axis: Literal["auto", "tokens", "vocab"] = "auto",
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    normalizer: Scalar | None = None,
-    ignore_index: int = -100,
-    label_smoothing: Scalar = 0.0,
-    z_loss: Scalar = 0.0,
-    logit_softcap: Scalar | None = None,
-    logit_scale: Scalar = 1.0,
-    accumulate_dtype: Any = jnp.float32,
-    vocab_axis_name: str | None = None,
-    return_stats: Literal[False] = False,
-    explain: Callable[[str], Any] | None = None,
-) -> Float[Array, "*out"]: ...
+@dataclasses.dataclass(frozen=True)
+class CrossEntropy:
+    """The cross-entropy of some tokens from their rows. Hashable: it keys the jit cache."""
 
+    label_smoothing: float
+    z_loss: float
 
-@overload
-def tiled_cross_entropy(
-    hidden: Float[Array, "*batch D"],
-    head: Head,
-    targets: Integer[Array, "*batch"],
-    *,
-    return_stats: Literal[True],
-    weights: Float[Array, "*batch"] | None = None,
-    bias: Float[Array, " V"] | None = None,
-    num_tiles: int | Literal["auto"] = "auto",
-    axis: Literal["auto", "tokens", "vocab"] = "auto",
-    reduction: Literal["mean", "sum", "none"] = "mean",
-    normalizer: Scalar | None = None,
-    ignore_index: int = -100,
-    label_smoothing: Scalar = 0.0,
-    z_loss: Scalar = 0.0,
-    logit_softcap: Scalar | None = None,
-    logit_scale: Scalar = 1.0,
-    accumulate_dtype: Any = jnp.float32,
-    vocab_axis_name: str | None = None,
-    explain: Callable[[str], Any] | None = None,
-) -> tuple[Float[Array, "*out"], dict[str, Array]]: ...
+    def __call__(self, rows: Rows, extras: Any = ()) -> Array:
+        """Return losses `[T]`."""
+        loss_T = rows.logsumexp - (1 - self.label_smoothing) * rows.target
+        if rows.mean is not None:
+            loss_T -= self.label_smoothing * rows.mean
+        return loss_T + self.z_loss * rows.logsumexp**2 if self.z_loss else loss_T
 
 
 def tiled_cross_entropy(
@@ -87,30 +55,25 @@ def tiled_cross_entropy(
     z_loss: Scalar = 0.0,
     logit_softcap: Scalar | None = None,
     logit_scale: Scalar = 1.0,
-    accumulate_dtype: Any = jnp.float32,
     vocab_axis_name: str | None = None,
-    return_stats: bool = False,
-    explain: Callable[[str], Any] | None = None,
-) -> Any:
+) -> Float[Array, "*out"]:
     """Softmax cross-entropy of `hidden @ head.T` against `targets`, a tile of logits at a time.
 
-    Tiles of tokens make all gradients in the forward pass (3 matrix products). Tiles of the vocabulary compute the
-    logits a second time (4), but need no float32 `[V, D]` accumulator. Only what is differentiated is computed: 2
-    products with a frozen head, 1 in evaluation. `reduction="none"` with a trained head takes 4 on either axis.
+    Tiles of tokens make all gradients in the forward pass (3 matrix products) and sum the head's in float32. Tiles of
+    the vocabulary compute the logits a second time (4), but need no float32 `[V, D]` sum. Only what is differentiated
+    is computed: 2 products with a frozen head, 1 in evaluation.
 
     Logits and losses are float32 whatever the inputs; products are in the common type of hidden and head and
     accumulate in float32. Reverse mode, and forward over reverse, differentiate it; for `jax.jvp` alone put a plain
     loss per token into `tiled_map`.
 
     A token that is ignored or has a weight of 0 adds nothing to the loss, nor to any gradient but that of its own
-    weight, even where its hidden state is not finite. Gradients wait for the loss's cotangent in a type wide enough
-    for a loss scale, so float16 works with one.
+    weight, even where its hidden state is not finite. float16 works with a loss scale.
 
     Args:
         hidden: `[..., D]`, of the last layer.
         head: `[V, D]`, tied to the embedding or not; or a tuple of matrices `[V, D_i]` that side by side are one, of
-            which the frozen ones cost no gradient; or a callable pytree from `[tokens, D]` to `[tokens, V]` that
-            carries its own parameters, such as `jax.tree_util.Partial(fn, *params)` (tiles of tokens only).
+            which the frozen ones cost no gradient.
         targets: `[...]`, ids below V, or `ignore_index`, in any integer type. Any other id makes the loss NaN,
             which `jax.debug_nans` and checkify's `nan_checks` turn into an error.
         weights: `[...]`, of each token, default 1; differentiable. The mean under weights that cancel out to 0 is
@@ -118,7 +81,7 @@ def tiled_cross_entropy(
         bias: `[V]`, added to the logits.
         num_tiles: at least 1, need not divide; "auto" asks `choose_tiles` about the chip that compiles.
         axis: "tokens" or "vocab"; "auto" asks `choose_tiles`, or is "tokens" when `num_tiles` is given.
-        reduction: "mean" divides by `normalizer`, "none" returns `[...]`.
+        reduction: "mean" divides by `normalizer`; "none" returns `[...]`, on tiles of the vocabulary.
         normalizer: for "mean"; default the sum of weights that are not ignored. Give the count over all devices or
             micro-batches where these are parts of one batch.
         ignore_index: the id of targets that do not count.
@@ -127,116 +90,83 @@ def tiled_cross_entropy(
         logit_softcap: `cap * tanh(logits / cap)` (Gemma 2, arXiv 2408.00118), after scale and bias.
         logit_scale: multiplies the logits, bias included. Like the three numbers before it, it is part of the
             compiled program: another value compiles another one, a traced one is refused.
-        accumulate_dtype: floating-point type in which the head's gradient grows over tiles of tokens.
         vocab_axis_name: inside `jax.shard_map`, the mesh axis whose devices hold some rows of the head (and of `bias`)
             each, in order; hidden and targets, ids of the whole vocabulary, are the same on all of them, and so is the
             loss. Tiles of the vocabulary only. Devices meet after the loops: one maximum and the sums per token, one
             sum of hidden's gradient. With `check_vma=False` take gradients inside `shard_map`: outside, JAX shares the
             cotangent out among devices that hold the same loss.
-        return_stats: also return a dict of means over weighted tokens (arrays `[...]` for "none"), which carry no
-            gradient: loss (without the z-loss), z_loss, logsumexp, accuracy, entropy (nats), and tokens, their count.
-        explain: called with the reason of an automatic choice while tracing, for example `print`.
 
     Returns:
-        A float32 scalar (0 where no token counts), or `[...]` for "none"; with `return_stats` also the dict.
+        A float32 scalar (0 where no token counts), or `[...]` for "none".
 
     Raises ValueError or TypeError for arguments that do not fit, before anything is computed.
 
     Source: Cut Cross-Entropy (arXiv 2411.09009), Liger-Kernel (arXiv 2410.10989).
     """
-    arguments.one_of("axis", axis, ("auto", "tokens", "vocab"))
-    arguments.one_of("reduction", reduction, ("mean", "sum", "none"))
-    arguments.flag("return_stats", return_stats)
-    ignore_index = arguments.whole("ignore_index", ignore_index, "a whole number")
-    batch = arguments.batch(hidden, targets, weights)
+    check_one_of("axis", axis, ("auto", "tokens", "vocab"))
+    check_one_of("reduction", reduction, ("mean", "sum", "none"))
+    batch = arguments.check_batch(hidden, targets, weights)
+    leaves = arguments.check_head(head, bias, batch.hidden)
+    divisor = arguments.check_normalizer(normalizer, reduction)
+    if reduction == "none":
+        axis = arguments.check_rows_axis(axis)
     if vocab_axis_name is not None:
-        axis = arguments.split_axis(vocab_axis_name, axis)
-    made = arguments.head(head, bias, batch.hidden, axis)
-    divisor = arguments.normalizer(normalizer, reduction)
-    if explain is not None and not callable(explain):
-        raise TypeError(f"explain must be a function such as print, got {explain!r}.")
+        axis = arguments.check_split_axis(vocab_axis_name, axis)
+    loss_of = CrossEntropy(
+        arguments.static_share("label_smoothing", label_smoothing),
+        arguments.static_number("z_loss", z_loss),
+    )
     softmax = Softmax(
-        label_smoothing=arguments.number(
-            "label_smoothing", label_smoothing, "a number between 0 and 1", lambda x: 0 <= x <= 1
-        ),
-        z_loss=arguments.number("z_loss", z_loss, "a finite number", math.isfinite),
-        softcap=None if logit_softcap is None else arguments.number("logit_softcap", logit_softcap, *_POSITIVE),
-        scale=arguments.number("logit_scale", logit_scale, "a finite number", math.isfinite),
-        with_stats=return_stats,
-        callable_head=made.callable_head,
+        jnp.result_type(batch.hidden, *leaves),
+        scale=arguments.static_number("logit_scale", logit_scale),
+        softcap=None if logit_softcap is None else arguments.static_number("logit_softcap", logit_softcap, above=0),
+        with_mean=loss_of.label_smoothing > 0,
     )
     if num_tiles == "auto":
-        choice = choose_tiles(
-            batch.targets.size,
-            batch.hidden.shape[-1],
-            made.vocab,
-            dtype=jnp.float32 if made.callable_head else jnp.result_type(*made.leaves),
-            reduction=reduction,
-            axis="tokens" if made.callable_head else axis,
-        )
+        N, D = batch.targets.size, batch.hidden.shape[-1]
+        choice = choose_tiles(N, D, leaves[0].shape[0], dtype=softmax.dtype, axis=axis)
         axis, num_tiles = choice.axis, choice.num_tiles
-        if explain is not None:
-            explain(choice.reason)
-    tiles = tiles_for_chip(
-        axis="vocab" if axis == "vocab" else "tokens",
-        num_tiles=check_num_tiles(num_tiles),
-        accumulate_dtype=floating_type("accumulate_dtype", accumulate_dtype),
-        vocab_axis=vocab_axis_name,
+    compute = partial(
+        _reduced,
+        loss_of,
+        softmax,
+        "vocab" if axis == "vocab" else "tokens",
+        VocabTiles(check_whole("num_tiles", num_tiles), vocab_axis_name),
+        reduction,
+        arguments.check_ignore_index(ignore_index),
     )
-    vocab = made.vocab if vocab_axis_name is None else tiles.vocab(made.leaves)
-    compute = partial(_reduced, softmax, tiles, reduction, ignore_index, vocab)
-    rows = jax.typeof(batch.targets).sharding.spec if reduction == "none" else PartitionSpec()
-    stats_specs = dict.fromkeys(STATISTICS, rows) | {"tokens": PartitionSpec()} if return_stats else None
-    loss, stats = partitioned(compute, (rows, stats_specs), batch, made.leaves, divisor)
-    return (loss, stats) if return_stats else loss
-
-
-_POSITIVE = "a positive, finite number or None", lambda x: 0 < x < math.inf
+    out_spec = jax.typeof(batch.targets).sharding.spec if reduction == "none" else PartitionSpec()
+    return partitioned(compute, out_spec, batch, leaves, divisor)
 
 
 # Jitted, so that eager calls compile once. Not before JAX 0.10: in 0.7 a traced function that holds a custom_vjp cannot
 # be differentiated a second time for other arguments.
-_jit = partial(jax.jit, static_argnums=(0, 1, 2, 3, 4)) if jax.__version_info__ >= (0, 10) else lambda fn: fn
+_jit = partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5)) if jax.__version_info__ >= (0, 10) else lambda fn: fn
 
 
 @_jit
 def _reduced(
+    loss_of: CrossEntropy,
     softmax: Softmax,
-    tiles: Tiles,
+    axis: str,
+    tiles: VocabTiles,
     reduction: str,
     ignore_index: int,
-    vocab: int,
     batch: arguments.Batch,
     head: list,
     normalizer: Any,
-) -> tuple[Array, dict | None]:
-    """The loss, reduced, and the statistics where they are asked for."""
-    shape = batch.targets.shape
+) -> Array:
     x_ND = batch.hidden.reshape(-1, batch.hidden.shape[-1])
-    counts_N, inside_N = arguments.counting(batch.targets.reshape(-1), ignore_index, vocab)
-    targets_N = jnp.where(inside_N, batch.targets.reshape(-1), 0).astype(jnp.int32)
-    ones_N = jnp.ones(targets_N.shape, wide(x_ND, *head))
-    weights_N = ones_N if batch.weights is None else batch.weights.reshape(-1).astype(ones_N.dtype)
-    weights_N = arguments.masked_weights(weights_N, counts_N, inside_N)
-    total = jnp.sum(weights_N)
-    scaled_N = (
-        weights_N if reduction != "mean" else arguments.shares(weights_N, total if normalizer is None else normalizer)
-    )
-    if reduction != "none" and tiles.axis == "tokens":
-        loss, rows = summed_loss(softmax, tiles, *vary_together(x_ND, head, targets_N, scaled_N))
-    else:
-        x_ND, head = vary((x_ND, head), axes_of((x_ND, head, targets_N)))
-        rows = loss_rows(softmax, tiles, x_ND, head, targets_N)
-        loss_N = scaled_N * quiet(jnp.where(counts_N, rows["loss"], 0), scaled_N)
-        loss = loss_N.reshape(shape) if reduction == "none" else jnp.sum(loss_N)
-    if not softmax.with_stats:
-        return loss, None
-    rows = jax.lax.stop_gradient(rows | {"loss": rows["loss"] - rows["z_loss"]})
-    tokens = {"tokens": jnp.sum(counts_N)}
+    targets_N, counts_N, unknown_N = known_targets(batch.targets.reshape(-1), ignore_index, tiles.vocab(head))
+    weights_N = masked_weights(batch.weights, counts_N, unknown_N, softmax.wide)
     if reduction == "none":
-        return loss, {name: row.reshape(shape) for name, row in rows.items()} | tokens
-    share_N = jax.lax.stop_gradient(arguments.shares(weights_N, total))
-    return loss, {name: jnp.sum(jnp.where(share_N == 0, 0, share_N * row)) for name, row in rows.items()} | tokens
+        rows = quiet(vocab_rows(softmax, tiles, x_ND, head, targets_N), weights_N)
+        return (weights_N * loss_of(rows)).reshape(batch.targets.shape)
+    if reduction == "mean":
+        weights_N = normalized_weights(weights_N, normalizer)
+    if axis == "tokens":
+        return sum_over_tokens(loss_of, softmax, tiles.num_tiles, x_ND, head, targets_N, weights_N)
+    return sum_over_vocab(loss_of, softmax, tiles, x_ND, head, targets_N, weights_N)
 
 
 def tiled_logprobs(
@@ -245,30 +175,26 @@ def tiled_logprobs(
     targets: Integer[Array, "*batch"],
     *,
     num_tiles: int | Literal["auto"] = "auto",
-    axis: Literal["auto", "tokens", "vocab"] = "auto",
     temperature: Scalar = 1.0,
     ignore_index: int = -100,
     vocab_axis_name: str | None = None,
 ) -> Float[Array, "*batch"]:
-    """Log-probability of each target under `softmax(hidden @ head.T / temperature)`, a tile of logits at a time.
+    """Log-probability of each target under `softmax(hidden @ head.T / temperature)`, without the logits.
 
     Differentiable token by token, as losses of reinforcement learning need it: 4 matrix products, 2 with a frozen
-    head. Arguments are those of `tiled_cross_entropy`.
+    head. Arguments are those of `tiled_cross_entropy`; a greedy choice, temperature 0, is an argmax and has none.
 
     Returns:
         `[...]`, float32, in nats; 0 where the target is `ignore_index`.
     """
-    temperature = arguments.number(
-        "temperature", temperature, "a positive, finite number (for greedy choices take the argmax)", _POSITIVE[1]
-    )
     return -tiled_cross_entropy(
         hidden,
         head,
         targets,
         num_tiles=num_tiles,
-        axis=axis,
+        axis="vocab",
         reduction="none",
         ignore_index=ignore_index,
-        logit_scale=1 / temperature,
+        logit_scale=1 / arguments.static_number("temperature", temperature, above=0),
         vocab_axis_name=vocab_axis_name,
     )

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
+from llamem._checks import check_one_of
 from llamem.losses import arguments
-from llamem.losses.per_token import Head, Mask, Scalar, tiled_token_loss
+from llamem.losses.cross_entropy import Head, Scalar
+from llamem.losses.masks import known_targets
+from llamem.losses.token_loss import Mask, tiled_token_loss
 
 __all__ = ["group_advantages", "tiled_policy_loss"]
-
-_NOT_NEGATIVE = "a finite number of at least 0", lambda x: 0 <= x < math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +43,7 @@ class PolicyObjective:
             further = extras["ref"] - logprob
             estimates = {"k1": -further, "k2": further**2 / 2, "k3": jnp.expm1(further) - further}
             loss += self.kl_weight * estimates[self.kl]
-        return loss - self.entropy_weight * entropy
+        return loss - self.entropy_weight * entropy if self.entropy_weight else loss
 
 
 def tiled_policy_loss(
@@ -62,9 +63,13 @@ def tiled_policy_loss(
     entropy_weight: Scalar = 0.0,
     normalize: Literal["tokens", "sequences"] = "tokens",
     normalizer: Scalar | None = None,
-    **options: Any,
-) -> Any:
-    """Policy-gradient losses with all gradients made in the forward pass: 3 matrix products, 2 with a frozen head.
+    num_tiles: int | Literal["auto"] = "auto",
+    axis: Literal["auto", "tokens", "vocab"] = "auto",
+    temperature: Scalar = 1.0,
+    logit_softcap: Scalar | None = None,
+    ignore_index: int = -100,
+) -> Float[Array, ""]:
+    """Policy-gradient losses of REINFORCE, PPO and GRPO: `tiled_token_loss`, with its products and memory.
 
     With `ratio = exp(logprob - old_logprob)` and a token's advantage A, a token's loss is
 
@@ -111,24 +116,21 @@ def tiled_policy_loss(
             each sequence's tokens, and divides their sum by `normalizer`, default the number of sequences, empty ones
             included.
         normalizer: give the count over all devices or micro-batches where these are parts of one batch.
-        options: `num_tiles`, `temperature`, `logit_softcap`, `ignore_index`, `accumulate_dtype` and `return_rows` of
-            `tiled_token_loss`.
+        num_tiles: as `axis`, `temperature`, `logit_softcap` and `ignore_index`, of `tiled_token_loss`.
 
     Returns:
-        A float32 scalar; with `return_rows` also loss, logprob and entropy `[..., T]`. Gradients for hidden and head
-        alone; asking for another one is a TypeError.
+        A float32 scalar, with gradients for hidden and head: advantages, log-probabilities and the mask are data.
     """
-    arguments.one_of("objective", objective, ("clip", "importance", "reinforce"))
-    arguments.one_of("kl", kl, ("k1", "k2", "k3"))
-    arguments.one_of("normalize", normalize, ("tokens", "sequences"))
     chosen = PolicyObjective(
-        objective,
-        arguments.number("clip_low", clip_low, "a number between 0 and 1", lambda x: 0 <= x <= 1),
-        arguments.number("clip_high", clip_high, *_NOT_NEGATIVE),
-        kl,
-        arguments.number("kl_weight", kl_weight, *_NOT_NEGATIVE),
-        arguments.number("entropy_weight", entropy_weight, "a finite number", math.isfinite),
+        check_one_of("objective", objective, ("clip", "importance", "reinforce")),
+        arguments.static_share("clip_low", clip_low),
+        arguments.static_number("clip_high", clip_high, at_least=0),
+        check_one_of("kl", kl, ("k1", "k2", "k3")),
+        arguments.static_number("kl_weight", kl_weight, at_least=0),
+        arguments.static_number("entropy_weight", entropy_weight),
     )
+    check_one_of("normalize", normalize, ("tokens", "sequences"))
+    ignore_index = arguments.check_ignore_index(ignore_index)
     if (ref_logprobs is None) != (chosen.kl_weight == 0):
         raise ValueError(
             f"ref_logprobs and kl_weight belong together, got kl_weight={chosen.kl_weight:g} and "
@@ -139,25 +141,37 @@ def tiled_policy_loss(
             'objective="reinforce" has no use for old_logprobs: it takes the tokens as drawn by this very policy. For '
             'tokens of another one take "importance" or "clip".'
         )
-    batch = arguments.batch(hidden, targets, mask)
+    batch = arguments.check_batch(hidden, targets, mask)
     rows = batch.targets.shape
-    extras = {"advantage": _advantages(advantages, rows)}
+    extras = {"advantage": _check_advantages(advantages, rows)}
     for name, value in (("old", old_logprobs), ("ref", ref_logprobs)):
         if value is not None:
-            extras[name] = arguments.floats(f"{name}_logprobs", value, "[...], one for each target")
+            extras[name] = arguments.as_floats(f"{name}_logprobs", value, "[...], one for each target")
             if extras[name].shape != rows:
                 raise ValueError(f"{name}_logprobs must have hidden's batch shape {rows}, got {extras[name].shape}.")
     weights = batch.weights
     if normalize == "sequences":
-        weights = _by_sequence(batch, options.get("ignore_index", -100))
+        weights = _weights_by_sequence(batch, ignore_index)
         normalizer = math.prod(rows[:-1]) if normalizer is None else normalizer
+    extras, weights = jax.lax.stop_gradient((extras, weights))
     return tiled_token_loss(
-        chosen, batch.hidden, head, batch.targets, extras, weights=weights, normalizer=normalizer, **options
+        chosen,
+        batch.hidden,
+        head,
+        batch.targets,
+        extras,
+        weights=weights,
+        normalizer=normalizer,
+        num_tiles=num_tiles,
+        axis=axis,
+        temperature=temperature,
+        logit_softcap=logit_softcap,
+        ignore_index=ignore_index,
     )
 
 
-def _advantages(value: Any, rows: tuple[int, ...]) -> Array:
-    found = arguments.floats("advantages", value, "[..., T], or [...], one for each sequence")
+def _check_advantages(value: Any, rows: tuple[int, ...]) -> Array:
+    found = arguments.as_floats("advantages", value, "[..., T], or [...], one for each sequence")
     if found.shape == rows:
         return found
     if not rows or found.shape != rows[:-1]:
@@ -167,12 +181,11 @@ def _advantages(value: Any, rows: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(found[..., None], rows)
 
 
-def _by_sequence(batch: arguments.Batch, ignore_index: int) -> Array:
-    """The mask, divided by its sum over each sequence."""
+def _weights_by_sequence(batch: arguments.Batch, ignore_index: int) -> Array:
+    """Return the mask, divided by its sum over each sequence."""
     if batch.targets.ndim == 0:
         raise ValueError('normalize="sequences" needs sequences: targets [..., T], got a single id.')
-    ignore_index = arguments.whole("ignore_index", ignore_index, "a whole number")
-    counts, _ = arguments.counting(batch.targets, ignore_index, 1)
+    _, counts, _ = known_targets(batch.targets, ignore_index, 1)
     mask = counts.astype(jnp.float32)
     if batch.weights is not None:
         mask = jnp.where(counts, batch.weights.astype(jnp.float32), 0)
@@ -188,8 +201,8 @@ def group_advantages(
     The deviation is that of TRL and PyTorch, with `G - 1` in its denominator, plus `epsilon`; `scale=False` leaves it
     out (Dr. GRPO, arXiv 2503.20783). No gradient.
     """
-    arguments.flag("scale", scale)
-    found = arguments.floats("rewards", rewards, "[..., G], the G answers to one prompt side by side")
+    check_one_of("scale", scale, (True, False))
+    found = arguments.as_floats("rewards", rewards, "[..., G], the G answers to one prompt side by side")
     if found.ndim == 0 or found.shape[-1] < 2:
         raise ValueError(f"rewards must be [..., G] with G of at least 2 answers to a prompt, got shape {found.shape}.")
     above = found - jnp.mean(found, -1, keepdims=True)

@@ -1,90 +1,252 @@
-"""Passes over tiles of the vocabulary: each sees all tokens, and an online softmax joins them."""
+"""The rows of all tokens over tiles of the vocabulary, joined by the online softmax.
 
-from typing import Any
+The online softmax (Milakov & Gimelshein 2018, arXiv 1805.02867) carries a maximum and a sum of exponentials per token.
+The gradient needs the finished sum, so a trained head makes its logits twice:
 
+| | forward | backward | matrix products |
+|---|---|---|---|
+| not differentiated | rows | - | 1 |
+| head trained | rows | logits again, gradients | 4 |
+| head frozen | rows, gradient of logsumexp | scaling | 2; 3 where the entropy is differentiated |
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
-from llamem.losses.one_tile import (
-    Gradients,
-    Operands,
-    Softmax,
-    Tiles,
-    Wanted,
-    logits,
-    matrices_of,
-    matrix_gradients,
-    project,
-    raw_gradient,
-    side_by_side,
-    slope,
-    wide,
+from llamem.layers.tiling import fold_tiles
+from llamem.layers.varying import axes_of, vary, varying_axes
+from llamem.losses.rows import Rows, Softmax, make_logits, matrices_of, power_of_two, slope
+
+# A TPU's compiler lays the whole head out anew, in a copy, where tiles are no multiple of this.
+_ALIGN = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabTiles:
+    """How many tiles, and the mesh axis whose devices hold some rows of the head each. Hashable: keys the jit cache."""
+
+    num_tiles: int
+    mesh_axis: str | None = None
+
+    def first_id(self, head: list) -> Any:
+        """Return the id of the first of the head's rows that are here."""
+        return 0 if self.mesh_axis is None else lax.axis_index(self.mesh_axis) * head[0].shape[0]
+
+    def vocab(self, head: list) -> int:
+        """Return the number of rows of the whole head."""
+        return head[0].shape[0] * (1 if self.mesh_axis is None else lax.axis_size(self.mesh_axis))
+
+    def fold(self, step: Any, init: Any, head: list) -> tuple[Any, Any]:
+        """Fold `step(carry, (leaves, ids_U))` over tiles of the head's rows and their ids."""
+        ids_V = self.first_id(head) + jnp.arange(head[0].shape[0])
+        return fold_tiles(step, init, (head, ids_V), self.num_tiles, align=_ALIGN)
+
+
+class _Sums(NamedTuple):
+    """What one sweep over the vocabulary adds up for each token; None where it is not wanted."""
+
+    max_N: Array
+    exp_N: Array  # exp(z - max), summed; so is what follows, but for the mean
+    exp_logit_N: Array | None  # exp(z - max) z
+    exp_head_ND: Array | None  # exp(z - max) dz/dx
+    target_N: Array
+    mean_N: Array | None
+    mean_head: Array | None  # dz/dx, summed: [D], or [N, D] under a soft-cap
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("x_ND", "head", "targets_N", "sums"),
+    meta_fields=("x_wanted", "head_wanted"),
 )
-from llamem.losses.online_softmax import (
-    Partition,
-    attended,
-    head_sum,
-    loss_add_ons,
-    over_vocab,
-    rows_of,
-    softmax_over_tiles,
-)
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+    """What the backward pass starts from, and which gradients are asked for, of the head leaf by leaf."""
+
+    x_ND: Array
+    head: list
+    targets_N: Array
+    sums: _Sums
+    x_wanted: bool
+    head_wanted: tuple[bool, ...]
 
 
-def vocab_losses(softmax: Softmax, tiles: Tiles, operands: Operands) -> tuple[dict, Partition]:
-    """Rows `[N]`, and the softmax's denominators. One matrix product."""
-    partition, found = softmax_over_tiles(softmax, tiles, operands, loss_add_ons(softmax, tiles, operands))
-    return rows_of(softmax, partition, found), partition
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _rows(softmax: Softmax, tiles: VocabTiles, x_ND: Array, head: list, targets_N: Array) -> Rows:
+    return _rows_of_sums(softmax, tiles, head, _sweep(softmax, tiles, x_ND, head, targets_N))
 
 
-def vocab_frozen(softmax: Softmax, tiles: Tiles, operands: Operands) -> tuple[dict, Array]:
-    """Rows `[N]`, and the gradient of each loss for its row of hidden `[N, D]`, float32. Two matrix products."""
-    _, head, targets_N = operands
-    eps, vocab = softmax.label_smoothing, tiles.vocab(head)
-    add_ons = loss_add_ons(softmax, tiles, operands) | {"attended": attended(softmax, operands)}
-    if eps:
-        add_ons["head_sum"] = head_sum(softmax, operands)
-    partition, found = softmax_over_tiles(softmax, tiles, operands, add_ons)
-    lse_N = partition.lse_N
-    label_N = (1 - eps) * slope(softmax, found["target"]) * jnp.ones_like(lse_N)
-    rows_N = targets_N - tiles.first_id(head)
-    here_N = (rows_N >= 0) & (rows_N < head[0].shape[0])
-    label_N = jnp.where(here_N, label_N, 0)
-    own_N = jnp.where(here_N, rows_N, 0)
-    label_ND = label_N[:, None] * side_by_side([matrix[own_N] for matrix in matrices_of(head)])
-    dx_ND = found["attended"] * (1 + 2 * softmax.z_loss * lse_N)[:, None] - label_ND
-    if eps:
-        dx_ND -= (eps / vocab) * found["head_sum"]
-    return rows_of(softmax, partition, found), dx_ND
+def vocab_rows(softmax: Softmax, tiles: VocabTiles, x_ND: Array, head: list, targets_N: Array) -> Rows:
+    """Return the rows of all tokens, differentiable for hidden and head. A row without cotangent adds nothing."""
+    x_ND, head = vary((x_ND, head), axes_of((x_ND, head, targets_N)))
+    return _rows(softmax, tiles, x_ND, head, targets_N)
 
 
-def tile_gradient(
-    softmax: Softmax, tiles: Tiles, operands: Operands, partition: Partition, w_N: Array, z_NU: Array, ids_U: Array
-) -> Array:
-    """The gradient of `sum(w * loss)` for the raw product of one tile, from its logits and their ids."""
-    # Not exp(z - lse), which would lose the bits of a large lse.
-    p_NU = jnp.exp(z_NU - partition.max_N[:, None]) / partition.sum_N[:, None]
-    hit_NU = ids_U == operands.targets_N[:, None]
-    return raw_gradient(softmax, tiles.vocab(operands.head), z_NU, p_NU, partition.lse_N, hit_NU, w_N)
+def _sweep(
+    softmax: Softmax, tiles: VocabTiles, x_ND: Array, head: list, targets_N: Array, *, frozen: bool = False
+) -> _Sums:
+    """Sum over the vocabulary, of all devices but for what is `[N, D]`. One matrix product, two where `frozen`."""
+
+    def step(old: _Sums, tile: tuple) -> tuple[_Sums, tuple]:
+        leaves, ids_U = tile
+        z_NU, pull = jax.vjp(lambda x: make_logits(softmax, x, leaves), x_ND.astype(softmax.wide))
+        max_N = jnp.maximum(old.max_N, jnp.max(z_NU, -1))
+        finite_N = jnp.where(jnp.isneginf(max_N), 0, max_N)  # -inf before the first id that a bias leaves in
+        exp_NU, shrink_N = jnp.exp(z_NU - finite_N[:, None]), jnp.exp(old.max_N - finite_N)
+        exp_logit_N, exp_head_ND, mean_N, mean_head = old.exp_logit_N, old.exp_head_ND, old.mean_N, old.mean_head
+        if exp_logit_N is not None:
+            exp_logit_N = exp_logit_N * shrink_N + jnp.sum(jnp.where(exp_NU == 0, 0, exp_NU * z_NU), -1)
+        if exp_head_ND is not None:
+            exp_head_ND = exp_head_ND * shrink_N[:, None] + pull(exp_NU)[0]
+        if mean_N is not None:
+            mean_N += jnp.sum(z_NU, -1)
+        if mean_head is not None and softmax.softcap is None:
+            mean_head += softmax.scale * jnp.sum(_side_by_side(leaves), 0, dtype=softmax.wide)
+        elif mean_head is not None:
+            mean_head += pull(jnp.ones_like(z_NU))[0]
+        exp_N = old.exp_N * shrink_N + jnp.sum(exp_NU, -1)
+        target_N = old.target_N + jnp.sum(jnp.where(ids_U == targets_N[:, None], z_NU, 0), -1)
+        return _Sums(max_N, exp_N, exp_logit_N, exp_head_ND, target_N, mean_N, mean_head), ()
+
+    N, D = x_ND.shape
+    zero_N, zero_ND = jnp.zeros(N, softmax.wide), jnp.zeros((N, D), softmax.wide)
+    start = _Sums(
+        jnp.full_like(zero_N, -jnp.inf),
+        zero_N,
+        zero_N if softmax.with_entropy else None,
+        zero_ND if frozen else None,
+        zero_N,
+        zero_N if softmax.with_mean else None,
+        (zero_ND[0] if softmax.softcap is None else zero_ND) if frozen and softmax.with_mean else None,
+    )
+    sums, _ = tiles.fold(step, start, head)
+    return sums if tiles.mesh_axis is None else _joined(sums, tiles.mesh_axis)
 
 
-def vocab_gradients(
-    softmax: Softmax, tiles: Tiles, operands: Operands, partition: Partition, w_N: Array, wanted: Wanted
-) -> Gradients:
-    """The `wanted` gradients of `sum(w * loss)`: one product each, and one for the logits, which are made again.
+def _joined(own: _Sums, mesh_axis: str) -> _Sums:
+    """Return the sums of all devices, each of which swept over its own rows of the head; `[N, D]` stay its own."""
+    max_N = lax.pmax(own.max_N, mesh_axis)
+    shrink_N = jnp.exp(own.max_N - max_N)
+    per_token = own.exp_N * shrink_N, own.target_N, own.mean_N
+    exp_N, target_N, mean_N = lax.psum(per_token, mesh_axis)
+    exp_logit_N = None if own.exp_logit_N is None else lax.psum(own.exp_logit_N * shrink_N, mesh_axis)
+    exp_head_ND = None if own.exp_head_ND is None else own.exp_head_ND * shrink_N[:, None]
+    return _Sums(max_N, exp_N, exp_logit_N, exp_head_ND, target_N, mean_N, own.mean_head)
+
+
+def _rows_of_sums(softmax: Softmax, tiles: VocabTiles, head: list, sums: _Sums) -> Rows:
+    logsumexp_N = sums.max_N + jnp.log(sums.exp_N)
+    mean_N = None if sums.mean_N is None else sums.mean_N / tiles.vocab(head)
+    entropy_N = None if sums.exp_logit_N is None else logsumexp_N - sums.exp_logit_N / sums.exp_N
+    return Rows(logsumexp_N, sums.target_N, mean_N, entropy_N)
+
+
+def _forward(softmax, tiles, x, head, targets):
+    # With symbolic_zeros a forward rule is told which arguments are being differentiated.
+    leaves, head_wanted = [leaf.value for leaf in head], tuple(leaf.perturbed for leaf in head)
+    sums = _sweep(softmax, tiles, x.value, leaves, targets.value, frozen=not any(head_wanted))
+    residuals = _Residuals(x.value, leaves, targets.value, sums, x.perturbed, head_wanted)
+    return _rows_of_sums(softmax, tiles, leaves, sums), residuals
+
+
+def _backward(softmax, tiles, residuals, cotangents):
+    given = {name: g for name, g in cotangents._asdict().items() if g is not None and not isinstance(g, SymbolicZero)}
+    if not given:
+        return None, None, None
+    silent_N = jnp.all(jnp.stack([g == 0 for g in given.values()]), 0)
+    if any(residuals.head_wanted) or "entropy" in given:
+        dx_ND, d_head = _gradients(softmax, tiles, residuals, given, silent_N)
+    else:
+        dx_ND, d_head = _scaled_gradients(softmax, tiles, residuals, given), None
+        dx_ND = jnp.where(silent_N[:, None], 0, dx_ND).astype(residuals.x_ND.dtype)
+    return _over_devices(tiles, dx_ND), d_head, None
+
+
+def _scaled_gradients(softmax: Softmax, tiles: VocabTiles, residuals: _Residuals, given: dict) -> Array:
+    """Return hidden's gradient from those of the rows that the forward pass summed up."""
+    head, targets_N, sums = residuals.head, residuals.targets_N, residuals.sums
+    dx_ND = jnp.zeros((), softmax.wide)
+    if "logsumexp" in given:
+        dx_ND += (given["logsumexp"] / sums.exp_N)[:, None] * sums.exp_head_ND
+    if "target" in given:
+        own_N = targets_N - tiles.first_id(head)
+        here_N = (own_N >= 0) & (own_N < head[0].shape[0])
+        g_N = jnp.where(here_N, given["target"] * slope(softmax, sums.target_N), 0)
+        dx_ND += g_N[:, None] * _side_by_side([leaf[jnp.where(here_N, own_N, 0)] for leaf in matrices_of(head)])
+    if "mean" in given:
+        dx_ND += (given["mean"] / tiles.vocab(head))[:, None] * sums.mean_head
+    return dx_ND
+
+
+def _gradients(
+    softmax: Softmax, tiles: VocabTiles, residuals: _Residuals, given: dict, silent_N: Array
+) -> tuple[Array | None, list]:
+    """Return the wanted gradients: one product each, and one for the logits, which are made again.
 
     A tile holds all tokens, so its rows of the head's gradient are complete: written once, nothing accumulates.
     """
-    x_ND, head, _ = operands
+    head, targets_N, sums = residuals.head, residuals.targets_N, residuals.sums
+    # Else XLA sees that a remainder tile outside the loops was computed before, and keeps its logits until now.
+    x_ND = lax.optimization_barrier(residuals.x_ND)
+    scale = power_of_two(softmax, *given.values())
+    given = {name: g_N * scale for name, g_N in given.items()}
+    entropy_N = _rows_of_sums(softmax, tiles, head, sums).entropy
+    log_N = jnp.log(sums.exp_N)
 
-    def step(dx_ND: Any, tile: tuple) -> tuple[Any, list]:
+    def step(dx_ND: Array | None, tile: tuple) -> tuple[Any, list]:
         leaves, ids_U = tile
-        z_NU = logits(softmax, project(softmax, x_ND, leaves))
-        d_NU = tile_gradient(softmax, tiles, operands, partition, w_N, z_NU, ids_U)
-        part = matrix_gradients(x_ND, leaves, d_NU, w_N, wanted)
-        rows = [d if d is None else d.astype(leaf.dtype) for d, leaf in zip(part.head, head, strict=True)]
-        return dx_ND + part.x if wanted.x else None, rows
 
-    start = jnp.zeros(x_ND.shape, wide(x_ND, *head)) if wanted.x else None
-    dx_ND, d_head = over_vocab(step, start, head, tiles)
-    return Gradients(dx_ND.astype(x_ND.dtype) if wanted.x else None, d_head)
+        def of_wanted(x: Array | None, chosen: list) -> Array:
+            own = [leaf if c is None else c for leaf, c in zip(leaves, chosen, strict=True)]
+            # Masked in the loop, where it is fused; a masked copy before the loop would take hidden's size.
+            x = jnp.where(silent_N[:, None], 0, x_ND if x is None else x)
+            return make_logits(softmax, x, own)
+
+        is_wanted = zip(leaves, residuals.head_wanted, strict=True)
+        chosen = [leaf.astype(softmax.wide) if wanted else None for leaf, wanted in is_wanted]
+        z_NU, pull = jax.vjp(of_wanted, x_ND.astype(softmax.wide) if residuals.x_wanted else None, chosen)
+        below_NU = z_NU - sums.max_N[:, None]
+        p_NU = jnp.exp(below_NU) / sums.exp_N[:, None]  # not exp(z - logsumexp): a large logsumexp has lost bits
+        d_NU = jnp.zeros((), softmax.wide)
+        if "logsumexp" in given:
+            d_NU += p_NU * given["logsumexp"][:, None]
+        if entropy_N is not None and "entropy" in given:
+            surprise_NU = jnp.where(p_NU == 0, 0, below_NU + (entropy_N - log_N)[:, None])
+            d_NU -= p_NU * surprise_NU * given["entropy"][:, None]
+        if "target" in given:
+            d_NU += jnp.where(ids_U == targets_N[:, None], given["target"][:, None], 0)
+        if "mean" in given:
+            d_NU += (given["mean"] / tiles.vocab(head))[:, None]
+        d_NU = jnp.where(silent_N[:, None], 0, d_NU)
+        dx_tile_ND, d_leaves = pull(jnp.broadcast_to(d_NU, z_NU.shape))
+        rows = [None if d is None else (d / scale).astype(leaf.dtype) for d, leaf in zip(d_leaves, head, strict=True)]
+        return dx_ND if dx_ND is None else dx_ND + dx_tile_ND, rows
+
+    dx_ND = jnp.zeros(x_ND.shape, softmax.wide) if residuals.x_wanted else None
+    dx_ND, d_head = tiles.fold(step, dx_ND, head)
+    return None if dx_ND is None else (dx_ND / scale).astype(x_ND.dtype), d_head
+
+
+def _over_devices(tiles: VocabTiles, dx_ND: Array | None) -> Array | None:
+    """Return hidden's gradient, the sum of what devices find that hold some rows of the head each.
+
+    With `check_vma=True` JAX takes the sum: hidden is said to differ over that axis, which it does not.
+    """
+    if dx_ND is None or tiles.mesh_axis is None or tiles.mesh_axis in varying_axes(dx_ND):
+        return dx_ND
+    return lax.psum(dx_ND, tiles.mesh_axis)
+
+
+def _side_by_side(leaves: list) -> Array:
+    matrices = matrices_of(leaves)
+    return matrices[0] if len(matrices) == 1 else jnp.concatenate(matrices, axis=1)
+
+
+_rows.defvjp(_forward, _backward, symbolic_zeros=True)
