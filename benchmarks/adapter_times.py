@@ -26,8 +26,8 @@ CONFIG = llamem.LlamaConfig.from_name(
 
 def main() -> None:
     settings = llamem.TrainSettings(batch_size=SEQUENCES, seq_len=TOKENS)
-    graphdef, base = nnx.split(llamem.Llama(CONFIG, rngs=nnx.Rngs(0)))
-    step = jax.jit(make_lora_step(graphdef, settings), donate_argnums=0)
+    base = nnx.state(llamem.Llama(CONFIG, rngs=nnx.Rngs(0)))
+    step = jax.jit(make_lora_step(CONFIG, settings), donate_argnums=0)
     tokens_BT = jax.random.randint(jax.random.key(0), (SEQUENCES, TOKENS), 0, CONFIG.vocab_size)
     states, seconds = {}, {count: [] for count in COUNTS}
     for count in COUNTS:

@@ -9,7 +9,7 @@
 #SBATCH --time=24:00:00
 # Three minutes before the end every process is told to stop: it saves.
 #SBATCH --signal=TERM@180
-# After the loss of a node the job starts again, and goes on from its newest snapshot.
+# SLURM starts the job again after the loss of a node; the last lines do after whatever else ended it too early.
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.out
@@ -18,7 +18,13 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch}"
 # Proxies stand between the processes on some clusters.
 unset http_proxy https_proxy HTTP_PROXY HTTPS_PROXY
+status=0
 srun --kill-on-bad-exit=1 --label .venv/bin/python -u scale/train.py \
   --preset llama3.1-8b --mesh fsdp=32 --batch-size 64 --seq-len 8192 \
   --steps 10000 --warmup-steps 200 --eval-every 500 --snapshot-every 500 \
-  --output "$RUN" --report
+  --output "$RUN" --report || status=$?
+# 0: finished. 2: refused what it was asked for, as it would again. Else it goes on from its newest snapshot.
+if [ $status -ne 0 ] && [ $status -ne 2 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${RESTARTS:-20}" ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit $status

@@ -2,7 +2,8 @@
 
     python scale/train.py --preset llama3.1-8b --mesh fsdp=32 --batch-size 64 --seq-len 8192 --output /shared/runs/one
 
-The same command once more goes on from the newest snapshot, on as many hosts as there are then.
+The same command once more goes on from the newest snapshot, on as many hosts as there are then. Exit status: 0 when
+the run is finished, 2 when what was asked for is refused, 75 when it was interrupted and has saved, 1 for the rest.
 """
 
 import argparse
@@ -12,21 +13,26 @@ from pathlib import Path
 
 from llamem.train import hosts
 
-hosts.initialise()
+hosts.initialize()
 
 import jax
 import jax.numpy as jnp
 
 import llamem
-from llamem.train import load_corpus, train
+from llamem.train import Tokenizer, load_chats, load_corpus, train
+
+REFUSED, INTERRUPTED = 2, 75
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", required=True, type=Path, help="a folder that all hosts see")
     parser.add_argument("--preset", default="tiny", help="a name from llamem.PRESETS")
     parser.add_argument("--mesh", default="", help="axes and sizes, fsdp=16,tensor=4; default: fsdp over all devices")
+    parser.add_argument("--init", default="", help="folder or hub name of a model to begin with, in place of --preset")
+    parser.add_argument("--lora", type=int, default=0, help="train an adapter of this rank over the weights of --init")
     parser.add_argument("--corpus", default="python-standard-library", help="as llamem.train.load_corpus reads it")
+    parser.add_argument("--chats", default="", help="a JSONL file of chats, in place of --corpus")
     parser.add_argument("--dtype", default="bfloat16", help="of parameters, moments and products")
     parser.add_argument("--report", action="store_true", help="the first host writes OUTPUT/report.ipynb, by papermill")
     for name, field in llamem.TrainSettings.__dataclass_fields__.items():
@@ -35,17 +41,29 @@ def main() -> None:
 
     sizes = dict(part.split("=") for part in given.mesh.split(",") if part)
     mesh = {axis: int(size) for axis, size in sizes.items()} or {"fsdp": jax.device_count()}
-    dtype = jnp.dtype(given.dtype)
-    config = llamem.LlamaConfig.from_name(given.preset, param_dtype=dtype, compute_dtype=dtype)
+    dtype, plan = jnp.dtype(given.dtype), llamem.Plan(mesh=mesh)
     settings = llamem.TrainSettings(
         **{name: getattr(given, name) for name in llamem.TrainSettings.__dataclass_fields__}
     )
-    run = train(config, load_corpus(given.corpus), settings, given.output, plan=llamem.Plan(mesh=mesh))
+    tokenizer = Tokenizer(given.init) if given.init and Path(given.init).exists() else None
+    corpus = load_chats(given.chats, tokenizer) if given.chats else load_corpus(given.corpus, tokenizer)
+    init, lora = None, llamem.LoraConfig(ranks=(given.lora,)) if given.lora else None
+    if given.init:
+        init = llamem.load_pretrained(given.init, dtype=dtype, compute_dtype=dtype, plan=plan)
+        config = init.config
+    else:
+        config = llamem.LlamaConfig.from_name(given.preset, param_dtype=dtype, compute_dtype=dtype)
+    run = train(config, corpus, settings, given.output, plan=plan, init=init, lora=lora)
     if given.report and run.finished and jax.process_index() == 0:
         report = Path(__file__).with_name("report.ipynb")
         papermill = [sys.executable, "-m", "papermill", str(report), str(given.output / "report.ipynb")]
         subprocess.run([*papermill, "--parameters", "output_dir", str(given.output.resolve())], check=True)
+    return 0 if run.finished else INTERRUPTED
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        sys.exit(main())
+    except (ValueError, TypeError, FileNotFoundError, FloatingPointError) as refused:  # as it would be once more
+        print(f"{type(refused).__name__}: {refused}", file=sys.stderr)
+        sys.exit(REFUSED)

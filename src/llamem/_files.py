@@ -1,19 +1,16 @@
 """Where this package caches; files and folders that appear whole or not at all; JSON of others; a lock on a folder."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
 import socket
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
-
-try:
-    import fcntl
-except ImportError:  # Windows has none
-    fcntl = None
+from typing import Any
 
 
 def cache_folder(kind: str) -> Path:
@@ -91,55 +88,32 @@ def parse_json(
 
 @contextlib.contextmanager
 def locked(file: Path, why: str) -> Iterator[None]:
-    """Holds `file` for this process alone; the system gives it up with the process, however that ends.
+    """Hold `file` for this process alone; the system gives it up with the process, however that ends.
 
-    Raises BlockingIOError, which says who holds it and `why` that matters. Where the system has no such locks, the
-    file's existence is the lock; a process that was killed then leaves it behind, and the message says so.
+    The file's content names the holder. Raise BlockingIOError, which says who holds it and `why` that matters. Some
+    network file systems have no locks: there a warning says so, and a second process is not kept out.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    me = f"process {os.getpid()} on {socket.gethostname()}"
     with open(file, "a+") as held:
-        if not _flock(held, file, why):
-            with _existing(file.with_suffix(".pid"), me, why):
-                yield
-            return
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held.seek(0)
+            raise BlockingIOError(
+                f"{file.parent} is in use by {held.read() or 'another process'}. {why} Wait for it, or choose another "
+                "folder."
+            ) from None
+        except OSError as error:
+            warnings.warn(
+                f"the file system of {file.parent} has no locks ({error}): see to it that no other process uses this "
+                f"folder. {why}",
+                stacklevel=4,
+            )
         # The file stays, empty: were it removed, another process could hold the removed one and a third a new one.
         held.truncate(0)
-        held.write(me)
+        held.write(f"process {os.getpid()} on {socket.gethostname()}")
         held.flush()
         try:
             yield
         finally:
             held.truncate(0)
-
-
-def _flock(held: IO[str], file: Path, why: str) -> bool:
-    """Whether the lock is held now; False where the system, or this file's file system, has none."""
-    if fcntl is None:
-        return False
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        held.seek(0)
-        raise BlockingIOError(_refusal(file, held.read(), why)) from None
-    except OSError:
-        return False
-    return True
-
-
-@contextlib.contextmanager
-def _existing(file: Path, me: str, why: str) -> Iterator[None]:
-    try:
-        with open(file, "x") as created:
-            created.write(me)
-    except FileExistsError:
-        message = _refusal(file, file.read_text(), why)
-        raise BlockingIOError(f"{message} If that process is gone, delete {file}.") from None
-    try:
-        yield
-    finally:
-        file.unlink()
-
-
-def _refusal(file: Path, holder: str, why: str) -> str:
-    return f"{file.parent} is in use by {holder or 'another process'}. {why} Wait for it, or choose another folder."

@@ -12,7 +12,7 @@ import llamem
 from llamem import LlamaConfig, Policy
 from llamem.layers.experts import MAX_GROUP, grouped_matmul, mixture, route
 from llamem.memory.jaxprs import names_in
-from llamem.train.step import loss_fn
+from llamem.train import loss_fn
 
 
 def arrays(N, E, D=7, F=9, dtype=jnp.float32):

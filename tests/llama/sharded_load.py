@@ -13,7 +13,7 @@ jax.config.update("jax_platforms", "cpu")
 import llamem  # noqa: E402
 from llamem import LlamaConfig  # noqa: E402
 from llamem.llama.sharding import MeshShape, parameter_specs  # noqa: E402
-from llamem.train.step import loss_fn  # noqa: E402
+from llamem.train import loss_fn  # noqa: E402
 
 
 def main(folder: str, expected: str) -> None:

@@ -15,7 +15,7 @@ from flax import nnx
 
 import llamem
 from llamem import Plan, TrainSettings
-from llamem.train.step import abstract_step, loss_fn
+from llamem.train import abstract_step, loss_fn
 
 OFFLOAD: dict[str, Any] = {"offload": ("block_in",)}
 ALONE: dict[str, dict[str, Any]] = {"attention": {"head_groups": 2}, "rows": {"mlp_tiles": 5}, "offload": OFFLOAD}

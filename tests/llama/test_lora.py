@@ -18,8 +18,9 @@ from llamem import TrainSettings
 from llamem.llama import IN_LAYERS, TARGETS
 from llamem.memory import matmul_flops
 from llamem.memory.jaxprs import equations
-from llamem.train.adapter_step import lora_loss, losses_and_grads
-from llamem.train.step import loss_fn
+from llamem.train import loss_fn
+from llamem.train.adapter_step import losses_and_grads
+from llamem.train.batch_loss import summed_loss
 
 # Without their types: some of what is passed is wrong on purpose.
 Adapters: Any = llamem.Adapters
@@ -184,7 +185,9 @@ def test_nothing_of_a_matrix_s_size_is_made_and_no_weight_has_a_gradient(axis):
     graphdef, base = nnx.split(model_of(config, remat=None, loss_tiles=3, loss_axis=axis))
 
     def loss(weights):
-        return lora_loss(graphdef, base, adapters.with_weights(weights), jnp.ones(B), *batch_of(tokens))
+        inputs, targets, ids = batch_of(tokens)
+        lora = {"adapters": adapters.with_weights(weights), "adapter_B": ids}
+        return summed_loss(nnx.merge(graphdef, base), jnp.ones(B), inputs, targets, **lora)
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(adapters.weights).jaxpr
     sizes = {D, F, V, SMALL.n_heads * SMALL.head_dim, SMALL.n_kv_heads * SMALL.head_dim}

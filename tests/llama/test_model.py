@@ -9,8 +9,8 @@ from models import SMALL, VARIANTS, expected_gradients, in_float64, model_of, to
 from llamem import generate
 from llamem.layers.attention import causal_attention
 from llamem.llama import ACTIVATIONS
-from llamem.llama.sample import pick_token
-from llamem.train.step import loss_fn
+from llamem.llama.sample import _generate, pick_token
+from llamem.train import loss_fn
 
 pytestmark = pytest.mark.accelerator
 
@@ -113,6 +113,28 @@ def test_greedy_generation_equals_reading_everything_again():
     everything = jnp.concatenate([prompt, generated], axis=1)
     logits = nnx.jit(lambda model, t: model(t))(model, everything[:, :-1])
     np.testing.assert_array_equal(generated, jnp.argmax(logits, axis=-1)[:, 4:])
+
+
+def test_prompts_of_different_lengths_end_where_each_stops_and_one_program_serves_all_lengths():
+    """Each as it is alone, up to its stop token; another length within the bound compiles nothing."""
+    model, rng = model_of(SMALL), np.random.default_rng(0)
+    prompts = [rng.integers(1, SMALL.vocab_size, size).tolist() for size in (9, 4, 13)]
+    alone = [np.asarray(generate(model, jnp.asarray([ids]), 8, temperature=0))[0] for ids in prompts]
+    together = np.asarray(generate(model, prompts, 8, temperature=0))
+    np.testing.assert_array_equal(together, alone)
+    stop = int(alone[0][2])
+    stopped = np.asarray(generate(model, prompts, 8, temperature=0, stop_ids=[stop]))
+    for row, own in zip(stopped, alone, strict=True):
+        end = next((i for i, token in enumerate(own) if token == stop), 7)
+        np.testing.assert_array_equal(row[: end + 1], own[: end + 1])
+        assert (row[end:] == row[end]).all()
+    compiled = _generate._cache_size()
+    for size, new in ((3, 5), (30, 20), (17, 11)):
+        ids = [rng.integers(1, SMALL.vocab_size, size - i).tolist() for i in range(3)]
+        assert generate(model, ids, new, temperature=0).shape == (3, new)
+    assert _generate._cache_size() == compiled
+    with pytest.raises(ValueError, match=r"21 tokens, a prompt of 13 and 8 new ones, are more than max_len=20"):
+        generate(model, prompts, 8, temperature=0, max_len=20)
 
 
 def test_top_p_draws_from_the_likeliest_only_and_in_proportion():

@@ -9,7 +9,7 @@ from make_golden import MODELS, make, numbers, tokens_of
 from test_pretrained import assert_same_numbers
 
 import llamem
-from llamem.train.step import loss_fn
+from llamem.train import loss_fn
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

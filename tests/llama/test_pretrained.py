@@ -18,7 +18,7 @@ from models import MOE, VARIANTS, model_of, tokens_of
 import llamem
 from llamem.llama.safetensors_files import Stored
 from llamem.llama.tensor_names import tensors_of
-from llamem.train.step import loss_fn
+from llamem.train import loss_fn
 
 safetensors = pytest.importorskip("safetensors.numpy")
 

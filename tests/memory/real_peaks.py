@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 import llamem
 from llamem.layers.attention import causal_attention
 from llamem.memory.measured import measure
-from llamem.train.step import init_state, make_model, make_train_step
+from llamem.train import init_state, make_train_step
 
 KEY = jax.random.key(0)
 # XLA's CPU libraries take workspace of their own for these, which no plan counts: how much, depends on their threads.
@@ -70,10 +69,14 @@ def programs() -> Any:
     config = llamem.LlamaConfig.from_name("tiny", vocab_size=50_000, n_layers=2)
     settings = llamem.TrainSettings(batch_size=2, seq_len=256)
     for both, plan in enumerate((llamem.Plan(remat=None, loss_tiles=None), llamem.Plan(loss_tiles=4))):
-        model = make_model(config, settings, plan)
-        step = make_train_step(nnx.graphdef(model), settings)
+        step = make_train_step(config, settings, plan)
         tokens = jnp.arange(512, dtype=jnp.int32).reshape(2, 256)
-        yield f"train step, {['neither', 'both'][both]}", step, (init_state(model, settings), (tokens, tokens)), (0,)
+        yield (
+            f"train step, {['neither', 'both'][both]}",
+            step,
+            (init_state(config, settings, plan), (tokens, tokens)),
+            (0,),
+        )
 
 
 if __name__ == "__main__":

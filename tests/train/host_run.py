@@ -17,13 +17,21 @@ asked = json.loads(sys.argv[1])
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", asked.get("devices", 1))
 
+from llamem import _files
 from llamem.train import hosts
 
+
+def refused(*args):
+    raise OSError(37, "No locks available")
+
+
+if asked.get("no_locks"):
+    _files.fcntl.flock = refused
 if "other_code" in asked:
     hosts._code = lambda: asked["other_code"]
 time.sleep(asked.get("late", 0))
 address = f"{asked.get('address', '127.0.0.1')}:{asked['port']}"
-hosts.initialise(address, asked["hosts"], asked["host"], timeout_seconds=asked.get("timeout", 120))
+hosts.initialize(address, asked["hosts"], asked["host"], timeout_seconds=asked.get("timeout", 120))
 
 from test_loop import CONFIG, SETTINGS, corpus
 

@@ -27,15 +27,14 @@ def stepped(config, mesh, accumulate=1, mlp_tiles=1):
     """The state after a step, and its metrics, with every array where the abstract step says."""
     settings = dataclasses.replace(SETTINGS, accumulate=accumulate)
     plan = Plan(mesh=mesh, loss_tiles=3, mlp_tiles=mlp_tiles)
-    graphdef, base = nnx.split(model_of(config))
-    graphdef = nnx.graphdef(model_of(config, mesh=mesh, loss_tiles=3, mlp_tiles=mlp_tiles))
+    base = nnx.state(model_of(config))
     tokens = tokens_of(config, T=17, B=8)
     adapters = adapters_of(config, size=0.03)  # larger ones' attention multiplies every rounding a hundredfold
     args = init_lora_state(adapters, settings), base, (tokens[:, :-1], tokens[:, 1:], jnp.asarray(IDS))
     if mesh:
         _, *shapes = abstract_lora_step(config, settings, plan, MIXED)
         args = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), args, tuple(shapes))
-    return jax.jit(make_lora_step(graphdef, settings))(*args)
+    return jax.jit(make_lora_step(config, settings, plan))(*args)
 
 
 def main():

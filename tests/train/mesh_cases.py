@@ -33,15 +33,14 @@ from llamem.llama.sharding import MeshShape, parameter_specs, shardings  # noqa:
 from llamem.memory.compiling import matmul_flops  # noqa: E402
 from llamem.memory.hlo import optimised_text, parse  # noqa: E402
 from llamem.memory.hlo_counts import compiled_matmul_flops  # noqa: E402
+from llamem.train.batch_loss import loss_fn  # noqa: E402
 from llamem.train.data import Corpus  # noqa: E402
 from llamem.train.loop import train  # noqa: E402
 from llamem.train.sharded_step import batch_spec, on_mesh  # noqa: E402
 from llamem.train.snapshots import Snapshots  # noqa: E402
 from llamem.train.step import (  # noqa: E402
-    local_loss,
-    loss_and_grads,
-    loss_fn,
     make_model,
+    weights_loss_and_grads,
 )
 
 B, T, L, TILES = 8, 48, 2, 5
@@ -100,7 +99,7 @@ def compiled_gradients(config, settings, plan, params):
     mesh = plan.mesh
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, settings, plan)))
     specs = parameter_specs(params, mesh)
-    fn = partial(loss_and_grads, graphdef, settings)
+    fn = partial(weights_loss_and_grads, graphdef, settings)
     fn = on_mesh(fn, mesh, (specs, batch_spec(mesh)), (PartitionSpec(), specs))
     args = (params, batch_of(config))
     if mesh.devices > 1:
@@ -113,7 +112,7 @@ def traced_products(config, axis, **plan):
     """Of one device: what the devices of a mesh have to share out."""
     settings = TrainSettings(batch_size=B, seq_len=T)
     model = nnx.eval_shape(lambda: make_model(config, settings, Plan(loss_tiles=TILES, loss_axis=axis, **plan)))
-    grad = jax.value_and_grad(partial(local_loss, nnx.graphdef(model)))
+    grad = jax.value_and_grad(partial(loss_fn, nnx.graphdef(model)))
     return matmul_flops(jax.make_jaxpr(grad)(nnx.state(model, nnx.Param), *batch_of(config)).jaxpr)
 
 

@@ -28,8 +28,8 @@ RATE = dataclasses.replace(SETTINGS, learning_rate=1e-3)
 
 
 def stepper(model, settings=SETTINGS, **options):
-    graphdef, base = nnx.split(model)
-    step = jax.jit(make_lora_step(graphdef, settings, **options))
+    base = nnx.state(model)
+    step = jax.jit(make_lora_step(model.config, settings, model.plan, **options))
     return lambda state, tokens, ids, targets=None: step(
         state, base, (tokens[:, :-1], tokens[:, 1:] if targets is None else targets, jnp.asarray(ids))
     )
@@ -179,18 +179,17 @@ def test_the_abstract_step_is_the_step_and_compiles():
 
 
 def test_a_new_state_can_be_donated():
-    graphdef, base = nnx.split(model_of(CONFIG))
+    base = nnx.state(model_of(CONFIG))
     state = init_lora_state(adapters_of(CONFIG, LoraConfig(ranks=(2,), targets=("q",))), SETTINGS)
     tokens = tokens_of(CONFIG, T=9, B=4)
-    step = jax.jit(make_lora_step(graphdef, SETTINGS), donate_argnums=0)
+    step = jax.jit(make_lora_step(CONFIG, SETTINGS), donate_argnums=0)
     state, _ = step(state, base, (tokens[:, :-1], tokens[:, 1:], jnp.zeros(4, jnp.int32)))
     np.testing.assert_array_equal(state.step, [1])
 
 
 def test_other_numbers_of_rates_and_what_is_no_adapter_are_refused():
-    graphdef = nnx.graphdef(model_of(CONFIG))
     with pytest.raises(ValueError, match="finite numbers above 0, one for each adapter"):
-        make_lora_step(graphdef, SETTINGS, learning_rates=(0.0, 1.0))
+        make_lora_step(CONFIG, SETTINGS, learning_rates=(0.0, 1.0))
     state, tokens = init_lora_state(adapters_of(CONFIG), SETTINGS), tokens_of(CONFIG, T=9, B=4)
     with pytest.raises(ValueError, match="expected one for each of 3 adapters"):
         stepper(model_of(CONFIG), learning_rates=(1.0,))(state, tokens, [0, 0, 0, 0])

@@ -292,16 +292,16 @@ def test_unusable_batches():
     tokens = np.arange(10, dtype=np.uint32)
     with pytest.raises(ValueError, match="10 tokens, but one sequence of seq_len 10 needs 11"):
         Batches(tokens, 1, 10)
-    with pytest.raises(ValueError, match="batch_size is 0"):
+    with pytest.raises(ValueError, match="batch_size=0: expected"):
         Batches(tokens, 0, 3)
     with pytest.raises(ValueError, match="reach from 0 to 9, but the vocabulary has 9 entries"):
         Batches(tokens, 1, 3, vocab_size=9)
     Batches(tokens, 1, 9, vocab_size=10)
-    with pytest.raises(ValueError, match="step is -1"):
+    with pytest.raises(ValueError, match="step=-1: expected"):
         Batches(tokens, 1, 3).batch_at(-1)
     with pytest.raises(ValueError, match=r"batch_size is 1\.5 and seq_len True; both must be whole numbers"):
         untyped.Batches(tokens, 1.5, True)
-    with pytest.raises(ValueError, match="seed is -1"):
+    with pytest.raises(ValueError, match="seed=-1"):
         Batches(tokens, 1, 3, -1)
     for wrong, kind in (([1, 2, 3], "list"), (tokens / 2, "float64"), (tokens[None], r"shape \(1, 10\)")):
         with pytest.raises(TypeError, match=rf"tokens is .*{kind}.*; expected a NumPy array of whole numbers"):

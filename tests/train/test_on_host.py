@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import pytest
-from flax import nnx
 
 import llamem
 from llamem import Plan, TrainSettings
@@ -16,15 +15,14 @@ from llamem.llama.host_memory import host_place, host_sharding, same_places, wai
 from llamem.train.data import Corpus
 from llamem.train.loop import train
 from llamem.train.snapshots import Snapshots
-from llamem.train.step import abstract_step, first_state, make_train_step
+from llamem.train.step import abstract_step, init_state, make_train_step
 
 SETTINGS = TrainSettings(batch_size=2, seq_len=16, steps=5, learning_rate=1e-2, warmup_steps=1, clip_norm=0.5)
 
 
 def run(config, plan, steps=3):
-    state = first_state(config, SETTINGS, plan)
-    graphdef = nnx.graphdef(llamem.Llama(config, rngs=nnx.Rngs(0), plan=plan))
-    step = jax.jit(make_train_step(graphdef, SETTINGS), donate_argnums=0, out_shardings=same_places(state))
+    state = init_state(config, SETTINGS, plan)
+    step = jax.jit(make_train_step(config, SETTINGS, plan), donate_argnums=0, out_shardings=same_places(state))
     metrics = []
     for i in range(steps):
         tokens = models.tokens_of(config, T=17, seed=i)
@@ -55,7 +53,7 @@ def test_parameters_moments_and_metrics_are_those_of_the_plain_update(name, dtyp
 
 
 def test_matrices_wait_on_the_host_and_vectors_do_not():
-    state = first_state(models.ON_HOST["untied, 96 rows"], SETTINGS, Plan(moments="host"))
+    state = init_state(models.ON_HOST["untied, 96 rows"], SETTINGS, Plan(moments="host"))
     there = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(state.opt_state) if waits_on_host(p)]
     assert len(there) == 2 * (7 + 2) and not any("norm" in name or "count" in name for name in there)
     assert host_sharding().memory_kind == "pinned_host"

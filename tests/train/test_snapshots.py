@@ -1,7 +1,9 @@
 """Snapshots: damage, divergence, other settings, two processes, odd metrics."""
 
+import errno
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -31,7 +33,9 @@ def state_of(seed=0):
 def restore(folder, settings=SETTINGS, model=MODEL, **options):
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state_of())
     with Snapshots(folder, model, settings) as snapshots:
-        return snapshots.restore(1, abstract, **options)
+        step, state = snapshots.restore(abstract, **options)
+    assert step == 1
+    return state
 
 
 def assert_same(a, b):
@@ -50,37 +54,66 @@ def data_files(folder):
     return sorted(files, key=lambda path: -path.stat().st_size if "d" in path.parent.parts[-1:] else 0)
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 def test_no_flipped_bit_is_restored_as_other_numbers(folder):
+    """Each flip either hits bytes that nobody reads, or is found; where tensorstore finds nothing, our sums name it."""
     assert_same(restore(folder), state_of())
     rng = random.Random(0)
     largest, *others = data_files(folder)
     places = [(largest, rng.randrange(largest.stat().st_size)) for _ in range(16)]
     places += [(file, rng.randrange(file.stat().st_size)) for file in others]
-    told = []
+    (description,) = (folder / "snapshots" / "1" / "identity").glob("metadata")
+    places.append((description, description.read_bytes().index(b'"steps": 4') + 9))
+    found = []
     for file, place in places:
         whole = file.read_bytes()
         damaged = bytearray(whole)
-        damaged[place] ^= 1 << rng.randrange(8)
+        damaged[place] ^= 1 << rng.randrange(3)
         file.write_bytes(damaged)
         try:
             assert_same(restore(folder), state_of())
         except ValueError as error:
-            told.append(str(error))
-            assert "snapshots/1 cannot be read" in told[-1] and "Delete that folder to go on" in told[-1]
+            found.append(str(error))
+            assert re.search(r"no snapshot in .*/snapshots can be read: 1: .*Delete that folder to begin", found[-1])
         file.write_bytes(whole)
-    named = [words for words in told if "['params']['wide'] are not the numbers that were written" in words]
-    assert named and len(told) >= 10, told
-    largest.write_bytes(b"")
-    with pytest.raises(ValueError, match="cannot be read"):
-        restore(folder)
+    assert any("['params']['wide'] are not the numbers that were written" in words for words in found)
+    assert len(found) >= 10 and "its description is not what was written" in found[-1], found
 
 
-def test_a_changed_description_is_damage_too(folder):
-    (description,) = (folder / "snapshots" / "1" / "identity").glob("metadata")
-    description.write_text(description.read_text().replace('"steps": 4', '"steps": 5'))
-    with pytest.raises(ValueError, match="its description is not what was written"):
-        restore(folder)
+def test_a_torn_snapshot_is_named_and_the_one_before_it_is_taken(folder):
+    with Snapshots(folder, MODEL, SETTINGS) as snapshots:
+        snapshots.save(2, state_of(1))
+    files = [path for path in (folder / "snapshots" / "2" / "state" / "d").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-100])
+    with pytest.warns(UserWarning, match=r"snapshots/2 is damaged .*the one before it is taken"):
+        assert_same(restore(folder), state_of())
+    with Snapshots(folder, MODEL, SETTINGS) as snapshots:
+        assert snapshots.latest() == 1
+        snapshots.save(2, state_of(1))
+        assert snapshots.latest() == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "its disk is full. Free some space"),
+        (RuntimeError("RESOURCE_EXHAUSTED: .. [OS error 28: ENOSPC No space left on device]"), "its disk is full"),
+        (PermissionError(errno.EACCES, "Permission denied"), "this user may not write there"),
+    ],
+)
+def test_what_the_disk_refuses_is_said_with_the_folder_and_the_remedy(folder, monkeypatch, error, says):
+    def refuse(*args, **kwargs):
+        raise error
+
+    with Snapshots(folder, MODEL, SETTINGS) as snapshots:
+        monkeypatch.setattr(snapshots._manager, "save", refuse)
+        with pytest.raises(OSError, match=rf"{folder} cannot be written: {says}.*the same call then goes on"):
+            snapshots.save(2, state_of())
+
+
+def test_a_folder_that_cannot_be_made_is_named():
+    with pytest.raises(OSError, match="/proc/nope cannot be written: no folder can be made there"):
+        restore("/proc/nope")
 
 
 def test_other_settings_are_named_and_refused_until_the_word_is_said(folder, capsys):
@@ -116,7 +149,6 @@ with files.locked(files.Path(sys.argv[2]) / "run.lock", "why"):
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="its locks stay with a killed process")
 def test_a_second_process_is_refused_and_a_killed_one_lets_go(folder):
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, _files.__file__, str(folder)], stdout=subprocess.PIPE, text=True
@@ -129,16 +161,21 @@ def test_a_second_process_is_refused_and_a_killed_one_lets_go(folder):
     assert_same(restore(folder), state_of())
 
 
-@pytest.mark.parametrize("lock", ["flock", "existence"])
-def test_the_lock_is_given_back_after_an_error(folder, lock, monkeypatch):
-    if lock == "existence":
-        monkeypatch.setattr(_files, "fcntl", None)
-    with Snapshots(folder, MODEL, SETTINGS), pytest.raises(BlockingIOError, match="in use by process") as error:
+def test_the_lock_is_given_back_after_an_error(folder):
+    with Snapshots(folder, MODEL, SETTINGS), pytest.raises(BlockingIOError, match="in use by process"):
         restore(folder)
-    assert ("If that process is gone, delete" in str(error.value)) == (lock == "existence")
     with pytest.raises(ZeroDivisionError), Snapshots(folder, MODEL, SETTINGS):
         print(1 // 0)
     assert_same(restore(folder), state_of())
+
+
+def test_a_file_system_without_locks_is_told_and_used(folder, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(_files.fcntl, "flock", refuse)
+    with pytest.warns(UserWarning, match="has no locks .*see to it that no other process uses this folder"):
+        assert_same(restore(folder), state_of())
 
 
 def test_a_file_is_no_folder_for_a_run(tmp_path):
@@ -166,7 +203,7 @@ def test_steps_that_the_metrics_lack_are_named(tmp_path):
     with Snapshots(tmp_path, MODEL, SETTINGS) as snapshots:
         for step in (1, 4):
             snapshots.append_metrics({"step": step, "loss": 1.0})
-        with pytest.warns(UserWarning, match="lacks 2 of the steps 1 to 4, the first of them 2"):
+        with pytest.warns(UserWarning, match="lacks 2 of the steps 1 to 4"):
             assert [row["step"] for row in snapshots.cut_metrics(up_to=4)] == [1, 4]
 
 

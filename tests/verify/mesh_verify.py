@@ -15,7 +15,7 @@ from models import model_of, tokens_of  # noqa: E402
 from programs import KEYS, WEIGHTS, L, X, dropout, layer, scanned, with_dropout  # noqa: E402
 
 import llamem  # noqa: E402
-from llamem.train.step import loss_fn  # noqa: E402
+from llamem.train import loss_fn  # noqa: E402
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 

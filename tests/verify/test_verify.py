@@ -14,7 +14,7 @@ from programs import WEIGHTS, D, L, N, X, by_policy, layer
 
 import llamem
 from llamem import assert_remat, verify_remat
-from llamem.train.step import loss_fn
+from llamem.train import loss_fn
 from llamem.verify import proofs
 from llamem.verify.case import BothWays
 from llamem.verify.runs import count_runs

@@ -9,7 +9,7 @@ from llamem.llama.lora_products import adapted_head
 from llamem.llama.model import KVCache, Llama
 from llamem.llama.plan import Plan
 from llamem.llama.pretrained import load_pretrained, save_pretrained
-from llamem.llama.sample import generate
+from llamem.llama.sample import generate, generate_text
 from llamem.llama.sharding import MeshShape
 from llamem.llama.smollm2 import smollm2_file
 from llamem.llama.tokenizer import Tokenizer
@@ -31,6 +31,7 @@ __all__ = [
     "Tokenizer",
     "adapted_head",
     "generate",
+    "generate_text",
     "load_adapters",
     "load_pretrained",
     "merge_adapter",

@@ -140,13 +140,13 @@ class Llama(nnx.Module):
         """What enters the first layer, in the type of the products. On a mesh inside `shard_map`, as `hidden`."""
         return embed(self.table("embedding"), tokens_BT, self.config, self.plan.mesh)
 
-    def layer(self, length: int) -> Callable[[nnx.State, Array], Array]:
+    def layer(self, length: int, segments_BT: Int[Array, "B T"] | None = None) -> Callable[[nnx.State, Array], Array]:
         """`layer(params, x_BTD)`: one layer over whole sequences of `length` tokens, without a mesh or adapters.
 
         `params` are those of `blocks`, without the axis of layers, on the device.
         """
         self._check_length(length)
-        return self._layer(nnx.graphdef(self.blocks), rope_tables(self.config, jnp.arange(length)), None)
+        return self._layer(nnx.graphdef(self.blocks), rope_tables(self.config, jnp.arange(length)), segments_BT)
 
     def _layer(
         self, graphdef: nnx.GraphDef, rope: tuple[Array, Array], segments_BT: Array | None

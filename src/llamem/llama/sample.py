@@ -1,38 +1,58 @@
-"""Text out of a model: a prompt read at once, then one token at a time through the KV cache."""
+"""Text out of a model: prompts read at once, then one token at a time through the KV cache."""
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from llamem._checks import show
 from llamem.llama.inputs import check_key, check_tokens, count, finite
 from llamem.llama.lora import Adapters, check_adapters
-from llamem.llama.model import Llama
+from llamem.llama.model import KVCache, Llama
+from llamem.llama.tokenizer import Tokenizer
+
+LEAST_PLACES = 64  # sizes are rounded up to powers of two from here on, so that few of them are compiled
 
 
 def generate(
     model: Llama,
-    prompt_BT: Int[Array, "B T"],
+    prompts: Int[Array, "B T"] | Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
     temperature: float = 1.0,
     top_p: float = 1.0,
     key: Array | None = None,
+    stop_ids: Sequence[int] = (),
+    max_len: int | None = None,
     adapters: Adapters | None = None,
     adapter_B: Int[Array, " B"] | None = None,
 ) -> Int[Array, "B M"]:
-    """The prompt's continuation, `[B, max_new_tokens]`.
+    """Return the continuation of each prompt, `[B, max_new_tokens]`.
 
-    `temperature=0` takes the likeliest token; above 0 tokens are drawn with `key` from `softmax(logits / temperature)`,
-    of which `top_p` keeps the likeliest that together reach that probability (Holtzman et al. 2020). Each sequence uses
-    its own of the `adapters`, which `adapter_B` names; one adapter alone serves all. Raises ValueError
-    for a prompt without tokens or with ids outside the vocabulary, a temperature below 0, a top_p outside (0, 1],
-    drawing without a key, and for more tokens than `config.max_seq_len` in all; TypeError for what is no key.
+    Args:
+        model: may be that of a program that is traced.
+        prompts: token ids `[B, T]`, or lists of ids of different lengths.
+        max_new_tokens: for each prompt.
+        temperature: 0 takes the likeliest token; above 0 tokens are drawn from `softmax(logits / temperature)`.
+        top_p: only the likeliest tokens that together reach that probability (Holtzman et al. 2020).
+        key: of `jax.random`, for drawing.
+        stop_ids: tokens that end a sequence, such as `tokenizer.stop_ids`; what follows repeats the one that came.
+        max_len: up to how many tokens, prompt and continuation, one compiled program serves; by default the next power
+            of two, at least 64. Another number of prompts, or another length beyond it, is compiled anew.
+        adapters: each sequence uses its own, which `adapter_B` names; one adapter alone serves all.
+
+    Raise ValueError for a prompt without tokens or with ids outside the vocabulary, a temperature below 0, a top_p
+    outside (0, 1], drawing without a key, and for more tokens than `max_len` or `config.max_seq_len` in all; TypeError
+    for what is no model, no key.
     """
     if not isinstance(model, Llama):
         raise TypeError(f"generate({type(model).__name__}, ...): expected a llamem.Llama.")
+    prompt_BT, length_B = _side_by_side(prompts)
     check_tokens(prompt_BT, model.config.vocab_size, "the prompt")
     max_new_tokens = count("max_new_tokens", max_new_tokens)
     temperature, top_p = finite("temperature", temperature), finite("top_p", top_p)
@@ -42,37 +62,115 @@ def generate(
         raise ValueError("drawing at a temperature above 0 needs a key: pass key=jax.random.key(0), or temperature=0.")
     if key is not None:
         check_key(key)
-    adapter_B = check_adapters(adapters, adapter_B, prompt_BT.shape[0], model.config)
-    cache = model.empty_cache(prompt_BT.shape[0], prompt_BT.shape[1] + max_new_tokens)
+    B, T = prompt_BT.shape
+    adapter_B = check_adapters(adapters, adapter_B, B, model.config)
+    needed = T + max_new_tokens
+    places = _rounded_up(needed, model.config.max_seq_len) if max_len is None else count("max_len", max_len)
+    if places < needed:
+        raise ValueError(
+            f"{needed} tokens, a prompt of {T} and {max_new_tokens} new ones, are more than "
+            + (f"max_len={places}." if max_len else f"the model's max_seq_len={model.config.max_seq_len}.")
+        )
+    prompt_BT = jnp.pad(prompt_BT, ((0, 0), (0, _rounded_up(T, places) - T)))
     graphdef, state = nnx.split(model)
+    how = temperature == 0, top_p < 1
+    numbers = jnp.float32(temperature), jnp.float32(top_p), jnp.asarray(stop_ids, jnp.int32)
     key = jax.random.key(0) if key is None else key  # unused at temperature 0, where nothing is drawn
     lora = {"adapters": adapters, "adapter_B": adapter_B}
-    return _generate(graphdef, state, prompt_BT, cache, key, max_new_tokens, temperature, top_p, lora)
+    cache = model.empty_cache(B, places)
+    tokens_BS = _generate(graphdef, how, state, prompt_BT, length_B, max_new_tokens, cache, key, numbers, lora)
+    return jnp.take_along_axis(tokens_BS, length_B[:, None] + jnp.arange(max_new_tokens), axis=1)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5, 6, 7))
-def _generate(graphdef, state, prompt_BT, cache, key, max_new_tokens, temperature, top_p, lora):
-    model = nnx.merge(graphdef, state)
-    logits_BV, cache = model.decode(prompt_BT, cache, **lora)
+def generate_text(
+    model: Llama, tokenizer: Tokenizer, prompts: Sequence[Any], max_new_tokens: int, **options: Any
+) -> list[str]:
+    """Return a text for each prompt, up to the token that ends it.
 
-    def one(carry, key):
-        logits_BV, cache = carry
-        token_B = pick_token(logits_BV, key, temperature, top_p)
-        return model.decode(token_B[:, None], cache, **lora), token_B
+    A prompt is a string, which is continued, or a chat, a list of `{"role": ..., "content": ...}`, which is answered by
+    the tokenizer's template. `options`: see `generate`; by default nothing is drawn, and `tokenizer.stop_ids` end.
+    Raise as `generate` and `Tokenizer.apply_chat_template`.
+    """
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
+        raise TypeError(f"generate_text(prompts={show(prompts)}): expected a list of strings or of chats.")
+    ids = [
+        tokenizer.encode(prompt, bos=True)
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+        for prompt in prompts
+    ]
+    stop_ids = options.pop("stop_ids", tokenizer.stop_ids)
+    options = {"temperature": 0, **options}
+    texts = []
+    for row in np.asarray(generate(model, ids, max_new_tokens, stop_ids=stop_ids, **options)):
+        ends = np.flatnonzero(np.isin(row, stop_ids))
+        texts.append(tokenizer.decode(row[: ends[0]] if ends.size else row))
+    return texts
 
-    keys = jax.random.split(key, max_new_tokens)
-    # The last token needs no further reading: its logits would be thrown away.
-    (logits_BV, _), tokens_MB = jax.lax.scan(one, (logits_BV, cache), keys[:-1])
-    last_B = pick_token(logits_BV, keys[-1], temperature, top_p)
-    return jnp.concatenate([tokens_MB, last_B[None]]).T
+
+def _side_by_side(prompts: Any) -> tuple[Any, Array]:
+    """Prompts as an array `[B, T]`, filled up with zeros at their ends, and the length of each."""
+    if isinstance(prompts, (jax.Array, np.ndarray)):
+        shape = prompts.shape if prompts.ndim == 2 else (0, 0)
+        return prompts, jnp.full(shape[0], shape[1], jnp.int32)
+    try:
+        rows = [np.asarray(prompt) for prompt in prompts]
+        right = bool(rows) and all(row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows)
+    except (TypeError, ValueError):
+        right = False
+    if not right:
+        raise TypeError(
+            f"prompts={show(prompts)}: expected an array of token ids [B, T], or a list of lists of token ids, each "
+            "with one at least. Text is for llamem.generate_text."
+        )
+    prompt_BT = np.zeros((len(rows), max(map(len, rows))), np.int32)
+    for place, row in zip(prompt_BT, rows, strict=True):
+        place[: len(row)] = row
+    return jnp.asarray(prompt_BT), jnp.asarray([len(row) for row in rows], jnp.int32)
 
 
-def pick_token(logits_BV: Float[Array, "B V"], key: Array, temperature: float, top_p: float) -> Int[Array, " B"]:
-    """One token id per row, greedily at temperature 0, else drawn from the top-p part of the softmax."""
-    if temperature == 0:
+def _rounded_up(size: int, most: int) -> int:
+    return min(max(LEAST_PLACES, 1 << (size - 1).bit_length()), most)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _generate(graphdef, how, state, prompt_BT, length_B, max_new_tokens, cache, key, numbers, lora):
+    """Prompts and what follows them `[B, places]`: one program for all lengths, which are numbers of it."""
+    model, (temperature, top_p, stop_ids), (greedy, cut) = nnx.merge(graphdef, state), numbers, how
+    tokens_BS = jnp.pad(prompt_BT.astype(jnp.int32), ((0, 0), (0, cache.k_LBSKh.shape[2] - prompt_BT.shape[1])))
+    end_B = length_B + max_new_tokens
+    # All prompts at once; the cache is then taken back to before the shortest one's last token. What it holds beyond is
+    # written again before it is seen.
+    _, cache = model.decode(prompt_BT, cache, **lora)
+    start = jnp.min(length_B) - 1
+    cache = KVCache(cache.k_LBSKh, cache.v_LBSKh, start)
+
+    def unfinished(carry):
+        t, _, _, stopped_B = carry
+        return jnp.any(~stopped_B & (t + 1 < end_B))
+
+    def one(carry):
+        t, cache, tokens_BS, stopped_B = carry
+        logits_BV, cache = model.decode(jax.lax.dynamic_slice_in_dim(tokens_BS, t, 1, axis=1), cache, **lora)
+        new_B = pick_token(logits_BV, jax.random.fold_in(key, t), 0 if greedy else temperature, top_p if cut else 1)
+        given_B = t + 1 < length_B  # a prompt that is longer goes on with its own tokens
+        token_B = jnp.where(given_B, tokens_BS[:, t + 1], jnp.where(stopped_B, tokens_BS[:, t], new_B))
+        stopped_B |= ~given_B & jnp.isin(token_B, stop_ids)
+        return t + 1, cache, tokens_BS.at[:, t + 1].set(token_B), stopped_B
+
+    carry = start, cache, tokens_BS, jnp.zeros(length_B.shape, bool)
+    t, _, tokens_BS, _ = jax.lax.while_loop(unfinished, one, carry)
+    # Where every sequence has stopped, the rest of each repeats its last token.
+    places = jnp.minimum(jnp.arange(tokens_BS.shape[1]), t)
+    return tokens_BS[:, places]
+
+
+def pick_token(logits_BV: Float[Array, "B V"], key: Array, temperature: Any, top_p: Any) -> Int[Array, " B"]:
+    """Return one token id per row, greedily at temperature 0, else drawn from the top-p part of the softmax."""
+    if isinstance(temperature, int | float) and temperature == 0:
         return jnp.argmax(logits_BV, axis=-1)
     logits_BV = logits_BV / temperature
-    if top_p < 1:
+    if not isinstance(top_p, int | float) or top_p < 1:
         sorted_BV = jnp.sort(logits_BV, axis=-1, descending=True)
         before_BV = jnp.cumsum(jax.nn.softmax(sorted_BV), axis=-1) - jax.nn.softmax(sorted_BV)
         # The least likely token that is still needed to reach top_p; the likeliest one always stays.

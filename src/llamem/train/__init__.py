@@ -1,24 +1,21 @@
-"""One run: text, steps, snapshots."""
+"""One run: text or chats, steps, snapshots."""
 
+from llamem.llama.host_memory import same_places
 from llamem.llama.tokenizer import Tokenizer
-from llamem.train.adapter_step import abstract_lora_step, init_lora_state, lora_loss, make_lora_step
+from llamem.train.adapter_step import abstract_lora_step, init_lora_state, lora_losses, make_lora_step
+from llamem.train.batch_loss import loss_fn
+from llamem.train.chats import Chats, load_chats
 from llamem.train.data import Batches, Corpus, load_corpus, unigram_entropy
-from llamem.train.hosts import initialise
+from llamem.train.hosts import initialize
 from llamem.train.loop import Run, train
 from llamem.train.lost_hosts import LostHost
-from llamem.train.step import (
-    TrainSettings,
-    TrainState,
-    abstract_state,
-    abstract_step,
-    init_state,
-    loss_fn,
-    make_model,
-    make_train_step,
-)
+from llamem.train.optimizers import stochastically_rounded
+from llamem.train.settings import TrainSettings
+from llamem.train.step import TrainState, abstract_state, abstract_step, init_state, make_model, make_train_step
 
 __all__ = [
     "Batches",
+    "Chats",
     "Corpus",
     "LostHost",
     "Run",
@@ -30,13 +27,16 @@ __all__ = [
     "abstract_step",
     "init_lora_state",
     "init_state",
-    "initialise",
+    "initialize",
+    "load_chats",
     "load_corpus",
-    "lora_loss",
+    "lora_losses",
     "loss_fn",
     "make_lora_step",
     "make_model",
     "make_train_step",
+    "same_places",
+    "stochastically_rounded",
     "train",
     "unigram_entropy",
 ]

@@ -1,102 +1,153 @@
-"""The loss of a model on a batch, and its gradients: on one device, or inside `shard_map` on each of several."""
+"""The loss of a model on a batch, and the gradients of what is trained: on one device, or inside `shard_map`.
 
+Everything is a sum over tokens of cross-entropy times a weight of the token's sequence. With weights of one over the
+number of tokens that count it is the mean; with those of each adapter's own tokens, the sum of the adapters' means.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from llamem.layers.context import local_positions
 from llamem.layers.parts import order_gradients
+from llamem.llama.lora import Adapters
+from llamem.llama.lora_products import adapted_head
+from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import MeshShape, gather_weight, parameter_specs
+from llamem.llama.sharding import gather_weight, parameter_specs
 from llamem.llama.tables import whole_logits
-from llamem.losses.cross_entropy import tiled_cross_entropy
-from llamem.train.settings import TrainSettings
-from llamem.train.sharded_step import batch_spec, for_gradients_outside, on_mesh, sum_gradients, sum_over_batch
+from llamem.losses import choose_tiles, tiled_cross_entropy
+from llamem.train.sharded_step import batch_spec, for_gradients_outside, on_mesh, sum_over_batch
+
+IGNORED = -100  # a target that does not count
 
 
 def loss_fn(
-    graphdef: nnx.GraphDef, params: Any, inputs_BT: Int[Array, "B T"], targets_BT: Int[Array, "B T"]
+    graphdef: nnx.GraphDef,
+    params: Any,
+    inputs_BT: Int[Array, "B T"],
+    targets_BT: Int[Array, "B T"],
+    segments_BT: Int[Array, "B T"] | None = None,
 ) -> Float[Array, ""]:
-    """Mean cross-entropy in nats of the targets under the model, tiled as the model's plan says.
+    """Return the mean cross-entropy in nats of the targets that count, tiled as the model's plan says.
 
+    Targets of -100 do not count. `segments_BT` numbers documents packed into one sequence, which do not see each other.
     To be called, and differentiated, outside of `shard_map`, whatever the plan's mesh.
     """
-    mesh = _mesh(graphdef, params)
+    mesh = nnx.merge(graphdef, params).plan.mesh
+    batch = inputs_BT, targets_BT, *(() if segments_BT is None else (segments_BT,))
 
     def share(params: Any, *batch: Array) -> Array:
-        return sum_over_batch(local_loss(graphdef, for_gradients_outside(params, mesh), *batch), mesh)
+        model = nnx.merge(graphdef, for_gradients_outside(params, mesh))
+        return sum_over_batch(summed_loss(model, mean_weights(batch[1], mesh), *batch), mesh)
 
-    specs = (parameter_specs(params, mesh), batch_spec(mesh), batch_spec(mesh))
-    return on_mesh(share, mesh, specs, PartitionSpec())(params, inputs_BT, targets_BT)
+    specs = (parameter_specs(params, mesh), *(batch_spec(mesh) for _ in batch))
+    return on_mesh(share, mesh, specs, PartitionSpec())(params, *batch)
 
 
-def local_loss(
-    graphdef: nnx.GraphDef, params: Any, inputs_BT: Int[Array, "B T"], targets_BT: Int[Array, "B T"]
+def mean_weights(targets_BT: Int[Array, "B T"], mesh: Any) -> Float[Array, " B"]:
+    """Return the weight of each sequence with which `summed_loss` is the mean over all tokens that count."""
+    counted = jnp.sum(targets_BT != IGNORED).astype(jnp.float32)
+    counted = lax.psum(counted, mesh.over("batch")) if mesh.over("batch") else counted
+    return jnp.broadcast_to(1 / jnp.maximum(counted, 1), targets_BT.shape[:1])
+
+
+def summed_loss(
+    model: Llama,
+    weights_B: Float[Array, " B"],
+    inputs_BT: Int[Array, "B T"],
+    targets_BT: Int[Array, "B T"],
+    segments_BT: Int[Array, "B T"] | None = None,
+    *,
+    adapters: Adapters | None = None,
+    adapter_B: Int[Array, " B"] | None = None,
 ) -> Float[Array, ""]:
-    """One device's share of `loss_fn`, inside `shard_map`: over the devices that hold different tokens they sum to it.
+    """Return the sum over tokens of cross-entropy times the weight of the token's sequence.
 
-    On one device all of it.
+    It is linear in the weights: its gradient for `weights_B` is the summed loss of each sequence. With `adapters` the
+    model under them is taken for frozen. On a mesh, inside `shard_map`, it is a device's share: over the devices that
+    hold different tokens the shares sum to it.
     """
-    model = nnx.merge(graphdef, params)
-    return loss_of_hidden(model.plan, model.hidden(inputs_BT), model.head, targets_BT)
+    hidden_BTD = model.hidden(inputs_BT, segments_BT, adapters=adapters, adapter_B=adapter_B)
+    mesh, head_VD = model.plan.mesh, model.head
+    if adapters is None:
+        # Else the head's whole gradient, not yet in its type nor divided, would stay for all layers' backward passes.
+        hidden_BTD, head_VD = order_gradients(hidden_BTD, head_VD)
+    # Gathered once, before the loop over tiles; where the vocabulary is split, each device has its rows.
+    head_VD = gather_weight("untied_head", head_VD, mesh, hidden_BTD.dtype)
+    if adapters is None:
+        return loss_of_hidden(model.plan, hidden_BTD, (head_VD,), targets_BT, weights_B)
+    assert adapter_B is not None
+    hidden_BTD, head = adapted_head(hidden_BTD, head_VD, adapters, adapter_B, mesh.tensor_axis)
+    return loss_of_hidden(model.plan, hidden_BTD, head, targets_BT, weights_B, frozen_head=True)
 
 
 def loss_of_hidden(
-    plan: Plan, hidden_BTD: Float[Array, "B T D"], head_VD: Float[Array, "V _"], targets_BT: Int[Array, "B _"]
+    plan: Plan,
+    hidden_BTD: Float[Array, "B T D"],
+    head: tuple[Float[Array, "V _"], ...],
+    targets_BT: Int[Array, "B _"],
+    weights_B: Float[Array, " B"],
+    *,
+    frozen_head: bool = False,
 ) -> Float[Array, ""]:
-    """`local_loss` from the model's last hidden states, normed, and the head as this device stores it."""
-    mesh = plan.mesh
-    if mesh.context_axis:
-        targets_BT = targets_BT[:, local_positions(targets_BT.shape[1], mesh.context_axis)]
-    # Else the head's whole gradient, not yet in its type nor divided, would stay for all layers' backward passes.
-    hidden_BTD, head_VD = order_gradients(hidden_BTD, head_VD)
-    # Gathered once, before the loop over tiles; where the vocabulary is split, each device has its rows.
-    head_VD = gather_weight("untied_head", head_VD, mesh, hidden_BTD.dtype)
-    shares = mesh.devices // mesh.tensor  # parts into which the tokens are cut
-    if plan.loss_tiles is not None or mesh.tensor_axis:
-        return tiled_cross_entropy(
-            hidden_BTD,
-            head_VD,
-            targets_BT,
-            num_tiles=plan.loss_tiles or 1,
-            axis="vocab" if mesh.tensor_axis else plan.loss_axis,
-            vocab_axis_name=mesh.tensor_axis,
-            normalizer=None if shares == 1 else targets_BT.size * shares,
-        )
-    with jax.named_scope("logits"):  # by this name a timeline knows them
-        logits_BTV = whole_logits(hidden_BTD, head_VD)
-        return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT).mean() / shares
+    """`summed_loss` from the last hidden states, normed, and the head: matrices that stand side by side."""
+    if plan.mesh.context_axis:
+        targets_BT = targets_BT[:, local_positions(targets_BT.shape[1], plan.mesh.context_axis)]
+    weights_BT = jnp.broadcast_to(weights_B[:, None], targets_BT.shape)
+    tensor_axis = plan.mesh.tensor_axis
+    if plan.loss_tiles is None and not tensor_axis:
+        with jax.named_scope("logits"):  # by this name a timeline knows them
+            logits_BTV = whole_logits(hidden_BTD, jnp.concatenate([w.astype(hidden_BTD.dtype) for w in head], axis=1))
+        counts_BT = targets_BT != IGNORED
+        loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, jnp.where(counts_BT, targets_BT, 0))
+        return jnp.sum(jnp.where(counts_BT, loss_BT * weights_BT, 0))
+    axis, num_tiles = "vocab" if tensor_axis else plan.loss_axis, plan.loss_tiles or 1
+    if frozen_head and num_tiles == "auto" and not tensor_axis:
+        # Tiles of tokens then take two products, and need no sum of the head's gradients.
+        N, D, V = targets_BT.size, hidden_BTD.shape[-1], head[0].shape[0]
+        axis = "tokens" if axis == "auto" and len(head) > 1 else axis
+        choice = choose_tiles(N, D, V, dtype=hidden_BTD.dtype, head="frozen", axis=axis)
+        axis, num_tiles = choice.axis, choice.num_tiles
+    return tiled_cross_entropy(
+        hidden_BTD,
+        head if len(head) > 1 else head[0],
+        targets_BT,
+        weights=weights_BT,
+        reduction="sum",
+        ignore_index=IGNORED,
+        num_tiles=num_tiles,
+        axis=axis,
+        vocab_axis_name=tensor_axis,
+    )
 
 
 def loss_and_grads(
-    graphdef: nnx.GraphDef, settings: TrainSettings, params: Any, batch: tuple[Array, Array]
-) -> tuple[Float[Array, ""], Any]:
-    """The mean loss and its gradients, each in the type of its parameter; on a mesh, inside `shard_map`, their parts.
+    loss: Callable[..., Array], trained: Any, weights_B: Float[Array, " B"], batch: tuple[Array, ...], accumulate: int
+) -> tuple[Float[Array, " B"], Any]:
+    """Return the summed loss of each sequence, and the gradients of `loss(trained, weights_B, *batch)` for `trained`.
 
-    With `accumulate > 1` gradients are made and added inside a scan, in f32: autodiff through a loop over
-    micro-batches, or a Python loop, would keep the residuals of all of them.
+    `trained` is whatever is trained, all of a model or adapters; gradients have the types of its arrays. With
+    `accumulate > 1` gradients of parts of the batch are made and added inside a scan, in f32: autodiff through a loop
+    over them, or a Python loop, would keep the residuals of all.
     """
-    mesh = _mesh(graphdef, params)
-    grad = jax.value_and_grad(lambda params, part: local_loss(graphdef, params, *part))
-    if settings.accumulate == 1:
-        loss, grads = grad(params, batch)
-        return sum_over_batch(loss, mesh), sum_gradients(grads, mesh)
-    parts = jax.tree.map(lambda a: a.reshape(settings.accumulate, -1, a.shape[-1]), batch)
+    grad = jax.grad(loss, argnums=(0, 1))
+    if accumulate == 1:
+        grads, losses_B = grad(trained, weights_B, *batch)
+        return losses_B, grads
+    parts = jax.tree.map(lambda a: a.reshape(accumulate, -1, *a.shape[1:]), (weights_B, *batch))
 
-    def add(total: Any, part: tuple[Array, Array]) -> tuple[Any, None]:
-        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grad(params, part)), None
+    def add(total: Any, part: tuple[Array, ...]) -> tuple[Any, Array]:
+        grads, losses_B = grad(trained, *part)
+        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), losses_B
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
-    (loss, grads), _ = jax.lax.scan(add, (jnp.zeros(()), zeros), parts)
-    loss, grads = sum_over_batch(loss, mesh), sum_gradients(grads, mesh)
-    loss, grads = jax.tree.map(lambda t: t / settings.accumulate, (loss, grads))
-    return loss, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-
-
-def _mesh(graphdef: nnx.GraphDef, params: Any) -> MeshShape:
-    return nnx.merge(graphdef, params).plan.mesh
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), trained)
+    grads, losses = lax.scan(add, zeros, parts)
+    return losses.reshape(-1), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)

@@ -5,15 +5,17 @@ import json
 import os
 import sysconfig
 import tokenize
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32, Integer
 
+from llamem._checks import check_whole
 from llamem._extras import import_extra
 from llamem._files import cache_folder, whole_folder
 from llamem.llama.tokenizer import Tokenizer
@@ -65,7 +67,8 @@ def read_documents(source: str | os.PathLike = STANDARD_LIBRARY) -> list[str]:
                 f"{HUGGING_FACE + 'owner/name'!r} for a Hugging Face dataset, or {STANDARD_LIBRARY!r}, which is on "
                 "every machine that runs Python. A relative path starts at this process's working directory."
             )
-        documents = [_read_utf8(file) for file in ([path] if path.is_file() else _files(path, TEXT_SUFFIXES))]
+        files = [path] if path.is_file() else _files(path, TEXT_SUFFIXES)
+        documents = [_refuse_json_lines(read_utf8(file), file) for file in files]
     documents = [document for document in documents if document.strip()]
     if not documents:
         raise ValueError(
@@ -86,7 +89,8 @@ def _read_python(file: Path) -> str:
         return handle.read()
 
 
-def _read_utf8(file: Path) -> str:
+def read_utf8(file: Path) -> str:
+    """Return the text of a file. Raise ValueError, with the place, where it is not UTF-8."""
     try:
         return file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -94,6 +98,20 @@ def _read_utf8(file: Path) -> str:
             f"{str(file)!r} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {error.start} cannot be "
             "decoded. Convert it (`iconv -f latin1 -t utf-8`), or take it out of the corpus if it is not text."
         ) from None
+
+
+def _refuse_json_lines(text: str, file: Path) -> str:
+    line = text.lstrip().split("\n", 1)[0]
+    try:
+        is_json = line.startswith("{") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        is_json = False
+    if is_json:
+        raise ValueError(
+            f"{str(file)!r} holds JSON objects, one a line, and not prose: a model would learn to write JSON. Chats "
+            "are read by llamem.train.load_chats; of other records write the text alone into a file."
+        )
+    return text
 
 
 def _hugging_face_documents(name: str) -> Iterable[str]:
@@ -123,6 +141,16 @@ class Corpus:
     heldout: Integer[np.ndarray, " heldout_tokens"]
     num_documents: int
     vocab_size: int
+
+    def batches(self, batch_size: int, seq_len: int, seed: int, vocab_size: int) -> "tuple[Batches, Batches]":
+        """Return the batches to train on, in the order of `seed`, and those held out."""
+        size, parts = (batch_size, seq_len), ((self.train, seed), (self.heldout, 0))
+        train, heldout = (Batches(tokens, *size, seed, vocab_size=vocab_size) for tokens, seed in parts)
+        return train, heldout
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return short names for the two streams of tokens."""
+        return {"training data": fingerprint([self.train]), "held-out data": fingerprint([self.heldout])}
 
 
 def load_corpus(
@@ -198,7 +226,39 @@ class Batch(NamedTuple):
     targets_BT: Int32[np.ndarray, "B T"]
 
 
-class Batches:
+@runtime_checkable
+class BatchSource(Protocol):
+    """Batches that are a function of the step number."""
+
+    batch_size: int
+    num_sequences: int
+
+    def batch_at(self, step: int, rows: slice = slice(None)) -> tuple[np.ndarray, ...]:
+        """Return the arrays of a step's batch, `[rows, ...]` each; `rows`: only these of its sequences are read."""
+        ...
+
+
+class Shuffled:
+    """The order in which `num_sequences` sequences come: each once per epoch, and each epoch in an order of its own."""
+
+    def __init__(self, num_sequences: int, batch_size: int, seed: int):
+        self.num_sequences, self.batch_size = num_sequences, check_whole("batch_size", batch_size)
+        self.seed = check_whole("seed", seed, at_least=0)
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+
+    def sequences_of(self, step: int, rows: slice) -> list[int]:
+        """Return the numbers of the sequences of a step's batch, counted from 0, or of some of its rows."""
+        step = check_whole("step", step, at_least=0)
+        return [self._sequence(n) for n in range(step * self.batch_size, (step + 1) * self.batch_size)[rows]]
+
+    def _sequence(self, number: int) -> int:
+        epoch, position = divmod(number, self.num_sequences)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_sequences)
+        return int(self._order[position])
+
+
+class Batches(Shuffled):
     """Fixed-length sequences from a stream of tokens, in an order fixed by the seed.
 
     `batch_at(step)` depends on the step number alone, so that is all a training run must remember to resume.
@@ -207,7 +267,7 @@ class Batches:
 
     tokens: ids, `[num_tokens]`, for instance `Corpus.train`.
     vocab_size: where given, every id is checked against it now rather than silently clamped inside the model.
-    Errors: ValueError for fewer than `seq_len + 1` tokens, for sizes below one, for an id outside the vocabulary.
+    Raise ValueError for fewer than `seq_len + 1` tokens, for sizes below one, for an id outside the vocabulary.
     """
 
     def __init__(
@@ -220,47 +280,46 @@ class Batches:
         vocab_size: int | None = None,
     ):
         _check_ids(tokens, "tokens")
-        if not _is_count(batch_size, 1) or not _is_count(seq_len, 1):
-            raise ValueError(
-                f"batch_size is {batch_size!r} and seq_len {seq_len!r}; both must be whole numbers of at least 1."
-            )
-        if not _is_count(seed, 0):
-            raise ValueError(f"seed is {seed!r}; expected a whole number of at least 0.")
-        if len(tokens) < seq_len + 1:
+        self.tokens, self.seq_len = tokens, check_whole("seq_len", seq_len)
+        super().__init__((len(tokens) - 1) // self.seq_len, batch_size, seed)
+        if not self.num_sequences:
             raise ValueError(
                 f"The corpus has {len(tokens):,} tokens, but one sequence of seq_len {seq_len:,} needs {seq_len + 1:,} "
                 "(a target for its last input). Take a shorter seq_len or a larger corpus."
             )
-        if vocab_size is not None and not _is_count(vocab_size, 1):
-            raise ValueError(f"vocab_size is {vocab_size!r}; expected a whole number of at least 1.")
-        if vocab_size is not None and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
-            raise ValueError(
-                f"The tokens reach from {tokens.min()} to {tokens.max()}, but the vocabulary has {vocab_size:,} "
-                f"entries (ids 0 to {vocab_size - 1:,}). Model and tokenizer do not belong together: the Llama 3 "
-                "tokenizer needs vocab_size 128,256."
-            )
-        self.tokens, self.batch_size, self.seq_len, self.seed = tokens, batch_size, seq_len, seed
-        self.num_sequences = (len(tokens) - 1) // seq_len
-        self._epoch, self._order = -1, np.empty(0, np.int64)
+        check_vocabulary(int(tokens.min()), int(tokens.max()), vocab_size)
 
     def batch_at(self, step: int, rows: slice = slice(None)) -> Batch:
-        """The batch of a step, counted from 0; `rows`: only these of its sequences, and only they are read.
+        """Return the batch of a step, counted from 0; `rows`: only these of its sequences, and only they are read.
 
         Which sequences a batch has does not depend on who reads them: hosts that share its rows out read each of them
         once, however many hosts there are.
         """
-        if not _is_count(step, 0):
-            raise ValueError(f"step is {step!r}; steps are whole numbers, counted from 0.")
-        numbers = range(step * self.batch_size, (step + 1) * self.batch_size)[rows]
-        starts = [self._sequence(number) * self.seq_len for number in numbers]
-        windows = np.stack([self.tokens[s : s + self.seq_len + 1] for s in starts]).astype(np.int32)
+        starts = [number * self.seq_len for number in self.sequences_of(step, rows)]
+        windows = np.empty((len(starts), self.seq_len + 1), np.int32)
+        for window, start in zip(windows, starts, strict=True):
+            window[:] = self.tokens[start : start + self.seq_len + 1]
         return Batch(windows[:, :-1], windows[:, 1:])
 
-    def _sequence(self, number: int) -> int:
-        epoch, position = divmod(number, self.num_sequences)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_sequences)
-        return int(self._order[position])
+
+class AdapterBatches:
+    """Batches for several adapters: row `i` is adapter `i % A`'s, from the `i % A`-th source; its number comes third.
+
+    Raise ValueError for a batch that does not divide among the adapters.
+    """
+
+    def __init__(self, sources: Sequence[BatchSource]):
+        self._sources = list(sources)
+        self.batch_size = sum(source.batch_size for source in sources)
+        self.num_sequences = len(self._sources) * min(source.num_sequences for source in sources)
+
+    def batch_at(self, step: int, rows: slice = slice(None)) -> tuple[np.ndarray, ...]:
+        """Return inputs, targets, the adapter of each sequence `[rows]`, and what else the sources give."""
+        A, numbers = len(self._sources), range(self.batch_size)[rows]
+        parts = [self._sources[0].batch_at(step, slice(0))]  # of no row: for no rows at all
+        parts += [self._sources[i % A].batch_at(step, slice(i // A, i // A + 1)) for i in numbers]
+        inputs_BT, targets_BT, *rest = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return inputs_BT, targets_BT, np.asarray([i % A for i in numbers], np.int32), *rest
 
 
 def unigram_entropy(
@@ -276,7 +335,7 @@ def unigram_entropy(
         if not len(tokens) or tokens.min() < 0:
             raise ValueError(f"unigram_entropy: {name} has {len(tokens)} tokens; expected some, none of them negative.")
     largest = max(int(train.max()), int(heldout.max()))
-    if not _is_count(vocab_size, 1) or largest >= vocab_size:
+    if largest >= check_whole("vocab_size", vocab_size):
         raise ValueError(
             f"Token id {largest} is outside the vocabulary: vocab_size is {vocab_size!r}; use the tokenizer's."
         )
@@ -291,5 +350,19 @@ def _check_ids(tokens: Any, name: str) -> None:
         raise TypeError(f"{name} is {kind}; expected a NumPy array of whole numbers, [num_tokens], like Corpus.train.")
 
 
-def _is_count(value: Any, at_least: int) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= at_least
+def check_vocabulary(least: int, most: int, vocab_size: int | None) -> None:
+    """Raise ValueError for ids outside a vocabulary of that size; None: of any size."""
+    if vocab_size is not None and not 0 <= least <= most < check_whole("vocab_size", vocab_size):
+        raise ValueError(
+            f"The tokens reach from {least} to {most}, but the vocabulary has {vocab_size:,} entries (ids 0 to "
+            f"{vocab_size - 1:,}). Model and tokenizer do not belong together: the Llama 3 tokenizer needs vocab_size "
+            "128,256."
+        )
+
+
+def fingerprint(arrays: Iterable[np.ndarray]) -> str:
+    """Return a short name for arrays of tokens: how many there are and a checksum of them."""
+    count = crc = 0
+    for array in arrays:
+        count, crc = count + len(array), zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data, crc)
+    return f"{count} tokens, crc {crc:08x}"

@@ -1,6 +1,6 @@
 """One run on several hosts: JAX's multi-controller runtime, one process for each host, all with the same program.
 
-Every process calls `initialise()` before it touches JAX, then the same `llamem.train.train(...)` with a mesh of all
+Every process calls `initialize()` before it touches JAX, then the same `llamem.train.train(...)` with a mesh of all
 devices. Whatever started the processes tells them where they meet: SLURM, Open MPI, a TPU pod, or three addresses.
 """
 
@@ -19,8 +19,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from llamem.train.data import Batches
-from llamem.train.lost_hosts import Watch, said_after_an_abort
+from llamem.train.data import BatchSource
+from llamem.train.lost_hosts import HEARTBEAT_SECONDS, losses_explained, printed_after_an_abort
 
 VARIABLES = ("LLAMEM_COORDINATOR", "LLAMEM_NUM_HOSTS", "LLAMEM_HOST")
 # Where a launcher leaves how many processes there are and which this is.
@@ -28,10 +28,9 @@ LAUNCHERS = {
     "SLURM": ("SLURM_NTASKS", "SLURM_PROCID"),
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
 }
-HEARTBEAT_SECONDS = 60  # after as long a silence JAX's runtime gives up: later than `Watch`, which says more
 
 
-def initialise(
+def initialize(
     coordinator: str | None = None,
     num_hosts: int | None = None,
     host: int | None = None,
@@ -62,13 +61,13 @@ def initialise(
     )
     try:
         # Versions of JAX differ in whether they raise an error here or abort.
-        with said_after_an_abort(f"llamem: {nobody_came}"):
+        with printed_after_an_abort(f"llamem: {nobody_came}"):
             jax.distributed.initialize(**(addresses or {}), **waits)
             count = jax.process_count()
     except RuntimeError as error:
         if any(words in str(error) for words in ("must be called before", "only be called once")):
             raise RuntimeError(
-                "initialise() comes too late: JAX was used, or initialised, in this process already. Call it first, "
+                "initialize() comes too late: JAX was used, or initialised, in this process already. Call it first, "
                 "once, before any array and any jax.devices()."
             ) from None
         raise TimeoutError(f"{nobody_came} JAX says: {str(error)[:600]}") from error
@@ -93,7 +92,7 @@ def _addresses(coordinator: str | None, num_hosts: int | None, host: int | None)
         return None
     if missing:
         raise ValueError(
-            f"initialise: {', '.join(missing)} missing, of {', '.join(f'{n}={v!r}' for n, v in said.items())}. Every "
+            f"initialize: {', '.join(missing)} missing, of {', '.join(f'{n}={v!r}' for n, v in said.items())}. Every "
             "process needs all three: the address of process 0 (host:port, the same for all), the number of "
             "processes, and its own number from 0. Give the others too, or none of them under SLURM and on TPU pods."
         )
@@ -103,7 +102,7 @@ def _addresses(coordinator: str | None, num_hosts: int | None, host: int | None)
     try:
         count, mine = (int(str(number)) for number in numbers)
     except ValueError:
-        raise ValueError(f"initialise: expected whole numbers in {VARIABLES[1:]}, found {numbers}.") from None
+        raise ValueError(f"initialize: expected whole numbers in {VARIABLES[1:]}, found {numbers}.") from None
     if not 0 <= mine < count:
         raise ValueError(
             f"LLAMEM_HOST={mine} of LLAMEM_NUM_HOSTS={count}: hosts are numbered from 0 to {count - 1}. Either this "
@@ -136,40 +135,27 @@ def _launched_for_several() -> bool:
 
 
 @contextlib.contextmanager
-def together(same: Mapping[str, Any]) -> Iterator[None]:
-    """Around what all hosts do together: checks that they mean the same, then watches that none is lost.
+def agreed(same: Mapping[str, Any]) -> Iterator[None]:
+    """Around what all hosts do together: check that they mean the same, and explain where one of them is lost.
 
-    `same`: what has to be equal, by name; the version of this package's code and of JAX come by themselves. Nothing
-    happens where there is one process. Raises ValueError on every host, before anything is computed, that says what
-    differs between which of them; inside, LostHost as soon as a host does not answer any more.
+    `same`: what has to be equal, by name; the version of this package's code and of JAX come by themselves. Do nothing
+    where there is one process. Raise ValueError on every host, before anything is computed, that names what differs;
+    inside, LostHost where a host does not answer any more.
     """
     if jax.process_count() == 1:
         yield
         return
-    me = f"host {jax.process_index()} ({socket.gethostname()}, process {os.getpid()})"
-    with Watch([me]) as watch:
-        names = _check_same(me, {"code of llamem": _code(), "versions": _versions(), **same})
-        watch.know(names)
+    with losses_explained():
+        for name, value in {"code of llamem": _code(), "versions": _versions(), **same}.items():
+            digest = np.frombuffer(hashlib.blake2b(repr(value).encode(), digest_size=16).digest(), np.uint8)
+            if (np.asarray(multihost_utils.process_allgather(digest)) != digest).any():
+                raise ValueError(
+                    f"the hosts do not run the same: the {name} of some differ from those of "
+                    f"host {jax.process_index()} ({socket.gethostname()}), which are {str(value)[:300]}. All hosts "
+                    "need the same code, versions, configuration, settings, text and plan: start them from one image "
+                    "or one shared folder, with the same arguments."
+                )
         yield
-
-
-def _check_same(me: str, same: Mapping[str, Any]) -> list[str]:
-    """The names of all hosts, which agree."""
-    digests = [hashlib.blake2b(repr(value).encode(), digest_size=16).digest() for value in same.values()]
-    # Of one size, whatever a version of this code compares.
-    mine = b"".join(digests).ljust(512, b"\0") + me.encode()[:128].ljust(128, b"\0")
-    rows = np.asarray(multihost_utils.process_allgather(np.frombuffer(mine, np.uint8)))
-    names = [bytes(row[512:]).rstrip(b"\0").decode() for row in rows]
-    for place, (name, value) in enumerate(same.items()):
-        column = rows[:, 16 * place : 16 * (place + 1)]
-        others = [other for other, row in zip(names, column, strict=True) if (row != column[0]).any()]
-        if others:
-            raise ValueError(
-                f"the hosts do not run the same: {name} of {', '.join(others[:4])} differs from that of {names[0]}. On "
-                f"{me} it is {str(value)[:300]}. All hosts need the same code, versions, configuration, settings, "
-                "text and plan: start them from one image or one shared folder, with the same arguments."
-            )
-    return names
 
 
 def _code() -> str:
@@ -200,23 +186,23 @@ def check_folder(folder: Path) -> None:
     )
 
 
-def place(batches: Batches, step: int, where: NamedSharding | None) -> tuple[Any, Any]:
-    """The batch of a step, as it lies on a mesh. This process reads only the sequences of its own devices, each once.
+def place_batch(batches: BatchSource, step: int, where: NamedSharding | None) -> tuple[Any, ...]:
+    """Return the batch of a step as it lies on a mesh; this process reads only the sequences of its own devices, once.
 
-    `where` is None on one device: the batch as it was read.
+    `where` is None on one device: the batch is then as it was read.
     """
     if where is None:
         return tuple(batches.batch_at(step))
-    shape = (batches.batch_size, batches.seq_len)
-    read: dict[tuple[int, int, int], Any] = {}
+    read: dict[tuple[int, int, int], tuple[Any, ...]] = {}
 
-    def lie(half: int) -> Any:
-        def rows(index: Any) -> Any:
-            mine = index[0].indices(batches.batch_size)
-            if mine not in read:
-                read[mine] = batches.batch_at(step, slice(*mine))
-            return read[mine][half]
+    def rows(index: Any) -> tuple[Any, ...]:
+        mine = index[0].indices(batches.batch_size)
+        if mine not in read:
+            read[mine] = tuple(batches.batch_at(step, slice(*mine)))
+        return read[mine]
 
-        return jax.make_array_from_callback(shape, where, rows)
+    def array(i: int, like: Any) -> Any:
+        shape = (batches.batch_size, *like.shape[1:])
+        return jax.make_array_from_callback(shape, where, lambda index: rows(index)[i])
 
-    return lie(0), lie(1)
+    return tuple(array(i, like) for i, like in enumerate(batches.batch_at(step, slice(0))))

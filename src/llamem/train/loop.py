@@ -5,114 +5,129 @@ import math
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import jax
 import numpy as np
-from flax import nnx
 
+from llamem._checks import check_one_of, show
 from llamem._extras import import_extra
 from llamem.llama.config import LlamaConfig
-from llamem.llama.host_memory import host_place, same_places
+from llamem.llama.host_memory import host_place
+from llamem.llama.lora import Adapters, LoraConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import shardings
-from llamem.memory.gpu_offload import compile_lowered, offloads_rightly
-from llamem.train.data import Batches, Corpus
-from llamem.train.hosts import place, together
+from llamem.train.chats import Chats
+from llamem.train.data import AdapterBatches, BatchSource, Corpus
+from llamem.train.hosts import agreed, place_batch
 from llamem.train.interrupts import interruptible
-from llamem.train.sharded_step import batch_spec
-from llamem.train.snapshots import OnChange, Snapshots, fingerprint
-from llamem.train.step import (
-    TrainSettings,
-    TrainState,
-    abstract_state,
-    first_state,
-    loss_fn,
-    make_model,
-    make_train_step,
-)
+from llamem.train.settings import TrainSettings
+from llamem.train.sharded_step import batch_spec, check_sizes
+from llamem.train.snapshots import OnChange, Snapshots
+from llamem.train.step import Optimizer, TrainState
+from llamem.train.tasks import Init, Task, train_adapters, train_weights
+
+Data = Corpus | Chats | Sequence[Corpus | Chats]
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run: the model as trained, its metrics (one dict per step), and whether it reached its end."""
+    """A run: the model, its metrics (one dict per step), whether it reached its end, and the adapters it trained."""
 
     model: Llama
-    metrics: list[dict[str, float]]
+    metrics: list[dict[str, Any]]
     finished: bool
+    adapters: Adapters | None = None
 
 
 def train(
     config: LlamaConfig,
-    corpus: Corpus,
+    corpus: Data,
     settings: TrainSettings,
     output_dir: str | os.PathLike,
     *,
     plan: Plan = Plan(),
+    init: Init = None,
+    lora: LoraConfig | Adapters | None = None,
+    learning_rates: Sequence[float] | None = None,
+    optimizer: Optimizer = None,
     progress: bool = True,
     on_change: OnChange = "refuse",
 ) -> Run:
-    """Trains on `corpus.train` and evaluates on `corpus.heldout`, from the newest snapshot in `output_dir` if there is
-    one.
+    """Train on text or chats and evaluate on their held-out part, from the newest snapshot in `output_dir` if any.
 
-    A resumed run continues the very same curve: batches depend on the step number alone, and parameters, moments and
-    step are restored exactly. Ctrl-C ("interrupt kernel") or SIGTERM finishes the step, saves, and says how to go on.
-    With other settings or another text the curve would be another one: that is refused, or, with
-    `on_change="continue"`, printed and done. The plan may change.
+    Args:
+        config: the model's; of a loaded one `model.config`.
+        corpus: of `load_corpus` or `load_chats`. Several adapters may each have their own: a sequence of as many.
+        settings: steps, sizes, rates.
+        output_dir: gets `metrics.jsonl` (step, loss, val_loss where evaluated, grad_norm, tokens_per_second,
+            memory_bytes), `snapshots/`, training checkpoints by Orbax, and `run.lock`, which keeps other processes out.
+        plan: how a step is computed. It may change from one call to the next.
+        init: a model, or the folder or hub name of one, whose weights the run begins with; without it random ones.
+            A folder's weights are in memory once, a given model's twice, since it stays as it is.
+        lora: train adapters over the frozen `init` instead of its weights: new ones, or given ones. Several share a
+            batch out: row `i` is adapter `i % A`'s; metrics are then means over adapters, with a list of each one's.
+        learning_rates: the peak rate of each adapter, where they differ.
+        optimizer: an optax transformation in place of AdamW under the settings' rate, warm-up and decay. Gradients are
+            clipped before it as the settings say.
+        progress: whether to show a bar.
+        on_change: with other settings, text or base the curve would be another one: "refuse", or "continue" from the
+            snapshot and say so.
 
-    Writes `output_dir/metrics.jsonl` (step, loss, val_loss where evaluated, grad_norm, tokens_per_second, memory_bytes)
-    and `output_dir/snapshots/`, training checkpoints by Orbax. `output_dir/run.lock` keeps other processes out.
+    A resumed run continues the very same curve: batches depend on the step number alone, and what is trained, moments
+    and step are restored exactly. Ctrl-C ("interrupt kernel") or SIGTERM finishes the step, saves, and says how to go
+    on. A damaged snapshot is named in a warning, and the one before it taken.
 
-    Raises, before anything is computed: TypeError for arguments of another kind, ValueError for a sequence beyond
+    Raise, before anything is computed: TypeError for arguments of another kind, ValueError for a sequence beyond
     `max_seq_len`, a corpus too short or with ids outside the vocabulary, a mesh of more devices than there are or among
-    which something does not divide, a damaged snapshot, or one of another model or other settings, BlockingIOError for
-    a folder in which another process trains. FloatingPointError when the loss, the gradient or a parameter is not
-    finite; what is not finite is never a snapshot to resume from.
+    which something does not divide, weights of another model, snapshots of another model or other settings or all of
+    them damaged; BlockingIOError for a folder in which another process trains, OSError for one that cannot be written.
+    FloatingPointError when the loss, the gradient or a parameter is not finite; what is not finite is never a snapshot
+    to resume from.
     """
-    _check_arguments(config, corpus, settings, output_dir, plan, on_change)
-    size = (settings.batch_size, settings.seq_len)
-    batches = Batches(corpus.train, *size, settings.seed, vocab_size=config.vocab_size)
-    heldout = Batches(corpus.heldout, *size, vocab_size=config.vocab_size)
-    model, decides = _identity(config, settings, corpus)
+    _check_arguments(config, corpus, settings, output_dir, plan, on_change, lora)
+    batches, heldout = _batches(config, corpus, settings, lora)
+    if lora is None:
+        task = train_weights(config, settings, plan, optimizer, init)
+    else:
+        task = train_adapters(config, settings, plan, optimizer, init, lora, learning_rates)
+    model, decides = _identity(config, settings, corpus, optimizer, learning_rates)
+    decides |= task.identity
     same = {"configuration": model, "settings": {**decides, **dataclasses.asdict(settings)}, "plan": plan}
-    with together(same), Snapshots(output_dir, model, decides) as snapshots:
-        return _train(config, settings, plan, batches, heldout, snapshots, progress, on_change)
+    with agreed(same), Snapshots(output_dir, model, decides) as snapshots:
+        return _train(task, settings, plan, batches, heldout, snapshots, progress, on_change)
 
 
 def _train(
-    config: LlamaConfig,
+    task: Task,
     settings: TrainSettings,
     plan: Plan,
-    batches: Batches,
-    heldout: Batches,
+    batches: BatchSource,
+    heldout: BatchSource,
     snapshots: Snapshots,
     progress: bool,
     on_change: OnChange,
 ) -> Run:
-    state = _first_state(config, settings, plan, snapshots, on_change)
-    first = done = int(state.step)
+    done, state = _first_state(task, settings, snapshots, on_change)
+    first, first_host = done, jax.process_index() == 0
     metrics = snapshots.cut_metrics(up_to=first)
-    mesh, first_host = plan.mesh, jax.process_index() == 0
-    where = shardings(batch_spec(mesh), mesh) if mesh.devices > 1 else None
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(config, settings, plan)))
-    evaluate = jax.jit(lambda params, batch: loss_fn(graphdef, params, *batch))
+    where = shardings(batch_spec(plan.mesh), plan.mesh) if plan.mesh.devices > 1 else None
 
-    def validation_loss(params: Any) -> float:
+    def validation_loss(state: TrainState) -> dict[str, Any]:
         count = min(settings.eval_batches, max(1, heldout.num_sequences // settings.batch_size))
-        return float(np.mean([evaluate(params, place(heldout, i, where)) for i in range(count)]))
+        losses = [np.asarray(task.evaluate(state, place_batch(heldout, i, where))) for i in range(count)]
+        return _numbers("val_loss", np.mean(losses, axis=0))
 
-    places = same_places(state) if "host" in (plan.moments, plan.weights) else None
-    jitted_step = jax.jit(make_train_step(graphdef, settings), donate_argnums=0, out_shardings=places)
     # Compiled before the clock starts, so that the first step's speed is a step's speed.
-    with offloads_rightly():
-        step = compile_lowered(jitted_step.lower(state, place(batches, 0, where)))
+    step = task.compile(state, place_batch(batches, 0, where))
     with interruptible() as interrupted, _progress_bar(first, settings.steps, progress and first_host) as bar:
         while done < settings.steps and not interrupted(done):
             start = time.perf_counter()
-            state, values = step(state, place(batches, done, where))
+            state, values = step(state, place_batch(batches, done, where))
             done += 1
-            row = {"step": done, **{name: float(value) for name, value in values.items()}}
+            row = {"step": done, **_numbers("loss", values["loss"]), **_numbers("grad_norm", values["grad_norm"])}
             row["tokens_per_second"] = settings.batch_size * settings.seq_len / (time.perf_counter() - start)
             row["memory_bytes"] = memory_in_use()
             if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"]):
@@ -121,7 +136,7 @@ def _train(
                 what = f"the loss is {row['loss']} and the gradient's norm {row['grad_norm']}"
                 raise _diverged(what, done, snapshots)
             if done == settings.steps or (settings.eval_every and done % settings.eval_every == 0):
-                row["val_loss"] = validation_loss(state.params)
+                row |= validation_loss(state)
                 if not math.isfinite(row["val_loss"]):
                     raise _diverged(f"the validation loss is {row['val_loss']}", done, snapshots)
             metrics.append(row)
@@ -135,27 +150,55 @@ def _train(
         _save(snapshots, done, state)
     if done < settings.steps and first_host:
         print(f"Interrupted, and saved after step {done} of {settings.steps}. The same call goes on from there.")
-    # Of a mesh the parameters stay where they are; JAX shares out the work of whoever calls the model.
-    model = nnx.eval_shape(lambda: make_model(config, settings, plan.replace(mesh={})))
-    return Run(nnx.merge(nnx.graphdef(model), state.params), metrics, finished=done == settings.steps)
+    model, adapters = task.result(state)
+    return Run(model, metrics, finished=done == settings.steps, adapters=adapters)
 
 
 def _first_state(
-    config: LlamaConfig, settings: TrainSettings, plan: Plan, snapshots: Snapshots, on_change: OnChange
-) -> TrainState:
-    latest = snapshots.latest()
-    if latest is None:
-        return first_state(config, settings, plan)
-    state = snapshots.restore(latest, abstract_state(config, settings, plan), on_change)
-    if latest > settings.steps:
+    task: Task, settings: TrainSettings, snapshots: Snapshots, on_change: OnChange
+) -> tuple[int, TrainState]:
+    if snapshots.latest() is None:
+        return 0, task.begin()
+    step, state = snapshots.restore(task.abstract, on_change)
+    if step > settings.steps:
         raise ValueError(
-            f"the newest snapshot in {snapshots.folder} is of step {latest}, beyond steps={settings.steps}: there is "
+            f"the newest snapshot in {snapshots.folder} is of step {step}, beyond steps={settings.steps}: there is "
             "nothing left to train. Ask for more steps, or choose another output folder."
         )
-    # It was read to where a compiler is told that its parts lie.
-    return jax.tree.map(
-        lambda a: jax.device_put(a, host_place()) if a.sharding.memory_kind == "pinned_host" else a, state
-    )
+
+    def put(a: jax.Array) -> jax.Array:  # Orbax read it to where a compiler is told that it lies
+        return jax.device_put(a, host_place()) if a.sharding.memory_kind == "pinned_host" else a
+
+    return step, jax.tree.map(put, state)
+
+
+def _batches(config: LlamaConfig, corpus: Any, settings: TrainSettings, lora: Any) -> tuple[BatchSource, BatchSource]:
+    count = lora.count if isinstance(lora, Adapters) else len(lora.ranks) if lora is not None else 1
+    corpora = [corpus] * count if isinstance(corpus, Corpus | Chats) else list(corpus)
+    if len(corpora) != count:
+        raise ValueError(f"{len(corpora)} corpora for {count} adapters: give one for all, or one for each.")
+    if settings.batch_size % (count * settings.accumulate):
+        raise ValueError(
+            f"batch_size={settings.batch_size} does not divide among {count} adapters in "
+            f"accumulate={settings.accumulate} parts: choose a multiple of {count * settings.accumulate}."
+        )
+    size = settings.batch_size // count, settings.seq_len
+    # Adapters that share one text read other parts of it.
+    pairs = [one.batches(*size, settings.seed + i, config.vocab_size) for i, one in enumerate(corpora)]
+    for train, _ in pairs[: 1 if isinstance(corpus, Chats) else None]:
+        if (cut := getattr(train, "cut", "")) and jax.process_index() == 0:
+            print(cut)
+    if lora is None:
+        return pairs[0]
+    return AdapterBatches([train for train, _ in pairs]), AdapterBatches([heldout for _, heldout in pairs])
+
+
+def _numbers(name: str, value: Any) -> dict[str, Any]:
+    """A metric as JSON: its mean over adapters, of which one may have had no token, and that of each of several."""
+    each = np.asarray(value, np.float64)
+    if each.size == 1:
+        return {name: float(each.reshape(()))}
+    return {name: float(np.mean(each)), f"{name}_of_adapters": each.tolist()}
 
 
 def _save(snapshots: Snapshots, done: int, state: TrainState) -> None:
@@ -175,37 +218,39 @@ def _diverged(what: str, done: int, snapshots: Snapshots) -> FloatingPointError:
 
 
 def _check_arguments(
-    config: LlamaConfig, corpus: Corpus, settings: TrainSettings, output_dir: Any, plan: Plan, on_change: str
+    config: LlamaConfig, corpus: Any, settings: TrainSettings, output_dir: Any, plan: Plan, on_change: str, lora: Any
 ) -> None:
+    several = isinstance(corpus, (list, tuple)) and corpus and all(isinstance(c, Corpus | Chats) for c in corpus)
     expected = {
-        "config": (config, LlamaConfig, "llamem.LlamaConfig.from_name('tiny')"),
-        "corpus": (corpus, Corpus, "llamem.train.load_corpus()"),
-        "settings": (settings, TrainSettings, "llamem.TrainSettings()"),
-        "output_dir": (output_dir, (str, os.PathLike), "a folder's name"),
-        "plan": (plan, Plan, "llamem.Plan()"),
+        "config": (isinstance(config, LlamaConfig), config, "llamem.LlamaConfig.from_name('tiny')"),
+        "corpus": (isinstance(corpus, Corpus | Chats) or several, corpus, "llamem.train.load_corpus()"),
+        "settings": (isinstance(settings, TrainSettings), settings, "llamem.TrainSettings()"),
+        "output_dir": (isinstance(output_dir, (str, os.PathLike)), output_dir, "a folder's name"),
+        "plan": (isinstance(plan, Plan), plan, "llamem.Plan()"),
+        "lora": (isinstance(lora, LoraConfig | Adapters | None), lora, "llamem.LoraConfig(ranks=(16,))"),
     }
-    for name, (value, kind, example) in expected.items():
-        if not isinstance(value, kind):
-            raise TypeError(f"train({name}={value!r}): expected {example} or another of its kind.")
-    if on_change not in get_args(OnChange):
-        raise ValueError(f"train(on_change={on_change!r}): expected 'refuse' or 'continue'.")
+    for name, (right, value, example) in expected.items():
+        if not right:
+            raise TypeError(f"train({name}={show(value)}): expected {example} or another of its kind.")
+    check_one_of("train: on_change", on_change, get_args(OnChange))
     if settings.seq_len > config.max_seq_len:
         raise ValueError(
             f"seq_len={settings.seq_len} is longer than the model's max_seq_len={config.max_seq_len}: RoPE was not "
             "set up for such positions. Shorten the sequences or choose a model with a longer context."
         )
-    plan.mesh.check_devices()
-    if jax.process_count() > 1 and plan.mesh.devices != jax.device_count():
+    mesh = plan.mesh
+    mesh.check_devices()
+    if jax.process_count() > 1 and mesh.devices != jax.device_count():
         raise ValueError(
-            f"the plan's mesh {plan.mesh.axes} has {plan.mesh.devices} devices, and the "
-            f"{jax.process_count()} hosts have {jax.device_count()} together: some would have nothing to do. Choose a "
-            f"mesh of all of them, such as Plan(mesh={{'fsdp': {jax.device_count()}}})."
+            f"the plan's mesh {mesh.axes} has {mesh.devices} devices, and the {jax.process_count()} hosts have "
+            f"{jax.device_count()} together: some would have nothing to do. Choose a mesh of all of them, such as "
+            f"Plan(mesh={{'fsdp': {jax.device_count()}}})."
         )
-    abstract_state(config, settings, plan)  # refuses what does not divide among the mesh
+    check_sizes(mesh, settings.batch_size, settings.seq_len, settings.accumulate)
 
 
 def memory_in_use() -> int:
-    """Peak bytes in use on the device so far; where the backend keeps no statistics (CPU), bytes of the process now."""
+    """Return peak bytes in use on the device so far; without statistics (CPU) bytes of the process now."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
@@ -213,17 +258,20 @@ def memory_in_use() -> int:
 
 
 def _identity(
-    config: LlamaConfig, settings: TrainSettings, corpus: Corpus
-) -> tuple[dict[str, str], dict[str, int | float | str | None]]:
+    config: LlamaConfig, settings: TrainSettings, corpus: Any, optimizer: Any, learning_rates: Any
+) -> tuple[dict[str, str], dict[str, Any]]:
     """What a snapshot's model is, and what of the rest decides the curve."""
     model = {f"model {name}": str(value) for name, value in dataclasses.asdict(config).items()}
     watching = ("eval_every", "snapshot_every")  # when the curve is looked at or stored, not what it is
-    new = ("clip", "rounding")  # since snapshots without them were written, which had what is the default now
-    defaults = {name: getattr(TrainSettings, name) for name in new}
-    decides = {name: value for name, value in dataclasses.asdict(settings).items() if name not in watching}
-    decides = {name: value for name, value in decides.items() if name not in new or value != defaults[name]}
-    texts = {"training data": fingerprint(corpus.train), "held-out data": fingerprint(corpus.heldout)}
-    return model, {**decides, **texts}
+    decides: dict[str, Any] = {n: v for n, v in dataclasses.asdict(settings).items() if n not in watching}
+    if optimizer is not None:
+        decides["optimizer"] = "given"
+    if learning_rates is not None:
+        decides["learning_rates"] = list(learning_rates)
+    corpora = [corpus] if isinstance(corpus, Corpus | Chats) else corpus
+    for i, one in enumerate(corpora):
+        decides |= {f"{name} {i}" if len(corpora) > 1 else name: words for name, words in one.fingerprints().items()}
+    return model, decides
 
 
 def _progress_bar(first: int, steps: int, shown: bool) -> Any:

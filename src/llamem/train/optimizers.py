@@ -1,6 +1,5 @@
-"""What turns gradients into new weights: clipping, a rule of optax, rounding. Of all of a model or of a part."""
+"""What turns gradients into new weights: clipping, an optimizer of optax, rounding. Of all of a model or of a part."""
 
-import dataclasses
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -11,97 +10,86 @@ import numpy as np
 import optax
 from jaxtyping import Array, BFloat16, Float32, Int, PRNGKeyArray
 
-from llamem.llama.sharding import MeshShape, parameter_name
-from llamem.train.on_host import Update, in_blocks
+from llamem.llama.plan import Plan
+from llamem.llama.sharding import parameter_name
 from llamem.train.settings import TrainSettings
-from llamem.train.sharded_step import global_norm
 
-Norm = Callable[[Any], Array]
+# Of gradients, the optimizer's state, parameters, and the number of the first row or layer that these arrays have of
+# the whole ones: the new parameters and the new state.
+Update = Callable[..., tuple[Any, Any]]
 
 
 def make_optimizer(
-    settings: TrainSettings, norm: Norm = global_norm, rule: optax.GradientTransformation | None = None
+    settings: TrainSettings, optimizer: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformation:
-    """Clipping by a norm, then `rule`, by default AdamW under warm-up and cosine decay.
+    """Return `optimizer`, or AdamW under warm-up and cosine decay as the settings say; clipping is not part of it.
 
     AdamW's betas are 0.9 and 0.95, and norms do not decay. A warm-up of `steps` or more ends at the last step but one:
-    the rate has its peak in the last. `norm` is the norm of the gradients that are clipped, from those at hand.
+    the rate has its peak in the last.
     """
-
-    def clip(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        if settings.clip == "layer":
-            return clip_layers(settings, updates), state
-        return updates if settings.clip_norm is None else _within(updates, norm(updates), settings.clip_norm), state
-
-    # Not optax.clip_by_global_norm, which would take the norm of one device's part.
-    clipping = optax.GradientTransformation(lambda params: optax.EmptyState(), clip)
-    return optax.chain(clipping, rule or _adamw(settings))
-
-
-def clipped_by(
-    settings: TrainSettings, rule: optax.GradientTransformation | None, norm: Array | None
-) -> optax.GradientTransformation:
-    """`make_optimizer` for a part of all gradients, which are clipped by this norm; None: they are clipped already.
-
-    Its state is that of the whole, or a part of it.
-    """
-    own = dataclasses.replace(settings, clip="global", clip_norm=None if norm is None else settings.clip_norm)
-    return make_optimizer(own, lambda _: jnp.asarray(norm), rule)
-
-
-def _adamw(settings: TrainSettings) -> optax.GradientTransformation:
+    if optimizer is not None:
+        return optimizer
     warmup = min(settings.warmup_steps, settings.steps - 1)
     peak = settings.learning_rate
     schedule = optax.warmup_cosine_decay_schedule(peak / max(warmup, 1), peak, warmup, settings.steps, peak / 10)
 
-    def decays(path: tuple, _: Any) -> bool:
-        return "norm" not in jax.tree_util.keystr(path)
-
     def decayed(params: Any) -> Any:
-        return jax.tree.map_with_path(decays, params)
+        return jax.tree.map_with_path(lambda path, _: "norm" not in jax.tree_util.keystr(path), params)
 
     return optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=settings.weight_decay, mask=decayed)
 
 
-def clip_layers(settings: TrainSettings, grads: Any) -> Any:
-    """Gradients with those of each layer within the norm that the settings say; what is in no layer, array by array."""
+def clip(settings: TrainSettings, grads: Any, norm: Array) -> Any:
+    """Return gradients within `settings.clip_norm`: all by `norm`, the norm of all, or each layer by its own.
+
+    With `clip="layer"` what is in no layer is clipped array by array. Not
+    optax.clip_by_global_norm, which would take the norm of one device's part.
+    """
     max_norm = settings.clip_norm
-    if max_norm is None:
-        return grads
+    if settings.clip == "global" or max_norm is None:
+        return within(grads, norm, max_norm)
     squares_L: Any = sum(
         jnp.sum(jnp.square(_wide(grad)), axis=tuple(range(1, grad.ndim)))
         for path, grad in jax.tree.leaves_with_path(grads)
-        if in_blocks(path)
+        if is_stacked(path)
     )
 
     def one(path: tuple[Any, ...], grad: Array) -> Array:
-        if not in_blocks(path):
-            return _within(grad, norm_of(grad), max_norm)
-        return _within(grad, jnp.sqrt(squares_L).reshape(-1, *(1,) * (grad.ndim - 1)), max_norm)
+        if not is_stacked(path):
+            return within(grad, norm_of(grad), max_norm)
+        return within(grad, jnp.sqrt(squares_L).reshape(-1, *(1,) * (grad.ndim - 1)), max_norm)
 
     return jax.tree.map_with_path(one, grads)
 
 
-def _within(grads: Any, norm: Array, max_norm: float) -> Any:
+def within(grads: Any, norm: Array, max_norm: float | None) -> Any:
+    """Return gradients whose norm is `norm`, or a part of them, scaled down to `max_norm`; None: as they are."""
+    if max_norm is None:
+        return grads
     return jax.tree.map(lambda g: jnp.where(norm < max_norm, g, (g / norm.astype(g.dtype)) * max_norm), grads)
+
+
+def is_stacked(path: tuple[Any, ...]) -> bool:
+    """Whether a leaf is of the stacked layers, and so has them as its first axis."""
+    return any(getattr(entry, "key", None) == "blocks" for entry in path)
+
+
+def sum_of_squares(grads: Any) -> Array:
+    """Return the sum of the squares of all gradients, in f32."""
+    return sum((jnp.sum(jnp.square(_wide(grad))) for grad in jax.tree.leaves(grads)), start=jnp.zeros(()))
+
+
+def norm_of(grads: Any) -> Array:
+    """Return the norm of gradients on one device, whatever they are of."""
+    return jnp.sqrt(sum_of_squares(grads))
 
 
 def _wide(grad: Array) -> Array:
     return grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
 
 
-def squares(grads: Any) -> Array:
-    """The sum of the squares of all gradients, in f32."""
-    return sum((jnp.sum(jnp.square(_wide(grad))) for grad in jax.tree.leaves(grads)), start=jnp.zeros(()))
-
-
-def norm_of(grads: Any) -> Array:
-    """The norm of gradients on one device, whatever they are of."""
-    return jnp.sqrt(squares(grads))
-
-
 def make_update(settings: TrainSettings, optimizer: optax.GradientTransformation, step: Array) -> Update:
-    """`update(grads, opt_state, params, first=0)`: new parameters, rounded as the settings say, and the new state.
+    """Return `update(grads, opt_state, params, first=0)`: new parameters, rounded as the settings say, and new state.
 
     `first` is the number of the first row or layer that the arrays have of the whole ones. `step` is the number of
     updates before this one.
@@ -125,7 +113,7 @@ def make_update(settings: TrainSettings, optimizer: optax.GradientTransformation
 def stochastically_rounded(
     x: Float32[Array, "N *rest"], key: PRNGKeyArray, first: int | Int[Array, ""] = 0
 ) -> BFloat16[Array, "N *rest"]:
-    """Each number as one of its two neighbours in bf16, the nearer one more often: on average the number itself.
+    """Return each number as one of its two neighbours in bf16, the nearer one more often: on average the number itself.
 
     So weights without an f32 copy follow updates that are far below their last bit; rounded to the nearest they would
     stay where they are. What is drawn depends on `key` and on a number's place alone: rows are counted from `first`,
@@ -138,53 +126,15 @@ def stochastically_rounded(
 
     dropped = jax.vmap(bits)(first + jnp.arange(x.shape[0]))
     whole = jax.lax.bitcast_convert_type(x, jnp.uint32) + dropped.astype(jnp.uint32)
-    kept = jax.lax.bitcast_convert_type(whole & jnp.uint32(0xFFFF0000), jnp.float32)
-    return jnp.where(jnp.isfinite(x), kept, x).astype(jnp.bfloat16)
+    rounded = jax.lax.bitcast_convert_type(whole & jnp.uint32(0xFFFF0000), jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
-def check_elementwise(rule: optax.GradientTransformation | None) -> None:
-    """Raises ValueError for an optimizer of which a part of an array needs to know the rest.
-
-    Tried on two small matrices, whole and row by row.
-    """
-    if rule is None:
-        return
-    rng = np.random.default_rng(0)
-    with jax.ensure_compile_time_eval():
-        params, grads = ({n: jnp.asarray(rng.normal(size=(4, 3)), jnp.float32) for n in ("wq", "w_up")} for _ in "ab")
-
-        def changes(params: Any, grads: Any) -> Any:
-            return rule.update(grads, rule.init(params), params)[0]
-
-        def rows(tree: Any, i: int) -> Any:
-            return jax.tree.map(lambda a: a[i : i + 1], tree)
-
-        whole = changes(params, grads)
-        try:
-            alone = [changes({"wq": rows(params, i)["wq"]}, {"wq": rows(grads, i)["wq"]}) for i in range(4)]
-            same = all(np.allclose(rows(whole, i)["wq"], part["wq"], rtol=1e-5) for i, part in enumerate(alone))
-        except Exception:  # of whatever kind: it cannot compute a part
-            same = False
-    if not same:
-        raise ValueError(
-            "this optimizer changes a row of a matrix otherwise when it sees the rest of the matrix, or other "
-            "matrices: layers and pieces of tables are updated one by one here. Expected an elementwise one, such as "
-            "optax.adamw, optax.lion or optax.sgd; clipping is said in TrainSettings(clip=..., clip_norm=...)."
-        )
-
-
-def check_rounding(settings: TrainSettings, params: Any) -> None:
-    """Raises ValueError for stochastic rounding of what is not bf16."""
-    others = {str(leaf.dtype) for leaf in jax.tree.leaves(params)} - {"bfloat16"}
-    if settings.rounding == "stochastic" and others:
-        raise ValueError(
-            f"TrainSettings(rounding='stochastic') with weights in {', '.join(sorted(others))}: it is for bf16 weights "
-            "without a wider copy. Choose LlamaConfig(param_dtype=jnp.bfloat16), or leave rounding='nearest'."
-        )
-
-
-def check_mesh(settings: TrainSettings, mesh: MeshShape) -> None:
-    """Raises ValueError for settings that are computed on one device alone."""
+def check_optimizer(plan: Plan, settings: TrainSettings, optimizer: Any, param_dtype: Any) -> None:
+    """Raise ValueError where the plan, the settings and the optimizer exclude each other, with the remedy."""
+    if not isinstance(optimizer, optax.GradientTransformation | None):
+        raise TypeError(f"optimizer={optimizer!r}: expected an optax.GradientTransformation, such as optax.lion(1e-4).")
+    mesh = plan.mesh
     if mesh.devices > 1 and settings.clip == "layer":
         raise ValueError(
             f"TrainSettings(clip='layer') on a mesh {mesh.axes}: norms of layers are computed on one device. Leave "
@@ -194,4 +144,54 @@ def check_mesh(settings: TrainSettings, mesh: MeshShape) -> None:
         raise ValueError(
             f"TrainSettings(rounding='stochastic') on a mesh {mesh.axes}: what is drawn would depend on how arrays are "
             "split. Leave rounding='nearest'."
+        )
+    if settings.rounding == "stochastic" and param_dtype != jnp.bfloat16:
+        raise ValueError(
+            f"TrainSettings(rounding='stochastic') with weights in {jnp.dtype(param_dtype).name}: it is for bf16 "
+            "weights without a wider copy. Choose LlamaConfig(param_dtype=jnp.bfloat16), or leave rounding='nearest'."
+        )
+    if plan.layer_by_layer and settings.clip == "global" and settings.clip_norm is not None:
+        raise ValueError(
+            f"TrainSettings(clip='global', clip_norm={settings.clip_norm}) with weights on the host or an update in "
+            "the backward pass: the norm of all gradients is known when the last of them is there, and by then the "
+            "first have been used and are gone. Choose clip='layer', which clips each layer by its own norm, or "
+            "clip_norm=None; with weights='device', update='after' the norm of all is at hand."
+        )
+    if plan.layer_by_layer and settings.accumulate > 1:
+        raise ValueError(
+            f"TrainSettings(accumulate={settings.accumulate}) with weights on the host or an update in the backward "
+            "pass: gradients of several parts would have to be kept and added, for all layers, which is the room that "
+            "was to be saved. Choose accumulate=1: with layers fetched one by one a larger batch costs only its own "
+            "activations."
+        )
+    if optimizer is not None and (mesh.devices > 1 or plan.layer_by_layer or plan.moments == "host"):
+        _check_elementwise(optimizer)
+
+
+def _check_elementwise(optimizer: optax.GradientTransformation) -> None:
+    """Raise ValueError for an optimizer of which a part of an array needs to know the rest.
+
+    Tried on two small matrices, whole and row by row.
+    """
+    rng = np.random.default_rng(0)
+    with jax.ensure_compile_time_eval():
+        params, grads = ({n: jnp.asarray(rng.normal(size=(4, 3)), jnp.float32) for n in ("wq", "w_up")} for _ in "ab")
+
+        def changes(params: Any, grads: Any) -> Any:
+            return optimizer.update(grads, optimizer.init(params), params)[0]
+
+        def row(tree: Any, i: int) -> Any:
+            return {"wq": tree["wq"][i : i + 1]}
+
+        whole = changes(params, grads)
+        try:
+            alone = [changes(row(params, i), row(grads, i)) for i in range(4)]
+            same = all(np.allclose(whole["wq"][i : i + 1], part["wq"], rtol=1e-5) for i, part in enumerate(alone))
+        except Exception:  # of whatever kind: it cannot compute a part
+            same = False
+    if not same:
+        raise ValueError(
+            "this optimizer changes a row of a matrix otherwise when it sees the rest of the matrix, or other "
+            "matrices: on a mesh, or layer by layer, it would only see parts. Expected an elementwise one, such as "
+            "optax.adamw, optax.lion or optax.sgd; clipping is said in TrainSettings(clip=..., clip_norm=...)."
         )

@@ -18,14 +18,14 @@ from llamem.llama.sharding import PARAMETERS, READ_IN_PARTS, MeshShape, paramete
 
 
 def on_mesh(fn: Callable[..., Any], mesh: MeshShape, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`fn` as the program of every device of the mesh; `fn` itself where there is one device.
+    """Return `fn` as the program of every device of the mesh; `fn` itself where there is one device.
 
     `in_specs`, `out_specs`: which part of each argument and result a device has, as in `jax.shard_map`.
     """
     if mesh.devices == 1:
         return fn
     # Not check_vma=True: JAX's own Splash kernel does not say over which axes its results differ, and Pallas refuses
-    # it there (seen with 0.10). `collectives` writes out what JAX would infer of the rest.
+    # it there (seen with 0.10). `collectives` writes out what JAX would infer for the rest.
     return jax.shard_map(fn, mesh=mesh.mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
@@ -35,7 +35,7 @@ def batch_spec(mesh: MeshShape) -> PartitionSpec:
 
 
 def check_sizes(mesh: MeshShape, batch_size: int, seq_len: int, accumulate: int) -> None:
-    """Raises ValueError for batches and sequences that cannot be shared out evenly."""
+    """Raise ValueError for batches and sequences that cannot be shared out evenly."""
     shares = mesh.data * mesh.fsdp * accumulate
     if batch_size % shares:
         raise ValueError(
@@ -50,18 +50,17 @@ def check_sizes(mesh: MeshShape, batch_size: int, seq_len: int, accumulate: int)
 
 
 def sum_over_batch(x: Array, mesh: MeshShape) -> Array:
-    """The sum of what devices with different tokens computed, on all of them."""
+    """Return the sum of what devices with different tokens computed, on all of them."""
     axes = mesh.over("batch", "sequence")
     return lax.psum(x, axes) if axes else x
 
 
 def for_gradients_outside(params: Any, mesh: MeshShape) -> Any:
-    """The parameters, for a loss inside `shard_map` that is differentiated outside of it.
+    """Return the parameters for a loss inside `shard_map` that is differentiated outside of it.
 
-    There JAX shares the cotangent of a loss out among the devices that all hold it, those along "tensor", and sums the
-    gradients of a weight over the devices that all hold that. The layers go by another book: each of them has the whole
-    cotangent, and the whole gradient of a weight that all read alike. Both agree on such a weight; one that is split,
-    or read in parts, would get its share of the gradient alone.
+    There JAX divides the cotangent of the loss among the devices along "tensor", which all hold it, and sums gradients
+    of a weight over the devices that hold it. Inside, each device computes with the whole cotangent. Both give the same
+    gradient of a weight that every device holds; one that is split, or read in parts, would get its share alone.
     """
     if mesh.tensor_axis is None:
         return params
@@ -83,11 +82,11 @@ _with_gradient_times.defvjp(lambda w, factor: (w, None), lambda factor, _, dw: (
 
 
 def sum_gradients(grads: Any, mesh: MeshShape) -> Any:
-    """Each device's gradients, summed over the devices that hold the same part of a weight and read it differently."""
+    """Return each device's gradients, summed over devices with the same part of a weight that read it differently."""
 
     def one(path: tuple[Any, ...], grad: Array) -> Array:
         name = str(parameter_name(path))
-        # Of a gathered weight, the gradients of all who gathered it arrived summed.
+        # The gradients of a gathered weight arrive summed over the devices that gathered it.
         summed = mesh.over("d_model") if "d_model" in PARAMETERS[name] else ()
         axes = tuple(axis for axis in mesh.over("batch", "sequence") if axis not in summed)
         if name in READ_IN_PARTS and mesh.tensor_axis:
@@ -98,7 +97,7 @@ def sum_gradients(grads: Any, mesh: MeshShape) -> Any:
 
 
 def global_norm(grads: Any, mesh: MeshShape = MeshShape()) -> Float[Array, ""]:
-    """The norm of all gradients, in f32; on a mesh, inside `shard_map`, with each element counted once."""
+    """Return the norm of all gradients, in f32; on a mesh, inside `shard_map`, with each element counted once."""
 
     def squares(path: tuple[Any, ...], grad: Array) -> Array:
         split = mesh.over(*(name for name in PARAMETERS[str(parameter_name(path))] if name))

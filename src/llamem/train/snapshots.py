@@ -1,9 +1,9 @@
-"""Training checkpoints (Orbax) and the metrics file, kept in step with each other: whole or not at all."""
+"""Training checkpoints (Orbax) and the metrics file of a run, kept in step with each other: whole or not at all."""
 
 import contextlib
+import errno
 import json
 import os
-import sys
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -11,28 +11,39 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jaxtyping import Integer
 
 from llamem._extras import import_extra
 from llamem._files import locked, write_whole
-from llamem.train.array_sums import checksums
+from llamem.layers.offload import to_device
+from llamem.memory.shapes import on_host
 from llamem.train.hosts import check_folder
 
 OnChange = Literal["refuse", "continue"]
+_DISK = {
+    errno.ENOSPC: "its disk is full. Free some space",
+    errno.EDQUOT: "its disk quota is used up. Free some space",
+    errno.EFBIG: "its file system takes no files of that size",
+    errno.EROFS: "its file system is read-only",
+    errno.EACCES: "this user may not write there",
+    errno.EPERM: "this user may not write there",
+    errno.ENOENT: "no folder can be made there",
+    errno.ENOTDIR: "a part of that path is a file",
+}
 
 
 class Snapshots:
     """The snapshots and metrics of one run, in one folder, which a `with` block holds for this process alone.
 
     `model` and `settings` say what a snapshot belongs to, as JSON-able values by name. They are stored beside the
-    arrays, with a checksum of each array: a snapshot of another model or of other settings is refused by name of what
-    differs, and one that is damaged by name of the array. Orbax writes into a temporary folder and renames it when
-    complete, so a run killed at any moment leaves only whole snapshots. The two newest are kept. Of several processes
-    each stores the arrays of its own devices; the first holds the folder and writes the rest.
+    arrays, with a sum of each array. Orbax writes into a temporary folder and renames it when complete, so a run killed
+    at any moment leaves only whole snapshots. The two newest are kept. On several hosts each stores the arrays of its
+    own devices; the first holds the folder and writes the rest.
 
-    Entering raises NotADirectoryError where the folder is a file, and BlockingIOError where another process holds it.
+    Entering raises NotADirectoryError where the folder is a file, BlockingIOError where another process holds it, and
+    OSError, with the folder and what to do, where nothing can be written.
     """
 
     def __init__(self, folder: str | os.PathLike, model: dict[str, Any], settings: dict[str, Any]):
@@ -51,12 +62,14 @@ class Snapshots:
         with contextlib.ExitStack() as opening:
             if self._first:
                 why = "Two runs in one folder would mix their metrics."
-                opening.enter_context(locked(self.folder / "run.lock", why))
+                with _explained(self.folder):
+                    opening.enter_context(locked(self.folder / "run.lock", why))
             if jax.process_count() > 1:
                 multihost_utils.sync_global_devices("the first host holds the folder")
                 check_folder(self.folder)
             options = self._ocp.CheckpointManagerOptions(max_to_keep=2, create=True, enable_async_checkpointing=False)
-            self._manager = self._ocp.CheckpointManager(self.folder / "snapshots", options=options)
+            with _explained(self.folder):
+                self._manager = self._ocp.CheckpointManager(self.folder / "snapshots", options=options)
             opening.callback(self._manager.close)
             self._open = opening.pop_all()
         return self
@@ -65,28 +78,28 @@ class Snapshots:
         self._open.close()
 
     def latest(self) -> int | None:
-        """The step of the newest complete snapshot; None where there is none."""
+        """Return the step of the newest complete snapshot; None where there is none."""
         return self._manager.latest_step()
 
     def save(self, step: int, state: Any) -> None:
-        """Stores every array of `state`, with what it belongs to. Returns when all is on disk under its final name.
+        """Store every array of `state`. Return when all is on disk under its final name.
 
-        Raises FloatingPointError where an array holds a NaN or an infinity, and RuntimeError where Orbax declines the
-        step, since it has one as new; neither stores anything.
+        Raise FloatingPointError for arrays that hold NaN or infinity, RuntimeError where a newer snapshot is there, and
+        OSError, with the folder and what to do, where the disk takes no more; none of them stores anything.
         """
-        arrays = _flat(state)
-        sums, ruined = checksums(arrays)
-        if ruined:
+        arrays = _by_name(state)
+        sums, finite = _sums(arrays)
+        if ruined := [name for name in arrays if not finite[name]]:
             raise FloatingPointError(f"{_few(ruined)} of step {step} hold NaN or infinity, so they were not saved.")
-        about = {**self.about, "sums": sums}
-        args = self._ocp.args
-        stored = self._manager.save(
-            step,
-            args=args.Composite(
-                state=args.StandardSave(arrays),
-                identity=args.JsonSave({"about": about, "checksum": _checksum_of_json(about)}),
-            ),
-        )
+        about, args = {**self.about, "sums": sums}, self._ocp.args
+        with _explained(self.folder):
+            stored = self._manager.save(
+                step,
+                args=args.Composite(
+                    state=args.StandardSave(arrays),
+                    identity=args.JsonSave({"about": about, "checksum": _checksum(about)}),
+                ),
+            )
         if not stored:
             raise RuntimeError(
                 f"step {step} was not saved: {self.folder / 'snapshots'} has one of step {self.latest()}. Steps are "
@@ -94,41 +107,59 @@ class Snapshots:
             )
 
     def delete(self, step: int) -> None:
-        """Removes the snapshot of a step; nothing where there is none."""
+        """Remove the snapshot of a step; do nothing where there is none."""
         if step in self._manager.all_steps():
             self._manager.delete(step)
 
-    def restore(self, step: int, abstract_state: Any, on_change: OnChange = "refuse") -> Any:
-        """The state of a snapshot, in the structure, shapes and types of `abstract_state`.
+    def restore(self, abstract_state: Any, on_change: OnChange = "refuse") -> tuple[int, Any]:
+        """Return the step and state of the newest whole snapshot, in the structure, shapes and types asked for.
 
-        Raises ValueError for a snapshot of another model, for one of other settings unless `on_change="continue"`, and
-        for one that is damaged or cannot be read.
+        A damaged one is named in a warning and put aside as `snapshots/damaged-STEP`, and the one before it is taken.
+        Raise ValueError for a snapshot of another model, for one of other settings unless `on_change="continue"`, and
+        where every snapshot is damaged.
         """
+        damage = {}
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            found, damage[step] = self._read(step, abstract_state, on_change)
+            if damage[step] is None:
+                self._put_aside({step: why for step, why in damage.items() if why})
+                return step, found
+        raise ValueError(
+            f"no snapshot in {self.folder / 'snapshots'} can be read: "
+            f"{'; '.join(f'{step}: {why}' for step, why in damage.items())}. Delete that folder to begin at step 0, or "
+            "choose another output folder."
+        )
+
+    def _read(self, step: int, abstract_state: Any, on_change: OnChange) -> tuple[Any, str | None]:
+        """The state of a snapshot, and None; or None, and what is wrong with it."""
         args = self._ocp.args
-        wanted = {name: _here(leaf) for name, leaf in _flat(abstract_state).items()}
+        wanted = {name: _with_sharding(leaf) for name, leaf in _by_name(abstract_state).items()}
         try:
             stored = self._manager.restore(step, args=args.Composite(identity=args.JsonRestore()))["identity"]
             about = stored["about"]
-            if _checksum_of_json(about) != stored["checksum"]:
-                raise _Damaged("its description is not what was written")
-            if "sums" not in about:
-                raise _Damaged("an earlier version of this package wrote it, with checksums of another kind")
+            if _checksum(about) != stored["checksum"]:
+                return None, "its description is not what was written"
             self._check(about, on_change)
-            with _no_flood():
-                arrays = self._manager.restore(step, args=args.Composite(state=args.StandardRestore(wanted)))["state"]
-            sums, _ = checksums(arrays)
-            wrong = [name for name in wanted if sums[name] != about["sums"][name]]
-            if wrong:
-                raise _Damaged(f"{_few(wrong)} are not the numbers that were written")
-        except _WrongSnapshot:
+            arrays = self._manager.restore(step, args=args.Composite(state=args.StandardRestore(wanted)))["state"]
+            sums, _ = _sums(arrays)
+            if wrong := [name for name in wanted if sums[name] != about["sums"][name]]:
+                return None, f"{_few(wrong)} are not the numbers that were written"
+        except _OtherRun:
             raise
-        except Exception as error:
-            what = str(error) if isinstance(error, _Damaged) else f"{type(error).__name__}: {str(error)[:200]}"
-            raise ValueError(
-                f"the snapshot {self.folder / 'snapshots' / str(step)} cannot be read ({what}). Delete that folder to "
-                "go on from the one before it, or choose another output folder."
-            ) from error
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
+        except Exception as error:  # Orbax and tensorstore raise whatever they meet
+            return None, f"{type(error).__name__}: {str(error)[:200]}"
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted]), None
+
+    def _put_aside(self, damage: dict[int, str]) -> None:
+        for step, why in damage.items():
+            folder = self.folder / "snapshots" / str(step)
+            if self._first:
+                warnings.warn(f"the snapshot {folder} is damaged ({why}): the one before it is taken.", stacklevel=4)
+                folder.rename(folder.with_name(f"damaged-{step}"))
+        if damage:
+            if jax.process_count() > 1:
+                multihost_utils.sync_global_devices("damaged snapshots are put aside")
+            self._manager.reload()
 
     def _check(self, stored: dict[str, Any], on_change: OnChange) -> None:
         model, settings = (_differences(stored[part], self.about[part]) for part in ("model", "settings"))
@@ -143,65 +174,97 @@ class Snapshots:
                 "the curve is then not that of a run in one go."
             )
         if model or settings:
-            raise _WrongSnapshot(
+            raise _OtherRun(
                 f"the snapshots in {self.folder} belong to another run: {'; '.join([*model, *settings])}. {remedy}"
             )
 
-    def cut_metrics(self, up_to: int) -> list[dict[str, float]]:
-        """Rewrites the metrics file without the rows after step `up_to`, and returns those that stay.
+    def cut_metrics(self, up_to: int) -> list[dict[str, Any]]:
+        """Rewrite the metrics file without the rows after step `up_to`, and return those that stay, one a step.
 
-        Later rows were written after the snapshot that is resumed, and are written again. A torn last line is left out
-        too: the run was killed while it wrote it. Rows are not synced to the disk one by one, so after a power failure
-        some before `up_to` may be missing: a warning names the steps. Raises ValueError for any other line that is no
-        row, and leaves the file as it is.
+        Later rows were written after the snapshot that is resumed, and are written again. A torn last line is left out:
+        the run was killed while it wrote it. Raise ValueError for any other line that is no row.
         """
         lines = self._metrics.read_bytes().splitlines() if self._metrics.exists() else []
-        rows = []
+        rows = {}
         for number, line in enumerate(lines, start=1):
-            row = _row(line)
-            if row is None and number < len(lines):
+            try:
+                row = json.loads(line)
+                if type(row["step"]) is not int:
+                    raise TypeError
+                rows[row["step"]] = row
+            except (ValueError, TypeError, KeyError, RecursionError):
+                if number == len(lines):
+                    break
                 raise ValueError(
                     f"line {number} of {self._metrics} is no row of metrics: {line[:80]!r}. Expected a JSON object "
                     'with a whole "step" in each line. Delete that line, or move the file away.'
-                )
-            if row is not None and row["step"] <= up_to:
-                rows.append(row)
-        if missing := sorted(set(range(1, up_to + 1)) - {row["step"] for row in rows}):
+                ) from None
+        rows = [row for step, row in sorted(rows.items()) if step <= up_to]
+        if len(rows) < up_to:
             warnings.warn(
-                f"{self._metrics} lacks {len(missing)} of the steps 1 to {up_to}, the first of them {missing[0]}: the "
-                "machine went down before they were on disk, or lines were deleted. Training goes on without them.",
+                f"{self._metrics} lacks {up_to - len(rows)} of the steps 1 to {up_to}: the machine went down before "
+                "they were on disk, or lines were deleted. Training goes on without them.",
                 stacklevel=2,
             )
         if self._first:
-            write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
+            with _explained(self.folder):
+                write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
         return rows
 
-    def append_metrics(self, row: dict[str, float]) -> None:
-        """Adds one line to the metrics file."""
+    def append_metrics(self, row: dict[str, Any]) -> None:
+        """Add one line to the metrics file."""
         if self._first:
-            with open(self._metrics, "a") as file:
+            with _explained(self.folder), open(self._metrics, "a") as file:
                 file.write(json.dumps(row) + "\n")
 
 
-class _WrongSnapshot(ValueError):
+class _OtherRun(ValueError):
     pass
 
 
-class _Damaged(ValueError):
-    pass
-
-
-def fingerprint(tokens: Integer[np.ndarray, " tokens"]) -> str:
-    """A short name for a token stream: its length and a checksum of it."""
-    return f"{len(tokens)} tokens, crc {zlib.crc32(np.ascontiguousarray(tokens).view(np.uint8).data):08x}"
-
-
-def _row(line: bytes) -> dict[str, float] | None:
+@contextlib.contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Raise errors of the disk as OSError with the folder and what to do. Tensorstore's say so in their text alone."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+        yield
+    except (BlockingIOError, NotADirectoryError):
+        raise
+    except Exception as error:
+        number = error.errno if isinstance(error, OSError) else None
+        number = errno.ENOSPC if "No space left on device" in str(error) else number
+        if number not in _DISK:
+            raise
+        raise OSError(
+            number,
+            f"{folder} cannot be written: {_DISK[number]}, or choose another output folder; the same call then goes on "
+            "from the newest snapshot",
+        ) from error
+
+
+def checksum(params: Any) -> str:
+    """Return a short name for the numbers of a tree of arrays, wherever they lie."""
+    return f"{_checksum(_sums(_by_name(params))[0]):08x}"
+
+
+def _sums(arrays: dict[str, Any]) -> tuple[dict[str, int], dict[str, bool]]:
+    """A sum of every array's bits, and whether all its numbers are finite: the same however the array is spread."""
+    found = {name: _sum_of_bits(array) for name, array in arrays.items()}
+    return {name: int(total) for name, (total, _) in found.items()}, {
+        n: bool(finite) for n, (_, finite) in found.items()
+    }
+
+
+@jax.jit
+def _sum_of_bits(x: Any) -> tuple[jax.Array, jax.Array]:
+    """Modulo 2**32, each element times an odd number of its place: a change of one element always changes the sum."""
+    x = to_device(x) if on_host(x.aval) else x
+    bits = x.astype(jnp.uint8) if x.dtype == bool else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    place, stride = jnp.zeros(x.shape, jnp.uint32), 1
+    for axis in reversed(range(x.ndim)):
+        place += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * np.uint32(stride % 2**32)
+        stride *= x.shape[axis]
+    finite = jnp.isfinite(x).all() if jnp.issubdtype(x.dtype, jnp.floating) else jnp.asarray(True)
+    return jnp.sum(bits.astype(jnp.uint32) * (2 * place + 1), dtype=jnp.uint32), finite
 
 
 def _differences(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -213,36 +276,20 @@ def _differences(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
 
 
-def _flat(tree: Any) -> dict[str, Any]:
+def _by_name(tree: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
 
 
-def _here(leaf: Any) -> Any:
-    """A leaf of a state on one device says so: without a place Orbax asks for the devices that wrote the snapshot."""
+def _with_sharding(leaf: Any) -> Any:
+    """A leaf without a sharding on this process's device: else Orbax asks for the devices that wrote the snapshot."""
     if getattr(leaf, "sharding", None) is not None:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
 
-def _checksum_of_json(about: dict[str, Any]) -> int:
+def _checksum(about: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
 def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-@contextlib.contextmanager
-def _no_flood() -> Iterator[None]:
-    # At the first array that it cannot read Orbax closes its event loop. Each read still under way then prints a
-    # traceback, from a thread of its own and some time after the error: so the hook stays where there was an error.
-    before = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        said = str(unraisable.exc_value)
-        if "Event loop is closed" not in said and "Encountered error while reading array" not in said:
-            before(unraisable)
-
-    sys.unraisablehook = hook
-    yield
-    sys.unraisablehook = before

@@ -13,7 +13,7 @@ from llamem.llama.config import LlamaConfig
 from llamem.memory.chips import available
 from llamem.memory.compiling import compile_report
 from llamem.memory.report import GiB
-from llamem.train.step import TrainSettings, abstract_step
+from llamem.train import TrainSettings, abstract_step
 
 
 def check_standing_bytes(fn: Callable[..., Any]) -> None:

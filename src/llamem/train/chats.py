@@ -1,0 +1,191 @@
+"""Chats to batches: a file of conversations, the assistant's tokens marked, packed to whole sequences."""
+
+import bisect
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int32, UInt32
+
+from llamem._checks import check_whole, show
+from llamem.llama.tokenizer import Tokenizer
+from llamem.train.batch_loss import IGNORED
+from llamem.train.data import Shuffled, check_vocabulary, fingerprint, read_utf8
+
+_EXPECTED = (
+    'expected {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} or '
+    '{"prompt": "...", "completion": "..."}'
+)
+
+
+class Chat(NamedTuple):
+    """The tokens of one conversation, and which of them the assistant wrote: those that a loss is for."""
+
+    ids: UInt32[np.ndarray, " tokens"]
+    wrote: Bool[np.ndarray, " tokens"]
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Conversations to train on, and others that are held out."""
+
+    train: tuple[Chat, ...]
+    heldout: tuple[Chat, ...]
+    vocab_size: int
+
+    def batches(
+        self, batch_size: int, seq_len: int, seed: int, vocab_size: int
+    ) -> "tuple[PackedBatches, PackedBatches]":
+        """Return the batches to train on, in the order of `seed`, and those held out."""
+        size, parts = (batch_size, seq_len), ((self.train, seed), (self.heldout, 0))
+        train, heldout = (PackedBatches(chats, *size, seed, vocab_size=vocab_size) for chats, seed in parts)
+        return train, heldout
+
+    def fingerprints(self) -> dict[str, str]:
+        """Return short names for the tokens of the two parts."""
+        parts = {"training data": self.train, "held-out data": self.heldout}
+        return {name: fingerprint(array for chat in chats for array in chat) for name, chats in parts.items()}
+
+
+def load_chats(
+    source: str | os.PathLike | Sequence[Mapping[str, Any]],
+    tokenizer: Tokenizer | None = None,
+    *,
+    heldout_fraction: float = 0.1,
+) -> Chats:
+    """Return the chats of a JSONL file, as tokens by the tokenizer's chat template; the assistant's turns are marked.
+
+    Each line is a chat, `{"messages": [{"role": ..., "content": ...}, ...]}` with at least one turn of the assistant,
+    or `{"prompt": "...", "completion": "..."}`, which is one question of the user's and its answer. `source` may also
+    be a list of such objects. `tokenizer`: of the model that is trained, `Tokenizer(folder)`; by default Llama 3's.
+    Whole chats are held out, about `heldout_fraction` of them and at least one, chosen by a hash of their tokens.
+
+    Raise FileNotFoundError for a missing file; ValueError for fewer than two chats, and, with file, line and what was
+    expected, for a line that holds none: nothing is left out silently.
+    """
+    if not isinstance(heldout_fraction, (int, float)) or not 0 < heldout_fraction < 1:
+        raise ValueError(f"heldout_fraction is {heldout_fraction!r}; it must lie between 0 and 1, for instance 0.1.")
+    if not isinstance(tokenizer, Tokenizer | None):
+        raise TypeError(f"load_chats(tokenizer={tokenizer!r}): expected a llamem.train.Tokenizer.")
+    tokenizer = tokenizer or Tokenizer()
+    chats = []
+    for where, record in _records(source):
+        try:
+            chat = Chat(*tokenizer.chat(_messages(record)))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error} Nothing was loaded.") from None
+        if not chat.wrote.any():
+            raise ValueError(f"{where}: no turn of the assistant, so there is nothing to learn; {_EXPECTED}.")
+        chats.append(chat)
+    if len(chats) < 2:
+        raise ValueError(f"{show(source)} has {len(chats)} chats: expected at least two, one of them to hold out.")
+    order = sorted(range(len(chats)), key=lambda i: hashlib.blake2b(chats[i].ids.tobytes()).digest())
+    held = set(order[: min(len(chats) - 1, max(1, round(heldout_fraction * len(chats))))])
+    train, heldout = (tuple(c for i, c in enumerate(chats) if (i in held) == out) for out in (False, True))
+    return Chats(train, heldout, tokenizer.vocab_size)
+
+
+def _records(source: Any) -> list[tuple[str, Any]]:
+    """Each record, and where it stands."""
+    if not isinstance(source, (str, os.PathLike)):
+        if not isinstance(source, Sequence):
+            raise TypeError(f"load_chats({show(source)}): expected the path of a JSONL file, or a list of chats.")
+        return [(f"chat {i}", record) for i, record in enumerate(source)]
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file of chats {str(source)!r}. In each line {_EXPECTED}.")
+    records = []
+    for number, line in enumerate(read_utf8(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            records.append((where, json.loads(line)))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where}: no JSON ({error}): {show(line)}; {_EXPECTED}. Nothing was loaded.") from None
+    return records
+
+
+def _messages(record: Any) -> list[Any]:
+    if isinstance(record, Mapping) and isinstance(messages := record.get("messages"), list):
+        return messages
+    if isinstance(record, Mapping) and {"prompt", "completion"} <= set(record):
+        sides = [(record["prompt"], "user"), (record["completion"], "assistant")]
+        if all(isinstance(text, str) for text, _ in sides):
+            return [{"role": role, "content": text} for text, role in sides]
+        if all(isinstance(messages, list) for messages, _ in sides):
+            return [*record["prompt"], *record["completion"]]
+    raise ValueError(f"{show(record)} is no chat; {_EXPECTED}.")
+
+
+class PackedBatches(Shuffled):
+    """Chats packed to sequences of `seq_len` tokens, with the number of the chat that each token belongs to.
+
+    Every chat stands whole in one sequence, its targets are the assistant's tokens (-100 elsewhere), and by their
+    segments chats in one sequence do not see each other. What is longer than `seq_len` is cut at its end, and left out
+    where no token of the assistant is left: `cut` says how much and why. Sequences come as those of `Batches`.
+
+    Raise ValueError for sizes below one, for an id outside the vocabulary, and where no chat is left.
+    """
+
+    def __init__(
+        self, chats: Sequence[Chat], batch_size: int, seq_len: int, seed: int = 0, *, vocab_size: int | None = None
+    ):
+        self.seq_len = T = check_whole("seq_len", seq_len)
+        fitting = [Chat(chat.ids[: T + 1], chat.wrote[: T + 1]) for chat in chats]
+        self._chats = [chat for chat in fitting if chat.wrote[1:].any()]
+        self.cut = _what_is_cut(chats, self._chats, T)
+        if not self._chats:
+            raise ValueError(f"no chat has a token of the assistant among its first {T} tokens. Take a longer seq_len.")
+        for chat in self._chats:
+            check_vocabulary(int(chat.ids.min()), int(chat.ids.max()), vocab_size)
+        self._rows = _pack([len(chat.ids) - 1 for chat in self._chats], T)
+        super().__init__(len(self._rows), batch_size, seed)
+
+    def batch_at(
+        self, step: int, rows: slice = slice(None)
+    ) -> tuple[Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"], Int32[np.ndarray, "B T"]]:
+        """Return inputs, targets and segments of a step's batch; `rows`: of some of its sequences. Padding is 0."""
+        numbers = self.sequences_of(step, rows)
+        shape = len(numbers), self.seq_len
+        inputs_BT, segments_BT = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        targets_BT = np.full(shape, IGNORED, np.int32)
+        for row, number in enumerate(numbers):
+            end = 0
+            for segment, i in enumerate(self._rows[number], start=1):
+                ids, wrote = self._chats[i]
+                place = slice(end, end := end + len(ids) - 1)
+                inputs_BT[row, place], segments_BT[row, place] = ids[:-1], segment
+                targets_BT[row, place] = np.where(wrote[1:], ids[1:].astype(np.int32), IGNORED)
+        return inputs_BT, targets_BT, segments_BT
+
+
+def _pack(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Which chats share a sequence: the longest first, each into the fullest sequence that has room for it."""
+    rows: list[list[int]] = []
+    left: list[tuple[int, int]] = []  # what is free in each sequence, and its number, in rising order
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect.bisect_left(left, (lengths[i], -1))
+        free, row = left.pop(at) if at < len(left) else (room, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(i)
+        bisect.insort(left, (free - lengths[i], row))
+    return rows
+
+
+def _what_is_cut(chats: Sequence[Chat], left: Sequence[Chat], T: int) -> str:
+    """How many of the assistant's tokens are not trained on, and why; nothing where all are."""
+    lost = sum(int(chat.wrote[1:].sum()) for chat in chats) - sum(int(chat.wrote[1:].sum()) for chat in left)
+    if not lost:
+        return ""
+    longer = sum(len(chat.ids) > T + 1 for chat in chats)
+    return (
+        f"{lost:,} of the assistant's tokens are cut: {longer} of {len(chats)} chats are longer than seq_len={T}, and "
+        f"{len(chats) - len(left)} of them have no answer before that and are left out."
+    )
