@@ -1,3 +1,5 @@
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,11 +130,12 @@ def test_prompts_of_different_lengths_end_where_each_stops_and_one_program_serve
         end = next((i for i, token in enumerate(own) if token == stop), 7)
         np.testing.assert_array_equal(row[: end + 1], own[: end + 1])
         assert (row[end:] == row[end]).all()
-    compiled = _generate._cache_size()
+    cache_size: Any = getattr(_generate, "_cache_size")  # noqa: B009
+    compiled = cache_size()
     for size, new in ((3, 5), (30, 20), (17, 11)):
         ids = [rng.integers(1, SMALL.vocab_size, size - i).tolist() for i in range(3)]
         assert generate(model, ids, new, temperature=0).shape == (3, new)
-    assert _generate._cache_size() == compiled
+    assert cache_size() == compiled
     with pytest.raises(ValueError, match=r"21 tokens, a prompt of 13 and 8 new ones, are more than max_len=20"):
         generate(model, prompts, 8, temperature=0, max_len=20)
 

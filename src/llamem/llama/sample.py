@@ -113,6 +113,7 @@ def _side_by_side(prompts: Any) -> tuple[Any, Array]:
     if isinstance(prompts, (jax.Array, np.ndarray)):
         shape = prompts.shape if prompts.ndim == 2 else (0, 0)
         return prompts, jnp.full(shape[0], shape[1], jnp.int32)
+    rows: list[np.ndarray] = []
     try:
         rows = [np.asarray(prompt) for prompt in prompts]
         right = bool(rows) and all(row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows)
