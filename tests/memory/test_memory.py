@@ -190,7 +190,17 @@ LOSS_SHAPES = shape(8192, 512, dtype=jnp.bfloat16), shape(128_256, 512, dtype=jn
 @needs_tpu_compiler
 @pytest.mark.tpu_compile
 def test_a_tpu_that_is_not_there(empty_cache, monkeypatch):
+    left: list[str] = []
+
+    def reading(dump, platform):
+        left.extend(file.name for folder in (dump, dump.parent) for file in folder.iterdir())
+        return read_dump(dump, platform)
+
+    monkeypatch.setattr(absent, "read_dump", reading)
     report = llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, chip="v5e-1")
+    # The compiler was ended when memory was assigned.
+    assert report.depth == "memory" and any(name.endswith("buffer-assignment.txt") for name in left)
+    assert "answer.json" not in left and not any("after_codegen" in name for name in left)
     assert report.fits and report.argument_bytes == 2 * 512 * (8192 + 128_256) and report.host_bytes == 0
     assert report.peak_bytes > report.argument_bytes + 2 * 8192 * 128_256
     assert {"8192", "128256"} == set(re.findall(r"\d+", report.buffers[0].shape.split("[")[1])), report.buffers[0]
@@ -230,21 +240,6 @@ def test_the_quick_answer_is_the_whole_one(empty_cache, monkeypatch, fn, shapes,
     few = 2**15 if jax.__version_info__ >= (0, 10) else 2**16
     assert abs(whole.temp_bytes - quick.temp_bytes) <= few  # a few KB come and go while code is made
     assert quick.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
-
-
-@needs_tpu_compiler
-@pytest.mark.tpu_compile
-def test_the_compiler_is_ended_when_memory_is_assigned(empty_cache, monkeypatch):
-    left: list[str] = []
-
-    def reading(dump, platform):
-        left.extend(file.name for folder in (dump, dump.parent) for file in folder.iterdir())
-        return read_dump(dump, platform)
-
-    monkeypatch.setattr(absent, "read_dump", reading)
-    assert llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, chip="v5e-1").depth == "memory"
-    assert any(name.endswith("buffer-assignment.txt") for name in left)
-    assert "answer.json" not in left and not any("after_codegen" in name for name in left)
 
 
 def test_how_far_a_compiler_goes_is_memory_or_code(as_a_user):
@@ -454,8 +449,9 @@ def test_several_chips_hold_their_shards_and_say_what_they_send(empty_cache, nam
     sent = {row.operation: row.bytes for row in report.collectives}
     assert sent["all-gather"] == 2 * 2048 * 8192 // (chip.devices // 2)  # the weights of its columns, whole
     assert "all-reduce" in sent and "all-gather" in str(report) and "all-gather" in report._repr_html_()
-    whole = llamem.compile_report(product, x, shape(2048, 8192, dtype=jnp.bfloat16), chip=name)
-    assert whole.argument_bytes == 2 * (4096 * 2048 // 2 + 2048 * 8192)
+    if name == "v5e-8":  # what has no sharding lies on every chip whole
+        whole = llamem.compile_report(product, x, shape(2048, 8192, dtype=jnp.bfloat16), chip=name)
+        assert whole.argument_bytes == 2 * (4096 * 2048 // 2 + 2048 * 8192)
 
 
 @needs_tpu_compiler
@@ -577,19 +573,17 @@ def test_a_chip_that_is_not_there_has_no_python_to_call(fn):
 @needs_tpu_compiler
 @pytest.mark.tpu_compile
 def test_a_model_that_asks_which_devices_are_here_is_noted(empty_cache):
-    def chooses(x):
-        return x @ x.T if jax.local_devices()[0].platform == "tpu" else jnp.sin(x)
+    def asks(x):
+        chosen = x @ x.T if jax.local_devices()[0].platform == "tpu" else jnp.sin(x)
+        known = x @ x.T if llamem.memory.compiling_for().startswith("TPU") else jnp.cos(x)
+        return chosen, known
 
-    def knows(x):
-        return x @ x.T if llamem.memory.compiling_for().startswith("TPU") else jnp.sin(x)
-
-    wrong, right = (llamem.compile_report(fn, shape(2048, 2048), chip="v5e-1") for fn in (chooses, knows))
-    line = chooses.__code__.co_firstlineno + 1
-    (note,) = (note for note in wrong.warnings if "which devices are here" in note)
+    report = llamem.compile_report(asks, shape(1024, 1024), chip="v5e-1")
+    (note,) = (note for note in report.warnings if "which devices are here" in note)
+    line = asks.__code__.co_firstlineno + 1
     assert f"(jax.local_devices() in test_memory.py:{line})" in note and "not chosen for v5e-1" in note
-    assert wrong.matmul_flops == 0 and right.matmul_flops == 2 * 2048**3
-    assert not any("which devices" in note for note in right.warnings)
-    assert not any("which devices" in note for note in llamem.compile_report(chooses, shape(3, 3)).warnings)
+    assert report.matmul_flops == 2 * 1024**3
+    assert not any("which devices" in note for note in llamem.compile_report(asks, shape(3, 3)).warnings)
 
 
 @pytest.mark.tpu_compile
