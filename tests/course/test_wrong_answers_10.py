@@ -13,7 +13,7 @@ import pytest
 import llamem
 from llamem.course.exercises import suspects
 from llamem.course.exercises import trust_but_verify as exercises
-from llamem.verify.case import Title
+from llamem.verify import Title
 
 policies = jax.checkpoint_policies
 ROOT = Path(__file__).resolve().parent.parent.parent

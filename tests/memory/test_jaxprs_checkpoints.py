@@ -113,17 +113,27 @@ def test_names_in_the_forward_rule_of_a_custom_derivative_are_found():
     assert "doubled" in set(jaxprs.names_in(saved.jaxpr)), "JAX no longer keeps names given in a forward rule"
 
 
+def test_what_vmap_a_host_function_and_a_custom_derivative_leave_in_a_trace():
+    def drawn(key, x):
+        return jax.random.normal(key, x.shape) + jax.pure_callback(lambda a: a + 1, X, X)
+
+    shared = jax.make_jaxpr(jax.vmap(jax.jit(drawn), in_axes=(None, 0)))(jax.random.key(0), jnp.stack([X, X]))
+    (call,) = [eqn for eqn in shared.jaxpr.eqns if jaxprs.inner_jaxprs(eqn)]
+    assert jaxprs.vmaps_around(call) == 1, "JAX no longer writes vmap into the names of operations"
+    (asked,) = [f for eqn, _ in jaxprs.equations(shared.jaxpr) if (f := jaxprs.host_function(eqn))]
+    np.testing.assert_array_equal(asked(np.asarray(X))[0], np.asarray(X) + 1)
+
+    @jax.custom_vjp
+    def square(x):
+        return checkpoint_name(x**2, "only here")
+
+    square.defvjp(lambda x: (x**2, x), lambda x, g: (2 * x * g,))
+    program = jax.make_jaxpr(square)(X)
+    assert not set(jaxprs.names_in(program.jaxpr)) and not jaxprs.names_when_differentiated(program)
+
+
 def loss_of(square, x):
     return jax.checkpoint(square, policy=POLICIES.save_only_these_names("doubled"))(x)
-
-
-def replayed(program, values):
-    """Runs a traced program through `control_flow` and `evaluate` alone."""
-    known = dict(zip((*program.jaxpr.constvars, *program.jaxpr.invars), (*program.consts, *values), strict=True))
-    for eqn in program.jaxpr.eqns:
-        operands = [getattr(var, "val", None) if hasattr(var, "val") else known[var] for var in eqn.invars]
-        known |= dict(zip(eqn.outvars, jaxprs.evaluate(eqn, program.jaxpr, operands), strict=True))
-    return [known[var] for var in program.jaxpr.outvars]
 
 
 def with_everything(w, x, n):
@@ -137,14 +147,13 @@ def test_loops_and_branches_are_read():
     program = jax.make_jaxpr(with_everything)(W, X, 3)
     flows = [jaxprs.control_flow(eqn) for eqn in program.jaxpr.eqns]
     (scan,) = [flow for flow in flows if isinstance(flow, jaxprs.Scan)]
-    assert (scan.n_consts, scan.n_carry, scan.length, scan.reverse) == (0, 1, 3, False), "a scan's operands moved"
+    assert (scan.n_consts, scan.n_carry, scan.length) == (0, 1, 3), "a scan's operands moved"
     (loop,) = [flow for flow in flows if isinstance(flow, jaxprs.While)]
     consts = loop.n_condition_consts, loop.n_body_consts
     assert consts == (1, 1) and len(loop.programs) == 2, "the operands of a while loop moved"
     (cond,) = [flow for flow in flows if isinstance(flow, jaxprs.Branches)]
     assert len(cond.branches) == 2
     assert any(isinstance(flow, jaxprs.Call) for flow in flows)
-    np.testing.assert_allclose(replayed(program, (W, X, 3))[0], with_everything(W, X, 3), rtol=1e-6)
 
 
 def test_a_reduction_is_no_call():

@@ -12,19 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from programs import KEYS, WEIGHTS, D, L, N, Row, X, by_policy, dropout, layer, scanned, unrolled
 
 import llamem
-from llamem.verify import (
-    checkpoints_are_there,
-    choices_are_the_same,
-    compiler_leaves_them,
-    evaluation_is_untouched,
-    gradients_are_the_same,
-    layer_runs_again,
-    loss_is_the_same,
-    memory_falls,
-    parameters_are_sound,
-    randomness_is_fresh,
-    results_are_the_same,
-)
+from llamem.verify import Title
 
 
 def around_everything(w: Any, x: Any, how: Any) -> Any:
@@ -231,41 +219,39 @@ GALLERY = {
         by_policy(_POLICIES.save_anything_except_these_names("h")), "saves what it should except"
     ),
     "offload to the device": Row(by_policy(_DEVICE), "not the host's memory"),
-    "a policy that saves everything": Row(
-        by_policy(_POLICIES.everything_saveable), "saves everything", layer_runs_again
-    ),
+    "a policy that saves everything": Row(by_policy(_POLICIES.everything_saveable), "saves everything", Title.RUNS),
     "policy inside policy": Row(policy_inside_policy, "Give the policy to the outer"),
-    "around the whole loss": Row(around_everything, "around everything", memory_falls),
-    "around the scan": Row(around_the_scan, "around the loop", memory_falls),
+    "around the whole loss": Row(around_everything, "around everything", Title.MEMORY),
+    "around the scan": Row(around_the_scan, "around the loop", Title.MEMORY),
     "prevent_cse=False outside a scan": Row(cse_outside_a_scan, "outside a loop"),
-    "the compiler undid it": Row(undone_by_the_compiler, "merged both computations", compiler_leaves_them),
-    "one key closed over by a scan": Row(one_key_for_all_layers, "closed over", randomness_is_fresh, batch=_DROPOUT),
-    "one key for unrolled layers": Row(one_key_unrolled, "use one key", randomness_is_fresh, batch=_DROPOUT),
-    "a stateful generator": Row(stateful_draws, "while tracing", randomness_is_fresh),
+    "the compiler undid it": Row(undone_by_the_compiler, "merged both computations", Title.COMPILER),
+    "one key closed over by a scan": Row(one_key_for_all_layers, "closed over", Title.RANDOMNESS, batch=_DROPOUT),
+    "one key for unrolled layers": Row(one_key_unrolled, "use one key", Title.RANDOMNESS, batch=_DROPOUT),
+    "a stateful generator": Row(stateful_draws, "while tracing", Title.RANDOMNESS),
     "a flag became an array": Row(flag_as_argument, "static_argnums"),
-    "identical layers": Row(by_policy(None), "identical", parameters_are_sound, params=identical_layers()),
-    "a tied weight split": Row(split_tie, "half of the gradient", parameters_are_sound, _TIED, jnp.arange(40)),
+    "identical layers": Row(by_policy(None), "identical", Title.PARAMETERS, params=identical_layers()),
+    "a tied weight split": Row(split_tie, "half of the gradient", Title.PARAMETERS, _TIED, jnp.arange(40)),
     "accumulation inside the gradient": Row(
-        accumulation_inside, "take the gradient inside the loop", checkpoints_are_there
+        accumulation_inside, "take the gradient inside the loop", Title.CHECKPOINTS
     ),
-    "a flag that is filtered": Row(filtered_flag, "filtered by a caller", checkpoints_are_there),
+    "a flag that is filtered": Row(filtered_flag, "filtered by a caller", Title.CHECKPOINTS),
     "a flag that is always on": Row(
-        lambda w, x, how: scanned(jax.checkpoint(layer), w, x), "whatever the flag says", checkpoints_are_there
+        lambda w, x, how: scanned(jax.checkpoint(layer), w, x), "whatever the flag says", Title.CHECKPOINTS
     ),
-    "a wrong backward pass": Row(wrong_backward, "without the outer cotangent", gradients_are_the_same),
-    "a lost gradient": Row(lost_gradient, "stop_gradient", gradients_are_the_same),
-    "one layer without a gradient": Row(one_layer_stopped, "['up'][3]", gradients_are_the_same),
+    "a wrong backward pass": Row(wrong_backward, "without the outer cotangent", Title.GRADIENTS),
+    "a lost gradient": Row(lost_gradient, "stop_gradient", Title.GRADIENTS),
+    "one layer without a gradient": Row(one_layer_stopped, "['up'][3]", Title.GRADIENTS),
     "statistics updated twice": Row(mean_on_the_host, "counted twice"),
     "statistics lost": Row(
         statistics_lost,
         "lost in the checkpoint",
-        results_are_the_same,
+        Title.RESULTS,
         WEIGHTS_OF,
         {"x": X, "statistics": STATISTICS_OF},
     ),
-    "other experts": Row(jittered_router, "asks the host", choices_are_the_same),
+    "other experts": Row(jittered_router, "asks the host", Title.CHOICES),
     "evaluation that is rematerialised": Row(
-        by_policy(None), "whatever the mode", evaluation_is_untouched, evaluate=always_checkpointed
+        by_policy(None), "whatever the mode", Title.EVALUATION, evaluate=always_checkpointed
     ),
-    "another computation": Row(other_computation, "another computation altogether", loss_is_the_same),
+    "another computation": Row(other_computation, "another computation altogether", Title.LOSS),
 }

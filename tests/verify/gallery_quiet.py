@@ -8,15 +8,7 @@ import jax.numpy as jnp
 from programs import KEYS, WEIGHTS, D, L, N, Row, X, by_policy, dropout, half, layer, scanned, unrolled
 
 import llamem
-from llamem.verify import (
-    checkpoints_are_there,
-    evaluation_is_untouched,
-    gradients_are_the_same,
-    layer_runs_again,
-    parameters_are_sound,
-    randomness_is_fresh,
-    results_are_the_same,
-)
+from llamem.verify import Title
 
 BATCH = {"x": X, "key": KEYS[4]}
 POLICIES = jax.checkpoint_policies
@@ -184,14 +176,14 @@ def small_and_undone(w: Any, x: Any, how: Any) -> Any:
 
 
 def drawing(loss: Callable, cause: str = "are copies") -> Row:
-    return Row(loss, cause, randomness_is_fresh, batch=BATCH)
+    return Row(loss, cause, Title.RANDOMNESS, batch=BATCH)
 
 
 QUIET = {
     "one key broadcast": drawing(with_keys(lambda key: jnp.broadcast_to(key, (L,)))),
     "one key stacked": drawing(with_keys(lambda key: jnp.stack([key] * L))),
     "one key repeated": drawing(with_keys(lambda key: jnp.repeat(key[None], L))),
-    "pairs share keys": drawing(with_keys(lambda key: jnp.repeat(jax.random.split(key, L // 2), 2)), "6 of 6 draws"),
+    "pairs share keys": drawing(with_keys(lambda key: jnp.repeat(jax.random.split(key, L // 2), 2)), "are copies"),
     "a constant, split": drawing(with_keys(lambda key: jax.random.split(jax.random.key(0), L)), "same in every step"),
     "a raw constant, folded": drawing(
         with_keys(lambda key: jax.vmap(lambda i: jax.random.fold_in(jax.random.PRNGKey(7), i))(jnp.arange(L))),
@@ -202,29 +194,29 @@ QUIET = {
     "masks beforehand": drawing(masks_beforehand),
     "microbatches of one key": drawing(microbatches_of_one_key),
     "one key in a while loop": drawing(in_a_while_loop),
-    "two of twenty layers": Row(some_of_twenty(2), "some of the layers only", checkpoints_are_there),
-    "one of two scans": Row(two_scans, "some of the layers only", checkpoints_are_there),
+    "two of twenty layers": Row(some_of_twenty(2), "some of the layers only", Title.CHECKPOINTS),
+    "one of two scans": Row(two_scans, "some of the layers only", Title.CHECKPOINTS),
     "evaluation checkpoints either way": Row(
         by_policy(None),
         "whatever the mode",
-        evaluation_is_untouched,
+        Title.EVALUATION,
         evaluate=lambda w, x, how: scanned(jax.checkpoint(layer), w, x),
     ),
-    "layers alike in pairs": Row(by_policy(None), "identical", parameters_are_sound, pairs(WEIGHTS)),
+    "layers alike in pairs": Row(by_policy(None), "identical", Title.PARAMETERS, pairs(WEIGHTS)),
     "a list of equal layers": Row(
-        of_a_list, "identical", parameters_are_sound, [jax.tree.map(lambda a: a[0], WEIGHTS)] * 4
+        of_a_list, "identical", Title.PARAMETERS, [jax.tree.map(lambda a: a[0], WEIGHTS)] * 4
     ),
     "one layer 20 % off in bfloat16": Row(
-        one_layer_weakened, "outer cotangent", gradients_are_the_same, half(WEIGHTS), half(X)
+        one_layer_weakened, "outer cotangent", Title.GRADIENTS, half(WEIGHTS), half(X)
     ),
     "a tiny row lost": Row(
         tiny_row_lost,
         "['scale'][3]",
-        gradients_are_the_same,
+        Title.GRADIENTS,
         {**WEIGHTS, "scale": jax.random.normal(KEYS[6], (L, D))},
     ),
-    "one expert lost": Row(one_expert_lost, "['experts'][4, 2]", gradients_are_the_same, EXPERTS),
-    "counted twice": Row(counted_twice, "updated twice", results_are_the_same),
-    "only the cheap part": Row(only_the_cheap_part, "costs nothing", layer_runs_again),
+    "one expert lost": Row(one_expert_lost, "['experts'][4, 2]", Title.GRADIENTS, EXPERTS),
+    "counted twice": Row(counted_twice, "updated twice", Title.RESULTS),
+    "only the cheap part": Row(only_the_cheap_part, "costs nothing", Title.RUNS),
     "misspelled among two policies": Row(kept_by_both, "misspelled"),
 }

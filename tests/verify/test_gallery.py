@@ -1,106 +1,152 @@
 """Broken programs are caught, each by the proof that names its cause; correct ones of many styles are not."""
 
+from typing import Any, cast
+
 import jax
+import jax.numpy as jnp
 import pytest
+from attacked import BROKEN as ATTACKED
+from attacked import RIGHT
+from correct import CORRECT
 from gallery import GALLERY
 from gallery_quiet import QUIET, small_and_undone
-from programs import KEYS, WEIGHTS, L, Row, X, by_policy
-from styles import MESH, STYLES, fixed_projection, names_of_each_layer
+from programs import KEYS, WEIGHTS, L, X, by_policy, half, proved
+from styles import STYLES, fixed_projection, names_of_each_layer
 from unseen_broken import BROKEN
 from unseen_sound import SOUND
 
 from llamem import assert_remat, verify_remat
-from llamem.verify import gradients_are_the_same, layer_runs_again, options_are_sound, randomness_is_fresh
+from llamem.verify import Title
+from llamem.verify.proofs import PROOFS
 
 NEWER_CPU = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
+CHEAP = {Title.OPTIONS, Title.RUNS, Title.CHOICES, Title.CHECKPOINTS, Title.RANDOMNESS, Title.PARAMETERS}
+CAUGHT = {
+    name: (row.loss, WEIGHTS if row.params is None else row.params, X if row.batch is None else row.batch, row.proof)
+    for name, row in (GALLERY | QUIET).items()
+}
+CAUGHT |= {name: (loss, params, batch, proof) for name, (loss, proof, params, batch) in BROKEN.items()} | ATTACKED
+SOME_CAUGHT = [*GALLERY, "one expert lost", "one layer 20 % off in bfloat16", "a tiny row lost", "counted twice"]
+SOME_CAUGHT += ["only the norms", "activations handed out", "a history in the carry", "around the encoder"]
+SOME_CAUGHT += ["z-loss lost, in bfloat16", "a cast inside", "averages twice"]
+CLEAN = {name: (*case, True, {}) for name, case in (SOUND | RIGHT).items()} | STYLES
+CLEAN |= {name: (*case, {}) for name, case in CORRECT.items()}
+SOME_CLEAN = [
+    "two dropouts",
+    "meta-learning",
+    "two of four experts",
+    "float16, scaled",
+    "stochastic depth",
+    "linear scan",
+]
+SOME_CLEAN += ["vision transformer with a bias of the keys", "convolutions, batch normalisation", "variational dropout"]
+SOME_CLEAN += ["target network", "raw keys", "a name in a custom rule", "linen's transforms", "diffusion", "nested"]
+SOME_CLEAN += ["nnx's own transforms", "hidden states", "branches", "bfloat16", "vmap", "a jittered router, top 1"]
+SOME_CLEAN += ["convolutions, leaky relu", "the larger of two products", "shard_map inside", "mixed precision"]
 
 
-def examined(row: Row):
-    params, batch = WEIGHTS if row.params is None else row.params, X if row.batch is None else row.batch
-    options = {"evaluate": row.evaluate, "proofs": [row.proof]}
-    return verify_remat(row.loss, params, batch, remat=True, baseline=False, **options)
+def missed(names):
+    """Of these broken programs those that the proof meant for them lets pass, and what it says."""
+    found = {}
+    for name in names:
+        loss, params, batch, title = CAUGHT[name]
+        row = (GALLERY | QUIET).get(name)
+        proof = proved(title, loss, params, batch, True, False, evaluate=row.evaluate if row else None)
+        if not proof.failed or "FAILED" not in str(proof):
+            found[name] = str(proof)
+        elif row is not None and row.cause not in f"{proof.seen} {proof.cause}":
+            found[name] = f"not named: {row.cause}. {proof}"
+    return found
 
 
-@pytest.mark.parametrize("name", GALLERY | QUIET)
-def test_every_failure_is_caught_and_its_cause_named(name):
-    if name == "the compiler undid it" and NEWER_CPU:
-        pytest.skip("this JAX keeps its barriers on CPUs")
-    row = (GALLERY | QUIET)[name]
-    verification = examined(row)
-    assert not verification.holds, verification
-    assert any(row.cause in f"{proof.seen} {proof.cause}" for proof in verification.failed), verification
-    assert "FAILED" in str(verification) and "FAILED" in verification._repr_html_()
+def alarms(names):
+    """Of these correct programs those that fail, and how; nothing else may be unproved but what is known."""
+    found = {}
+    for name in names:
+        loss, params, batch, how, options = cast(Any, CLEAN[name])
+        verification = verify_remat(loss, params, batch, remat=how, baseline=None, **options)
+        unproved = [proof for proof in verification.proofs if not proof.holds and not proof.skipped]
+        known = ("only those are counted", "numbers of 16 bits")
+        if odd := [str(proof) for proof in unproved if not any(words in proof.seen for words in known)]:
+            found[name] = odd
+    return found
+
+
+def test_failures_are_caught_and_their_causes_named():
+    names = [name for name, case in CAUGHT.items() if case[3] in CHEAP or name in SOME_CAUGHT]
+    assert not missed(name for name in names if not (NEWER_CPU and name == "the compiler undid it"))
+
+
+@pytest.mark.weekly
+def test_all_failures_are_caught():
+    names = [name for name, case in CAUGHT.items() if case[3] not in CHEAP and name not in SOME_CAUGHT]
+    assert not missed(names)
+
+
+@pytest.mark.slow
+def test_correct_programs_raise_no_alarm():
+    assert not alarms(name for name in SOME_CLEAN if name in CLEAN)
+
+
+@pytest.mark.weekly
+def test_no_correct_program_raises_an_alarm():
+    assert not alarms(name for name in CLEAN if name not in SOME_CLEAN)
 
 
 def test_what_is_too_small_to_judge_is_said():
     scales = jax.random.normal(KEYS[0], (L, 1))
     verification = verify_remat(small_and_undone, scales, X[:32], remat=True, baseline=False)
-    seen = {proof.name: (proof.holds, str(proof)) for proof in verification.proofs}
+    seen = {proof.name: proof for proof in verification.proofs}
     for name, reason in [("memory falls", "below 1 MiB"), ("the compiler leaves them", "only those are counted")]:
-        assert seen[name][0] is None and "not proved" in seen[name][1] and reason in seen[name][1], verification
-
-
-@pytest.mark.parametrize("name", STYLES)
-def test_correct_programs_raise_no_alarm(name):
-    loss, params, batch, how, options = STYLES[name]
-    verification = verify_remat(loss, params, batch, remat=how, baseline=None, **options)
-    assert verification.holds, verification
-    waived = [proof for proof in verification.proofs if proof.waived]
-    assert [proof.name for proof in waived] == list(options.get("waive", {})), verification
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_failures_not_met_before_are_caught(name):
-    loss, proof, params, batch = BROKEN[name]
-    assert not verify_remat(loss, params, batch, remat=True, baseline=False, proofs=[proof]).holds
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SOUND)
-def test_correct_programs_not_met_before_raise_no_alarm(name):
-    assert_remat(*SOUND[name], remat=True, baseline=False)
+        assert seen[name].holds is None and not seen[name].failed, verification
+        assert "not proved" in str(seen[name]) and reason in seen[name].seen, verification
 
 
 def test_names_of_single_layers_are_found():
     """Unrolled on a CPU the compiler undoes it, so that the policy alone is judged."""
-    proofs = [options_are_sound, layer_runs_again, gradients_are_the_same]
-    assert_remat(names_of_each_layer, WEIGHTS, X, remat=True, baseline=False, proofs=proofs)
+    skip = {Title.COMPILER, Title.MEMORY, Title.LOSS}
+    assert_remat(names_of_each_layer, WEIGHTS, X, remat=True, baseline=False, skip=skip)
 
 
-def test_waivers_are_shown_and_checked():
-    both = {"remat": True, "baseline": False, "proofs": [randomness_is_fresh]}
-    reason = "random features are fixed"
-    waived = verify_remat(fixed_projection, WEIGHTS, X, waive={"random numbers are fresh": reason}, **both)
-    assert waived.holds and f"waived: {reason}" in str(waived) and reason in waived._repr_html_()
-    assert not verify_remat(fixed_projection, WEIGHTS, X, **both).holds
-    needless = verify_remat(by_policy(None), WEIGHTS, X, waive={"random numbers are fresh": reason}, **both)
-    assert needless.holds and "nothing failed" in str(needless)
-    for name, why, complaint in [("random numbers", reason, "no such proof"), ("memory falls", " ", "the reason")]:
-        with pytest.raises(ValueError, match=complaint):
-            assert_remat(by_policy(None), WEIGHTS, X, waive={name: why}, **both)
+def test_what_is_skipped_is_shown_and_checked():
+    fresh = "random numbers are fresh"
+    others = set(PROOFS) - {fresh}
+    skipped = verify_remat(fixed_projection, WEIGHTS, X, skip=list(PROOFS))
+    assert skipped.holds and {proof.mark for proof in skipped.proofs} == {"skipped"}
+    assert f"skipped    {fresh}" in str(skipped) and "skipped" in skipped._repr_html_()
+    assert not verify_remat(fixed_projection, WEIGHTS, X, skip=others).holds
+    assert_remat(by_policy(None), WEIGHTS, X, remat=True, baseline=False, skip=others)
+    for wrong in (["random numbers"], fresh):
+        with pytest.raises(ValueError, match="Known: checkpoints reach the program; "):
+            assert_remat(by_policy(None), WEIGHTS, X, skip=wrong)
 
 
-def test_what_is_not_seen_is_not_called_proved():
-    """Draws under shard_map, and in a branch that this batch does not take."""
+def test_draws_are_followed_into_branches_and_shards():
+    """What a run of the program would not see: a branch that this batch does not take, and a shard_map."""
     spec = jax.sharding.PartitionSpec()
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
-    def hidden(w, batch, how):
-        def draw(key, x):
-            return x + jax.random.normal(key, x.shape)
+    def drawn(key, x):
+        return x + jax.random.normal(key, x.shape)
 
-        data = jax.random.key_data(batch["key"])
-        mapped = jax.shard_map(
-            lambda data, x: draw(jax.random.wrap_key_data(data), x), mesh=MESH, in_specs=(spec, spec), out_specs=spec
+    def loss(keys, x):
+        x = jax.shard_map(drawn, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)(keys[0], x)
+        return by_policy(None)(
+            WEIGHTS, jax.lax.cond(x[0, 0] > 1e3, lambda: drawn(keys[1], x), lambda: drawn(keys[2], x)), 1
         )
-        return by_policy(None)(w, mapped(data, batch["x"]), how)
 
-    def skipped(w, batch, how):
-        x = batch["x"]
-        drawn = jax.lax.cond(x[0, 0] > 1e3, lambda: jax.random.normal(batch["key"], x.shape), lambda: 0 * x)
-        return by_policy(None)(w, x + drawn, how)
+    for keys, right in [((0, 1, 2), True), ((0, 1, 1), True), ((0, 0, 1), False)]:
+        proof = proved(Title.RANDOMNESS, lambda w, k, how, keys=keys: loss([k[i] for i in keys], X), WEIGHTS, KEYS)
+        assert proof.holds == right, (keys, proof)
 
-    for loss, reason in [(hidden, "inside a shard_map"), (skipped, "did not run")]:
-        (proof,) = verify_remat(
-            loss, WEIGHTS, {"x": X, "key": KEYS[1]}, remat=True, baseline=False, proofs=[randomness_is_fresh]
-        ).proofs
-        assert proof.holds is None and reason in proof.seen, proof
+
+def test_a_small_difference_is_seen_or_said_to_be_unseen():
+    """16 bits are compared in float32; where the program itself casts, the answer says what it could not see."""
+
+    def loss(w, x, how):
+        w = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), w)
+        return by_policy(None)(w, x.astype(jnp.bfloat16), how)
+
+    proof = proved(Title.GRADIENTS, loss, WEIGHTS, X, True, False)
+    assert "below 2e-02 of it is not seen in bfloat16" in proof.seen
+    assert "in float32, too" in proved(Title.LOSS, by_policy(None), half(WEIGHTS), half(X), True, False).seen

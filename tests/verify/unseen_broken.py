@@ -14,17 +14,7 @@ from programs import KEYS, WEIGHTS, D, L, N, X, layer, scanned
 from styles import BATCH, Block, normal, on, standardised
 
 import llamem
-from llamem.verify import (
-    checkpoints_are_there,
-    gradients_are_the_same,
-    layer_runs_again,
-    loss_is_the_same,
-    memory_falls,
-    options_are_sound,
-    parameters_are_sound,
-    randomness_is_fresh,
-    results_are_the_same,
-)
+from llamem.verify import Title
 
 POLICIES = jax.checkpoint_policies
 
@@ -219,26 +209,26 @@ def shared_by_encoder_and_decoder(w: Any, batch: Any, how: Any) -> Any:
 AVERAGED = {"x": X, "averages": jnp.ones(L)}
 RAW = {"x": X, "key": jax.random.PRNGKey(9)}
 BROKEN: dict[str, tuple[Any, Any, Any, Any]] = {
-    "recurrent, one key": (gated(False), randomness_is_fresh, CELL, BATCH),
-    "attention and mlp share a key": (two_dropouts(False), randomness_is_fresh, WEIGHTS, BATCH),
-    "another epsilon": (other_epsilon, loss_is_the_same, WEIGHTS, X),
-    "linen, rng not split": (linen_one_mask, randomness_is_fresh, LINEN.init(KEYS[2], X, None), BATCH),
-    "linen, params not split": (linen_equal_layers, parameters_are_sound, ALIKE.init(KEYS[2], X, None), BATCH),
-    "rngs made inside": (rngs_of_every_step, randomness_is_fresh, WEIGHTS, X),
-    "around the encoder": (around_the_encoder, memory_falls, WEIGHTS, X),
-    "a backward pass without one term": (norm_without_its_mean, gradients_are_the_same, WEIGHTS, X),
-    "readout cut off": (readout_cut_off, gradients_are_the_same, {"layers": WEIGHTS, "readout": normal(2, D, 3)}, X),
-    "one of two names wrong": (misnamed_once, options_are_sound, WEIGHTS, X),
-    "one layer short": (one_layer_short, loss_is_the_same, WEIGHTS, X),
-    "hidden states gone": (hidden_states_gone, results_are_the_same, WEIGHTS, X),
-    "a cast inside": (cast_inside, gradients_are_the_same, WEIGHTS, X),
-    "keeps everything": (keeps_everything, layer_runs_again, WEIGHTS, X),
-    "offloaded nowhere": (offloaded_nowhere, options_are_sound, WEIGHTS, X),
-    "result not used": (result_not_used, checkpoints_are_there, WEIGHTS, X),
-    "constant noise": (constant_noise, randomness_is_fresh, WEIGHTS, BATCH),
-    "noise while tracing": (noise_while_tracing, loss_is_the_same, WEIGHTS, X),
-    "every fourth layer": (every_fourth, checkpoints_are_there, WEIGHTS, X),
-    "averages twice": (averages_twice, results_are_the_same, WEIGHTS, AVERAGED),
-    "a raw key tiled": (raw_key_tiled, randomness_is_fresh, WEIGHTS, RAW),
-    "encoder and decoder share keys": (shared_by_encoder_and_decoder, randomness_is_fresh, WEIGHTS, BATCH),
+    "recurrent, one key": (gated(False), Title.RANDOMNESS, CELL, BATCH),
+    "attention and mlp share a key": (two_dropouts(False), Title.RANDOMNESS, WEIGHTS, BATCH),
+    "another epsilon": (other_epsilon, Title.LOSS, WEIGHTS, X),
+    "linen, rng not split": (linen_one_mask, Title.RANDOMNESS, LINEN.init(KEYS[2], X, None), BATCH),
+    "linen, params not split": (linen_equal_layers, Title.PARAMETERS, ALIKE.init(KEYS[2], X, None), BATCH),
+    "rngs made inside": (rngs_of_every_step, Title.RANDOMNESS, WEIGHTS, X),
+    "around the encoder": (around_the_encoder, Title.MEMORY, WEIGHTS, X),
+    "a backward pass without one term": (norm_without_its_mean, Title.GRADIENTS, WEIGHTS, X),
+    "readout cut off": (readout_cut_off, Title.GRADIENTS, {"layers": WEIGHTS, "readout": normal(2, D, 3)}, X),
+    "one of two names wrong": (misnamed_once, Title.OPTIONS, WEIGHTS, X),
+    "one layer short": (one_layer_short, Title.LOSS, WEIGHTS, X),
+    "hidden states gone": (hidden_states_gone, Title.RESULTS, WEIGHTS, X),
+    "a cast inside": (cast_inside, Title.GRADIENTS, WEIGHTS, X),
+    "keeps everything": (keeps_everything, Title.RUNS, WEIGHTS, X),
+    "offloaded nowhere": (offloaded_nowhere, Title.OPTIONS, WEIGHTS, X),
+    "result not used": (result_not_used, Title.CHECKPOINTS, WEIGHTS, X),
+    "constant noise": (constant_noise, Title.RANDOMNESS, WEIGHTS, BATCH),
+    "noise while tracing": (noise_while_tracing, Title.LOSS, WEIGHTS, X),
+    "every fourth layer": (every_fourth, Title.CHECKPOINTS, WEIGHTS, X),
+    "averages twice": (averages_twice, Title.RESULTS, WEIGHTS, AVERAGED),
+    "a raw key tiled": (raw_key_tiled, Title.RANDOMNESS, WEIGHTS, RAW),
+    "encoder and decoder share keys": (shared_by_encoder_and_decoder, Title.RANDOMNESS, WEIGHTS, BATCH),
 }

@@ -2,10 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax.extend import core as jex_core
 
 
@@ -17,8 +15,6 @@ class Scan:
     n_consts: int
     n_carry: int
     length: int
-    reverse: bool
-    unroll: int
 
     @property
     def programs(self) -> tuple[jex_core.ClosedJaxpr, ...]:
@@ -73,8 +69,6 @@ class OnDevices:
     mesh: Any
     axes: tuple[str, ...]  # over which devices run it; none of those that the compiler shares out by itself
     in_specs: tuple[Any, ...]
-    out_specs: tuple[Any, ...]
-    check_vma: bool
 
     @property
     def programs(self) -> tuple[jex_core.ClosedJaxpr, ...]:
@@ -85,11 +79,6 @@ class OnDevices:
     def devices(self) -> int:
         """How many run it."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
-
-    def map(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn`, a function of one device's parts, run in the same way."""
-        options: Any = {"axis_names": set(self.axes), "check_vma": self.check_vma}
-        return jax.shard_map(fn, mesh=self.mesh, in_specs=self.in_specs, out_specs=self.out_specs, **options)
 
 
 Flow = Scan | While | Branches | Call | OnDevices

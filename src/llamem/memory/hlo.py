@@ -167,6 +167,14 @@ def parse(text: str) -> Program:
     return Program(computations, tables)
 
 
+def aliased_arguments(text: str) -> list[Shape]:
+    """Types and shapes of the arguments whose memory a program's results take over."""
+    table = re.search(r"input_output_alias=\{(.*?\)) \}", text)
+    numbers = set(re.findall(r"\((\d+), \{", table[1])) if table else set()
+    lines = [line for line in parse(text).computations.get(ENTRY, []) if line.opcode == "parameter"]
+    return [line.shapes[0] for line in lines if line.operands[0] in numbers]
+
+
 def optimised_text(compiled: Any) -> str:
     """The optimised program as text; "" where XLA cannot print it (seen with some TPU programs, libtpu 0.0.51)."""
     try:

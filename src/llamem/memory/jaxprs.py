@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -20,10 +20,20 @@ _LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 
 
 def names_in(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
-    """Every `checkpoint_name` in a jaxpr, those inside scans, calls and checkpoints included."""
-    for eqn, _ in equations(jaxpr):
+    """Every `checkpoint_name` in a jaxpr, those inside scans, calls and checkpoints included.
+
+    Without those in the function of a `jax.custom_vjp`: its forward rule takes that function's place.
+    """
+    for eqn in jaxpr.eqns:
         if (name := given_name(eqn)) is not None:
             yield name
+        for inner in inner_jaxprs(eqn) if not has_own_gradient(eqn) else ():
+            yield from names_in(inner)
+
+
+def has_own_gradient(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether the operation is a call of a `jax.custom_vjp`, whose rules JAX traces when it differentiates."""
+    return eqn.primitive.name.startswith("custom_vjp_call")
 
 
 def given_name(eqn: jex_core.JaxprEqn) -> str | None:
@@ -72,12 +82,10 @@ def scan_parts(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
     return eqn.params["num_consts"], eqn.params["num_carry"]
 
 
-# What draws random numbers; where a layer decides something (dropout masks, experts, what a host function answers);
-# functions whose evaluation says that a layer runs, where it has no matrix product.
+# What draws random numbers; where a layer decides something (experts, for instance); matrix products.
 DRAWS = ("random_bits", "random_gamma", "threefry2x32", "rng_bit_generator")
-CHOICES = ("top_k", "argmax", "argmin", "sort", "random_bits", "pure_callback")
-FUNCTIONS = ("tanh", "sin", "cos", "exp", "log", "logistic", "erf", "rsqrt", "sqrt", "max", "integer_pow", "div")
-PRODUCTS = ("dot_general", "conv_general_dilated")
+CHOICES = ("top_k", "argmax", "argmin", "sort")
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot")
 # Kernels that JAX does not see into: Pallas's, cuDNN's attention, calls of the user's own. How their names begin.
 KERNELS = ("pallas_call", "dot_product_attention", "ffi_call", "custom_call")
 
@@ -107,6 +115,11 @@ def computed_again(eqn: jex_core.JaxprEqn) -> bool:
     return "rematted_computation" in str(eqn.source_info.name_stack)
 
 
+def vmaps_around(eqn: jex_core.JaxprEqn) -> int:
+    """How many `jax.vmap`s an operation was traced in, without those around the program that it stands in."""
+    return str(eqn.source_info.name_stack).count("vmap(")
+
+
 def policy_arguments(policy: Any) -> dict[str, Any]:
     """What one of JAX's policy factories was called with; empty for a policy that is a plain function."""
     # Attributes in newer JAX, the closure of a function in older.
@@ -127,6 +140,11 @@ def is_names(value: Any) -> bool:
     return isinstance(value, (set, frozenset, list, tuple)) and all(isinstance(name, str) for name in value)
 
 
+def host_function(eqn: jex_core.JaxprEqn) -> Callable[..., Any] | None:
+    """The function on the host that a `jax.pure_callback` asks, of arrays; None for any other operation."""
+    return eqn.params["callback"] if eqn.primitive.name == "pure_callback" else None
+
+
 def tells_the_host(eqn: jex_core.JaxprEqn) -> bool:
     """Whether the operation runs a function on the host for its effect. Printing does not count: twice is no harm."""
     # Before JAX 0.8 jax.debug.print was such a callback too; its closure gives it away.
@@ -141,7 +159,7 @@ def names_when_differentiated(jaxpr: jex_core.ClosedJaxpr, axes: Mapping[str, in
     `axes`: the mesh axes, and their sizes, of the `shard_map`s around it.
     """
     names = set(names_in(jaxpr.jaxpr))
-    if any(eqn.primitive.name.startswith("custom_vjp_call") for eqn, _ in equations(jaxpr.jaxpr)):
+    if any(has_own_gradient(eqn) for eqn, _ in equations(jaxpr.jaxpr)):
         # The rule is a function that JAX traces when it differentiates: so differentiate.
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
         exact = [i for i, shape in enumerate(shapes) if not jnp.issubdtype(shape.dtype, jnp.inexact)]
@@ -165,8 +183,7 @@ def control_flow(eqn: jex_core.JaxprEqn) -> Flow | None:
     if (checkpoint := checkpoint_call(eqn)) is not None:
         return Call(jex_core.ClosedJaxpr(checkpoint.body, ()))
     if name == "scan":
-        options = {option: params[option] for option in ("length", "reverse", "unroll")}
-        return Scan(params["jaxpr"], *scan_parts(eqn), **options)
+        return Scan(params["jaxpr"], *scan_parts(eqn), params["length"])
     if name == "while":
         counts = params["cond_nconsts"], params["body_nconsts"]
         return While(params["cond_jaxpr"], params["body_jaxpr"], *counts)
@@ -176,7 +193,7 @@ def control_flow(eqn: jex_core.JaxprEqn) -> Flow | None:
         body = jex_core.ClosedJaxpr(params["jaxpr"], ())
         manual = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
         axes = tuple(axis for axis in params["mesh"].axis_names if axis in manual)
-        return OnDevices(body, params["mesh"], axes, params["in_specs"], params["out_specs"], params["check_vma"])
+        return OnDevices(body, params["mesh"], axes, params["in_specs"])
     if name == "pallas_call":
         return None
     programs = [value for value in params.values() if isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))]
@@ -191,13 +208,6 @@ def control_flow(eqn: jex_core.JaxprEqn) -> Flow | None:
 
 def _shape(var: Any) -> tuple[int, ...] | None:
     return getattr(var.aval, "shape", None)
-
-
-def evaluate(eqn: jex_core.JaxprEqn, jaxpr: jex_core.Jaxpr, values: list[Any]) -> list[Any]:
-    """One operation of a program, applied to the values of its operands."""
-    given = {var: value for var, value in zip(eqn.invars, values, strict=True) if not isinstance(var, jex_core.Literal)}
-    alone: Any = jaxpr.replace(constvars=[], invars=list(given), outvars=eqn.outvars, eqns=[eqn], effects=eqn.effects)
-    return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(alone, ()))(*given.values())
 
 
 def moved_to_host(jaxpr: jex_core.Jaxpr) -> int:

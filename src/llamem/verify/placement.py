@@ -1,6 +1,7 @@
-"""Where the checkpoints of a traced program stand, and what is wrong with their places and policies."""
+"""Where the checkpoints of a traced program stand, what is computed again there, and which layers have none."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -13,29 +14,16 @@ from llamem.memory.control_flow import OnDevices
 from llamem.memory.jaxprs import (
     PRODUCTS,
     checkpoint_call,
+    computed_again,
     control_flow,
     equations,
-    given_name,
     inner_jaxprs,
-    is_names,
-    names_in,
-    names_when_differentiated,
     policy_arguments,
-    tells_the_host,
+    scan_parts,
 )
 
-_POLICIES = jax.checkpoint_policies
-_FACTORIES = tuple(
-    getattr(_POLICIES, name)
-    for name in (
-        "save_only_these_names",
-        "save_any_names_but_these",
-        "save_anything_except_these_names",
-        "save_and_offload_only_these_names",
-        "save_from_both_policies",
-        "offload_dot_with_no_batch_dims",
-    )
-)
+# These move numbers, or name them, and compute none.
+_NO_WORK = ("name", "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "concatenate", "iota", "copy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,28 +66,18 @@ def find_checkpoints(
             yield from find_checkpoints(inner, loops, times, outer, inside)
 
 
-def faults(jaxpr: jex_core.Jaxpr) -> list[str]:
-    """What is certainly wrong with a program's checkpoints, in words: each makes one of them useless or different."""
-    checkpoints = list(find_checkpoints(jaxpr))
-    found = _name_faults(jaxpr, checkpoints)
-    for checkpoint in checkpoints:
-        found += _policy_faults(checkpoint)
-        if not checkpoint.prevent_cse and not checkpoint.in_loop:
-            found.append(
-                "prevent_cse=False outside a loop: the compiler may merge the second computation with the first. Leave "
-                "it out; only inside lax.scan is it harmless."
-            )
-        if any(tells_the_host(eqn) for eqn, _ in equations(checkpoint.body)):
-            found.append(
-                "a host callback inside a checkpoint: it runs again in the backward pass, so that what it counts or "
-                "averages is counted twice. Return the value from the layer, and update outside."
-            )
-        if _kept_in_vain(checkpoint, checkpoints):
-            found.append(
-                "a policy inside a checkpoint that saves nothing: while the outer one waits, what the inner one "
-                "would save is not kept. Give the policy to the outer checkpoint."
-            )
-    return list(dict.fromkeys(found))
+def work_again(gradient: jex_core.Jaxpr) -> tuple[int, int]:
+    """How many products, and how many values of other operations, checkpoints compute a second time, loops multiplied.
+
+    JAX marks each operation that it computes again in the backward pass.
+    """
+    products = values = 0
+    for eqn, times in _marked(gradient):
+        if eqn.primitive.name in PRODUCTS:
+            products += times
+        elif eqn.primitive.name not in _NO_WORK:
+            values += times * sum(getattr(var.aval, "size", 0) for var in eqn.outvars)
+    return products, values
 
 
 def layers_left_out(jaxpr: jex_core.Jaxpr) -> tuple[int, int]:
@@ -121,9 +99,26 @@ def layers_left_out(jaxpr: jex_core.Jaxpr) -> tuple[int, int]:
     return covered, min((everywhere[product] - under[product]) // times for product, times in layer)
 
 
-def offloads(jaxpr: jex_core.Jaxpr) -> bool:
-    """Whether a policy of the program means to offload, wherever to."""
-    return any("offload_dst" in policy_arguments(checkpoint.policy) for checkpoint in find_checkpoints(jaxpr))
+def stacks_left_out(gradient: jex_core.Jaxpr, params: Any) -> int:
+    """How many layers stand in stacks of which most, or all, are differentiated without a checkpoint.
+
+    A stack is told by its backward loop: it returns the gradients of stacked parameters, one slice in each turn. Stacks
+    of the same shapes count as one.
+    """
+    stacked = {leaf.shape[1:] for leaf in jax.tree.leaves(params) if getattr(leaf, "ndim", 0) > 2}
+    layers: dict[tuple[Any, ...], Counter[bool]] = {}
+    for eqn in _outside_checkpoints(gradient):
+        if eqn.primitive.name != "scan" or (length := eqn.params["length"]) < 2:
+            continue
+        shapes = [getattr(var.aval, "shape", ()) for var in eqn.outvars]
+        # A parameter may be taken apart before the loop: its first layers here, the others there.
+        slices = {shape[1:] for shape in shapes if shape[:1] == (length,) and shape[1:] in stacked}
+        (body,) = inner_jaxprs(eqn)
+        operations = [inner for inner, _ in equations(body)]
+        if slices and any(inner.primitive.name in PRODUCTS for inner in operations):
+            covered = any(checkpoint_call(inner) is not None or computed_again(inner) for inner in operations)
+            layers.setdefault(tuple(sorted(slices)), Counter())[covered] += length
+    return sum(count[False] for count in layers.values() if count[False] > count[True])
 
 
 def placements(jaxpr: jex_core.Jaxpr) -> list[str]:
@@ -151,6 +146,46 @@ def placements(jaxpr: jex_core.Jaxpr) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def large_results(jaxpr: jex_core.Jaxpr) -> int:
+    """Bytes that loops of checkpointed layers hand out, turn by turn, where that is more than twice what they carry."""
+    total = 0
+    for eqn, _ in equations(jaxpr):
+        if eqn.primitive.name != "scan" or not any(True for _ in find_checkpoints(inner_jaxprs(eqn)[0])):
+            continue
+        _, n_carry = scan_parts(eqn)
+        sizes = [math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in eqn.outvars]  # pyrefly: ignore[missing-attribute]
+        carried, handed_out = eqn.params["length"] * sum(sizes[:n_carry]), sum(sizes[n_carry:])
+        total += handed_out if handed_out > 2 * carried else 0
+    return total
+
+
+def without_products(jaxpr: jex_core.Jaxpr) -> bool:
+    """Whether no checkpoint has a matrix product in it, and the program has some."""
+    return bool(_products(jaxpr)) and not any(_products(one.body) for one in find_checkpoints(jaxpr))
+
+
+def offloads(jaxpr: jex_core.Jaxpr) -> bool:
+    """Whether a policy of the program means to offload, wherever to."""
+    return any("offload_dst" in policy_arguments(checkpoint.policy) for checkpoint in find_checkpoints(jaxpr))
+
+
+def _marked(jaxpr: jex_core.Jaxpr, times: int = 1, again: bool = False) -> Iterator[tuple[jex_core.JaxprEqn, int]]:
+    for eqn in jaxpr.eqns:
+        marked, inside = again or computed_again(eqn), inner_jaxprs(eqn)
+        if marked and not inside:
+            yield eqn, times
+        runs = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        for inner in inside:
+            yield from _marked(inner, runs, marked)
+
+
+def _outside_checkpoints(jaxpr: jex_core.Jaxpr) -> Iterator[jex_core.JaxprEqn]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn) if checkpoint_call(eqn) is None else ():
+            yield from _outside_checkpoints(inner)
+
+
 def _has_scan(jaxpr: jex_core.Jaxpr) -> bool:
     return any(eqn.primitive.name == "scan" for eqn, _ in equations(jaxpr))
 
@@ -162,75 +197,3 @@ def _products(jaxpr: jex_core.Jaxpr) -> Counter[str]:
         if eqn.primitive.name in PRODUCTS:
             found[" ".join(str(var.aval) for var in (*eqn.invars, *eqn.outvars))] += times
     return found
-
-
-def _kept_in_vain(checkpoint: Checkpoint, all_checkpoints: list[Checkpoint]) -> bool:
-    """Whether what a policy saves is thrown away by the checkpoint around it.
-
-    Around several layers, or a loop of them, an inner policy says what is kept while the group is computed again.
-    """
-    if not checkpoint.outer or _saves_nothing(checkpoint.policy) or not _saves_nothing(checkpoint.outer[-1].policy):
-        return False
-    outer = checkpoint.outer[-1]
-    beside = [other for other in all_checkpoints if other.outer and other.outer[-1] is outer]
-    return len(beside) == 1 and checkpoint.repeats == outer.repeats and checkpoint.in_loop == outer.in_loop
-
-
-def _policy_faults(checkpoint: Checkpoint) -> list[str]:
-    policy = checkpoint.policy
-    if any(policy is factory for factory in _FACTORIES):
-        return [
-            f"the policy is jax.checkpoint_policies.{policy.__name__} itself, not what it returns: everything is "
-            "saved. Call it with the names."
-        ]
-    if getattr(policy, "__qualname__", "").startswith("save_anything_except_these_names"):
-        return [
-            "save_anything_except_these_names saves what it should except, since a name is the last of three copies. "
-            "Use save_only_these_names, or llamem.Policy(save_all_but=...)."
-        ]
-    chip = policy_arguments(policy).get("offload_dst")
-    if chip is not None and chip != "pinned_host":
-        return [f"the policy offloads to {chip!r}, which is not the host's memory: 'pinned_host' is."]
-    return []
-
-
-def _name_faults(jaxpr: jex_core.Jaxpr, checkpoints: list[Checkpoint]) -> list[str]:
-    """Names that a policy mentions and nothing bears. One policy may serve several layers: any of them may name it."""
-    found, mentioned_by = [], {}
-    for checkpoint in checkpoints:
-        arguments = policy_arguments(checkpoint.policy).values()
-        mentioned = frozenset(name for value in arguments if is_names(value) for name in value)
-        if mentioned and not _policy_faults(checkpoint):
-            mentioned_by.setdefault(mentioned, []).append(checkpoint)
-    for mentioned, alike in mentioned_by.items():
-        given = [pair for checkpoint in alike for pair in _names(checkpoint.body)]
-        produced = {name for name, used in given if used}
-        if not mentioned <= produced:
-            rules = (names_when_differentiated(jex_core.ClosedJaxpr(one.body, ()), one.axes) for one in alike)
-            produced |= {name for names in rules for name in names if (name, False) not in given}
-        unused = {name for name, used in given if not used} - produced
-        # A layer that has no checkpoint, such as the last of an unrolled stack, may bear the rest.
-        elsewhere = set(names_in(jaxpr)) - unused if produced & mentioned else set()
-        for name in sorted(mentioned - produced - elsewhere):
-            found.append(
-                f"the policy names {name!r}, which is given to a value that nobody uses: write y = checkpoint_name(y, "
-                f"{name!r}) and go on with y."
-                if name in unused
-                else f"the policy names {name!r}, but the function names only {sorted(produced)}: misspelled, or "
-                "renamed."
-            )
-    return found
-
-
-def _saves_nothing(policy: Any) -> bool:
-    return policy is None or policy is _POLICIES.nothing_saveable
-
-
-def _names(jaxpr: jex_core.Jaxpr) -> Iterator[tuple[str, bool]]:
-    """Every name given in a program, and whether what bears it is used."""
-    used = {id(var) for eqn in jaxpr.eqns for var in eqn.invars} | {id(var) for var in jaxpr.outvars}
-    for eqn in jaxpr.eqns:
-        if (name := given_name(eqn)) is not None:
-            yield name, id(eqn.outvars[0]) in used
-        for inner in inner_jaxprs(eqn):
-            yield from _names(inner)

@@ -1,5 +1,6 @@
-"""The proofs that make up `verify_remat`. Each takes `BothWays` and can be used alone, in a test for instance."""
+"""The proofs that make up `verify_remat`. Each takes `BothWays`; None where a program gives no occasion for it."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -8,21 +9,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from llamem.memory.compiling import matmul_flops, moved_to_host
-from llamem.memory.jaxprs import CHOICES, DRAWS, FUNCTIONS, equations
-from llamem.memory.residuals import saved_residuals
-from llamem.verify.case import BothWays, Proof, Title
-from llamem.verify.closeness import Row, differing_rows
+from llamem.memory.compiling import moved_to_host
+from llamem.memory.hlo import aliased_arguments, optimised_text
+from llamem.memory.jaxprs import CHOICES, DRAWS, equations, host_function
+from llamem.memory.residuals import Residuals
+from llamem.memory.show import size_text
+from llamem.verify.both_ways import BothWays
+from llamem.verify.closeness import TOLERANCE, DifferingRow, differing_rows
 from llamem.verify.parameters import parameter_faults
-from llamem.verify.placement import find_checkpoints, layers_left_out, offloads, placements
-from llamem.verify.randomness import draw_faults
+from llamem.verify.placement import (
+    find_checkpoints,
+    large_results,
+    layers_left_out,
+    offloads,
+    placements,
+    stacks_left_out,
+    without_products,
+    work_again,
+)
+from llamem.verify.proof import Proof, Title
 
 
 def checkpoints_are_there(both: BothWays) -> Proof:
-    """A checkpoint reaches the traced program, and most of the layers that are alike; `seen` counts those left out."""
+    """A checkpoint reaches the traced program, and most layers of each kind; `seen` counts those left out."""
     there = len(list(find_checkpoints(both.traced.jaxpr)))
     extra = there - len(list(find_checkpoints(both.plain.jaxpr)))
     covered, left_out = layers_left_out(both.traced.jaxpr)
+    forgotten = stacks_left_out(both.gradients[0].jaxpr, both.params) if extra > 0 else 0
     seen, cause = f"{there} of them with {both.remat!r}", ""
     if left_out > 1:  # one alone is the last of unrolled layers
         seen += f"; {covered} layers are under one, and {left_out} with the same products are not"
@@ -32,26 +45,31 @@ def checkpoints_are_there(both: BothWays) -> Proof:
     elif extra <= 0:
         reasons = ["The flag does not reach the layer: filtered by a caller, or the model is in eval mode."]
         cause = " ".join(reasons + placements(both.traced.jaxpr))
-    elif left_out > covered:
-        cause = "The flag reaches some of the layers only. If that is meant, waive it."
+    elif left_out > covered or forgotten:
+        seen += f"; {forgotten} layers of a stack have none" if forgotten else ""
+        cause = "The flag reaches some of the layers only. If that is meant, skip this proof."
     return Proof(Title.CHECKPOINTS, not cause, seen, cause)
 
 
 def options_are_sound(both: BothWays) -> Proof:
     """Policies name what is there, options do what they say, and nothing with a side effect runs twice."""
-    wrong = both.faults
+    wrong = both.option_faults
     return Proof(Title.OPTIONS, not wrong, " ".join(wrong) or "nothing odd")
 
 
 def loss_is_the_same(both: BothWays) -> Proof:
     """The loss is that without, within the tolerance of its type and what rounding does to it."""
-    found, expected = (_values(way[0]) for way in (both.found, both.expected))
-    seen = f"{float(found):.6g} and {float(expected):.6g}"
-    if not np.isfinite(expected).all():
-        return Proof(Title.LOSS, None, f"{seen}: without rematerialisation it is not finite either", "")
-    off = differing_rows(found, expected, both.tolerance, lambda: [_values(way[0]) for way in both.rounded])
-    cause = "Dropout drawn anew, state updated twice, or another computation altogether." if off else ""
-    return Proof(Title.LOSS, not off, seen, cause)
+    found, expected = (float(_values(way[0])) for way in (both.found, both.expected))
+    seen = f"{found:.6g} and {expected:.6g}"
+    if not np.isfinite(expected):
+        return Proof(Title.LOSS, None, f"{seen}: without rematerialisation it is not finite either")
+    for way in _ways(both):
+        got, want = (_values(result[0]) for result in (way.found, way.expected))
+        if differing_rows(got, want, way.tolerance, lambda way=way: _values(way.rounded[0])):
+            where = "" if way is both else f"; in float32 {float(got):.8g} and {float(want):.8g}"
+            cause = "Dropout drawn anew, a term left out, state updated twice, or another computation altogether."
+            return Proof(Title.LOSS, False, seen + where, cause)
+    return Proof(Title.LOSS, True, seen + _unseen(both))
 
 
 def results_are_the_same(both: BothWays) -> Proof | None:
@@ -70,7 +88,7 @@ def results_are_the_same(both: BothWays) -> Proof | None:
             continue
         # Integers are equal or not, and so is what chose them; only rounding excuses another choice.
         tolerance = both.tolerance if jnp.issubdtype(want.dtype, jnp.inexact) else 0.0
-        if differing_rows(_values(got), _values(want), tolerance, _leaf_of_each(both, 1, i)):
+        if differing_rows(_values(got), _values(want), tolerance, _leaf_moved(both, 1, i)):
             off.append(name)
     cause = (
         "State that a layer changes (batch statistics, counts of draws) was lost in the checkpoint or updated twice: "
@@ -82,6 +100,12 @@ def results_are_the_same(both: BothWays) -> Proof | None:
 
 def gradients_are_the_same(both: BothWays) -> Proof:
     """Every parameter has the gradient that it has without, each layer of it; one that is not zero is not zero here."""
+    proofs = [_compared_gradients(way) for way in _ways(both)]
+    wrong = next((proof for proof in proofs if not proof.holds), None)
+    return wrong or dataclasses.replace(proofs[0], seen=proofs[0].seen + _unseen(both))
+
+
+def _compared_gradients(both: BothWays) -> Proof:
     lost, off, judged, zero, not_finite = [], [], 0, 0, 0
     largest = 0.0
     found, expected = (jax.tree.leaves_with_path(way[2]) for way in (both.found, both.expected))
@@ -94,9 +118,9 @@ def gradients_are_the_same(both: BothWays) -> Proof:
             continue
         judged += 1
         zero += not want.any()
-        rows = differing_rows(got, want, both.tolerance, _leaf_of_each(both, 2, i))
-        lost += [f"{name}{row.index}" for row in rows if row.size and not _at(got, row).any()]
-        off += [f"{name}{row.index} {_difference(row)}" for row in rows if not row.size or _at(got, row).any()]
+        rows = differing_rows(got, want, both.tolerance, _leaf_moved(both, 2, i))
+        lost += [f"{name}{row.index}" for row in rows if row.size and not got[row.place].any()]
+        off += [f"{name}{row.index} {_difference(row)}" for row in rows if not row.size or got[row.place].any()]
         largest = max(largest, float(np.linalg.norm(got - want) / (np.linalg.norm(want) or 1.0)))
     counted = [f"{zero} zero in both"] * bool(zero) + [f"{not_finite} not finite even without"] * bool(not_finite)
     seen = ", ".join([f"largest difference {largest:.1e} in {judged} arrays", *counted])
@@ -111,35 +135,35 @@ def gradients_are_the_same(both: BothWays) -> Proof:
 
 
 def layer_runs_again(both: BothWays) -> Proof:
-    """The layer runs again in the backward pass: executions counted at run time, operations in the traced program."""
-    runs, (mine, plain) = both.runs, both.gradients
-    products, functions = (count(mine.jaxpr) - count(plain.jaxpr) for count in (matmul_flops, _evaluations))
-    more = products > 0 or functions > 0
-    seen = (
-        f"{runs.forward} runs of checkpointed functions, {runs.again} again; {products:,} more FLOPs of "
-        f"products, {functions:,} more evaluations of functions"
-    )
-    if more and not runs.forward:
-        return Proof(
-            Title.RUNS,
-            None,
-            f"{seen}. Not one run was seen: a branch inside a shard_map, or a Pallas kernel, hides them",
-        )
-    holds = more and runs.again > 0
+    """The layer runs again in the backward pass: what JAX marked so in the traced gradient, and not without."""
+    (products, values), (products_without, values_without) = (work_again(way.jaxpr) for way in both.gradients)
+    products, values = products - products_without, values - values_without
+    seen = f"{products:,} products and {values:,} values of other operations are computed again"
+    holds = products > 0 or values > 0
     cause = "" if holds else "A policy that saves everything, or a checkpoint around what costs nothing."
     return Proof(Title.RUNS, holds, seen, cause)
 
 
 def choices_are_the_same(both: BothWays) -> Proof | None:
     """Dropout masks, experts and what host functions answer are the same when the layer runs again."""
-    runs = both.runs
-    if not runs.choices:
-        hidden = both.replay.unseen(CHOICES)
-        seen = f"{hidden} draws and choices are inside a shard_map, where they are not seen"
-        return Proof(Title.CHOICES, None, seen) if hidden else None
-    seen = f"{runs.choices} draws and choices made again, {f'others by {runs.changed}' if runs.changed else 'the same'}"
-    cause = "The layer asks the host, or state, for something that changes. Pass it as an input of the layer."
-    return Proof(Title.CHOICES, not runs.changed, seen, cause if runs.changed else "")
+    inside = [eqn for one in find_checkpoints(both.traced.jaxpr) if not one.outer for eqn, _ in equations(one.body)]
+    asked = [_answers_the_same(eqn) for eqn in inside if host_function(eqn) is not None]
+    drawn = sum(eqn.primitive.name in DRAWS for eqn in inside)
+    chosen = [eqn for eqn in inside if eqn.primitive.name in CHOICES]
+    if not (asked or drawn or chosen):
+        return None
+    if False in asked:
+        cause = "The layer asks the host for something that changes. Pass it as an input of the layer."
+        return Proof(Title.CHOICES, False, "a function on the host answers the same question in two ways", cause)
+    if None in asked:
+        return Proof(Title.CHOICES, None, "a function on the host could not be asked twice, with zeros")
+    coarse = {str(var.aval.dtype) for eqn in chosen for var in eqn.invars if hasattr(var.aval, "dtype")}
+    if coarse & {"bfloat16", "float16"}:
+        seen = f"{len(chosen)} choices among numbers of 16 bits are made again, and rounding may choose otherwise"
+        return Proof(Title.CHOICES, None, f"{seen}. Choose in float32, or save what is chosen")
+    counts = {"draws": drawn, "choices": len(chosen), "questions to the host": len(asked)}
+    seen = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return Proof(Title.CHOICES, True, f"{seen}, of what enters the layer")
 
 
 def compiler_leaves_them(both: BothWays) -> Proof:
@@ -163,30 +187,41 @@ def compiler_leaves_them(both: BothWays) -> Proof:
 
 def memory_falls(both: BothWays) -> Proof:
     """Residuals are fewer, and the chip's temporaries fall with them."""
-
-    def kept(how: Any) -> int:
-        def loss(params: Any) -> Any:
-            value = both.loss_fn(params, both.batch, how)
-            return value[0] if both.has_aux else value
-
-        # Those of the parameters alone: what the batch needs is an argument anyway.
-        return saved_residuals(loss, both.params).bytes
-
     mine, plain = both.reports
-    less = kept(both.baseline) - kept(both.remat)
+    # Those of the parameters alone: what the batch needs is an argument anyway.
+    kept, kept_without = both.residuals(both.remat), both.residuals(both.baseline)
+    less = kept_without.bytes - kept.bytes
     fell = both.devices * (plain.parts["temporaries"] - mine.parts["temporaries"])
-    # Compilers recompute cheap residuals by themselves, so that less falls than was kept.
-    holds = less > 0 and fell > 0.1 * less
     seen = f"residuals less by {less:,} bytes, temporaries on {mine.chip.name} by {fell:,}"
-    if 0 < less < 2**20 and not holds:
-        return Proof(
-            Title.MEMORY, None, f"{seen}: below 1 MiB a compiler's own workspace decides. Judge with larger shapes"
-        )
-    cause = ""
-    if not holds:
-        places = " ".join(placements(both.traced.jaxpr))
-        cause = places or "The policy saves as much as no policy, or what it drops is not at the peak."
-    return Proof(Title.MEMORY, holds, seen, cause)
+    wrong = _kept_for_nothing(both, kept, kept_without)
+    if less <= 0 or wrong:
+        why = wrong or "The policy saves as much as no policy, or the checkpoint is around what costs nothing."
+        return Proof(Title.MEMORY, False, seen, " ".join([*placements(both.traced.jaxpr), why]))
+    # Compilers recompute cheap residuals by themselves, so that less falls than was kept.
+    if fell > 0.1 * less:
+        return Proof(Title.MEMORY, True, seen)
+    if less < 2**20:
+        seen += ": below 1 MiB a compiler's own workspace decides. Judge with larger shapes"
+        return Proof(Title.MEMORY, None, seen)
+    if why := placements(both.traced.jaxpr):
+        return Proof(Title.MEMORY, False, seen, " ".join(why))
+    seen += ": the peak lies elsewhere, or arrays so small live in on-chip memory. Judge with larger shapes"
+    return Proof(Title.MEMORY, None, seen)
+
+
+def _kept_for_nothing(both: BothWays, kept: Residuals, kept_without: Residuals) -> str:
+    """Why far more is kept than has to be; "" where nothing is odd."""
+    if kept_without.bytes - kept.bytes < 0.25 * kept_without.bytes and without_products(both.traced.jaxpr):
+        largest = kept.rows[0]
+        name = f"{largest.dtype}{list(largest.shape)} of {largest.operation} in {largest.source}"
+        return f"The checkpoint is not where the memory is: {name} is kept still, for instance."
+    without = {row.shape[1:] for row in kept_without.rows}
+    for row in kept.rows:
+        if len(row.shape) > 2 and row.shape[0] == row.shape[1] > 1 and row.shape[1:] not in without:
+            return f"The loop carries an array with an entry for each turn, and each turn keeps all: {list(row.shape)}."
+    if handed_out := large_results(both.traced.jaxpr):
+        return f"What leaves a checkpoint is kept: its layers hand out {size_text(handed_out)} beside their result."
+    return ""
 
 
 def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
@@ -210,15 +245,14 @@ def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
 
 
 def randomness_is_fresh(both: BothWays) -> Proof:
-    """The random numbers that the loss drew, here and in another step, differ from step to step and layer to layer."""
-    this_step, other_step = both.draws
-    if wrong := draw_faults(this_step, other_step):
+    """Every draw has a key of its own, fed by the step's key and by the number or inputs of the layer it is in."""
+    keys = both.keys
+    if wrong := keys.faults():
         return Proof(Title.RANDOMNESS, False, " ".join(wrong))
-    if hidden := both.replay.unseen(DRAWS):
-        return Proof(Title.RANDOMNESS, None, f"{hidden} draws are inside a shard_map, where they are not seen")
-    if idle := both.replay.places(DRAWS) - {draw.place for draw in this_step}:
-        return Proof(Title.RANDOMNESS, None, f"{len(idle)} draws did not run with this batch: in a branch not taken")
-    return Proof(Title.RANDOMNESS, True, f"{len(this_step)} draws, none twice" if this_step else "nothing is drawn")
+    if keys.hidden:
+        return Proof(Title.RANDOMNESS, None, f"{keys.hidden} draws are where their keys cannot be followed")
+    seen = f"{len(keys.draws)} draws in the program, each with a key of its own" if keys.draws else "nothing is drawn"
+    return Proof(Title.RANDOMNESS, True, seen)
 
 
 def parameters_are_sound(both: BothWays) -> Proof:
@@ -248,21 +282,69 @@ def evaluation_is_untouched(both: BothWays) -> Proof | None:
     )
 
 
-PROOFS: tuple[Callable[[BothWays], Proof | None], ...] = (
-    checkpoints_are_there,
-    options_are_sound,
-    loss_is_the_same,
-    results_are_the_same,
-    gradients_are_the_same,
-    layer_runs_again,
-    choices_are_the_same,
-    compiler_leaves_them,
-    memory_falls,
-    offloaded_bytes_arrive,
-    randomness_is_fresh,
-    parameters_are_sound,
-    evaluation_is_untouched,
-)
+def donation_is_used(both: BothWays) -> Proof | None:
+    """Each argument that the training step donates shares its memory with a result, in the compiled program."""
+    if both.step is None:
+        return None
+    donated = [leaf for leaf in jax.tree.leaves(both.step.args_info) if leaf.donated]
+    given_up = [shape.sizes for shape in aliased_arguments(optimised_text(both.step.compile()))]
+    seen = f"{len(given_up)} of {len(donated)} arrays"
+    if donated and len(given_up) >= len(donated):
+        return Proof(Title.DONATION, True, seen)
+    left = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in donated if tuple(leaf.shape) not in given_up]
+    cause = (
+        f"No result takes the memory of {', '.join(left[:3]) or 'the others'}: return the new value of each donated "
+        "argument, in its shape, type and sharding."
+        if donated
+        else "The step was lowered without donate_argnums."
+    )
+    return Proof(Title.DONATION, False, seen, cause)
+
+
+PROOFS: dict[Title, Callable[[BothWays], Proof | None]] = {
+    Title.CHECKPOINTS: checkpoints_are_there,
+    Title.OPTIONS: options_are_sound,
+    Title.LOSS: loss_is_the_same,
+    Title.RESULTS: results_are_the_same,
+    Title.GRADIENTS: gradients_are_the_same,
+    Title.RUNS: layer_runs_again,
+    Title.CHOICES: choices_are_the_same,
+    Title.COMPILER: compiler_leaves_them,
+    Title.MEMORY: memory_falls,
+    Title.OFFLOAD: offloaded_bytes_arrive,
+    Title.RANDOMNESS: randomness_is_fresh,
+    Title.PARAMETERS: parameters_are_sound,
+    Title.EVALUATION: evaluation_is_untouched,
+    Title.DONATION: donation_is_used,
+}
+
+
+def _ways(both: BothWays) -> list[BothWays]:
+    """As it is, and in float32 where 16 bits hide small terms."""
+    return [both, both.in_float32] if both.in_float32 is not None else [both]
+
+
+def _unseen(both: BothWays) -> str:
+    """What a comparison could not see, in words."""
+    if both.in_float32 is not None:
+        return f" (in float32, too: {TOLERANCE['float32']:.0e} would be seen)"
+    coarse = TOLERANCE[both.coarsest] > TOLERANCE["float32"]
+    return f" (what is below {TOLERANCE[both.coarsest]:.0e} of it is not seen in {both.coarsest})" if coarse else ""
+
+
+def _answers_the_same(eqn: jex_core.JaxprEqn) -> bool | None:
+    """Whether a function on the host answers twice alike, asked with zeros; None where it cannot be asked so."""
+    ask: Any = host_function(eqn)
+    try:
+        first, second = (
+            ask(*(np.zeros(var.aval.shape, var.aval.dtype) for var in eqn.invars))  # pyrefly: ignore[missing-attribute]
+            for _ in range(2)
+        )
+        return all(
+            np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in zip(first, second, strict=True)
+        )
+    except Exception:  # what users' functions raise is theirs
+        return None
 
 
 def _identical(got: Any, want: Any) -> bool:
@@ -278,23 +360,10 @@ def _values(array: Any) -> np.ndarray:
     return np.asarray(array, np.complex128 if jnp.issubdtype(array.dtype, jnp.complexfloating) else np.float64)
 
 
-def _leaf_of_each(both: BothWays, part: int, i: int) -> Callable[[], list[np.ndarray]]:
-    """Leaf `i` of the results (part 1) or gradients (2) of the runs whose inputs were moved by rounding."""
-    return lambda: [_values(jax.tree.leaves(way[part])[i]) for way in both.rounded]
+def _leaf_moved(both: BothWays, part: int, i: int) -> Callable[[], np.ndarray]:
+    """Leaf `i` of the results (part 1) or gradients (2) of the run whose inputs were moved by rounding."""
+    return lambda: _values(jax.tree.leaves(both.rounded[part])[i])
 
 
-def _at(values: np.ndarray, row: Row) -> np.ndarray:
-    return values[row.place]
-
-
-def _difference(row: Row) -> str:
+def _difference(row: DifferingRow) -> str:
     return f"by {row.error:.1e} of {row.size:.3g}" if row.size else f"is {row.error:.1e}, and zero without"
-
-
-def _evaluations(jaxpr: jex_core.Jaxpr) -> int:
-    """How many values of functions a program computes, loops multiplied out: what runs again without any product."""
-    return sum(
-        times * eqn.outvars[0].aval.size  # pyrefly: ignore[missing-attribute]
-        for eqn, times in equations(jaxpr)
-        if eqn.primitive.name in FUNCTIONS
-    )

@@ -14,8 +14,7 @@ from llamem.course.exercises.suspects import SUSPECTS
 from llamem.course.exercises.suspects import dropped as _dropped
 from llamem.course.exercises.suspects import layer as _layer
 from llamem.memory.residuals import saved_residuals
-from llamem.verify.case import Title
-from llamem.verify.verification import Verification, verify_remat
+from llamem.verify import Title, Verification, verify_remat
 
 _GATE, _UP, _DOWN, _X, _KEY = jax.random.split(jax.random.key(5), 5)
 _W = {"up": jax.random.normal(_UP, (6, 16, 64)) / 4, "down": jax.random.normal(_DOWN, (6, 64, 16)) / 8}

@@ -1,0 +1,135 @@
+"""What is wrong with the policies and options of a traced program's checkpoints, in words."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+from llamem.memory.jaxprs import (
+    equations,
+    given_name,
+    has_own_gradient,
+    inner_jaxprs,
+    is_names,
+    names_in,
+    names_when_differentiated,
+    policy_arguments,
+    tells_the_host,
+)
+from llamem.verify.placement import Checkpoint, find_checkpoints
+
+_POLICIES = jax.checkpoint_policies
+_FACTORIES = tuple(
+    getattr(_POLICIES, name)
+    for name in (
+        "save_only_these_names",
+        "save_any_names_but_these",
+        "save_anything_except_these_names",
+        "save_and_offload_only_these_names",
+        "save_from_both_policies",
+        "offload_dot_with_no_batch_dims",
+    )
+)
+
+
+def option_faults(jaxpr: jex_core.Jaxpr) -> list[str]:
+    """What is certainly wrong with a program's checkpoints: each makes one of them useless or different."""
+    checkpoints = list(find_checkpoints(jaxpr))
+    found = _name_faults(jaxpr, checkpoints)
+    for checkpoint in checkpoints:
+        found += _policy_faults(checkpoint)
+        if not checkpoint.prevent_cse and not checkpoint.in_loop:
+            found.append(
+                "prevent_cse=False outside a loop: the compiler may merge the second computation with the first. Leave "
+                "it out; only inside lax.scan is it harmless."
+            )
+        if any(tells_the_host(eqn) for eqn, _ in equations(checkpoint.body)):
+            found.append(
+                "a host callback inside a checkpoint: it runs again in the backward pass, so that what it counts or "
+                "averages is counted twice. Return the value from the layer, and update outside."
+            )
+        if _kept_in_vain(checkpoint, checkpoints):
+            found.append(
+                "a policy inside a checkpoint that saves nothing: while the outer one waits, what the inner one "
+                "would save is not kept. Give the policy to the outer checkpoint."
+            )
+    return list(dict.fromkeys(found))
+
+
+def _policy_faults(checkpoint: Checkpoint) -> list[str]:
+    policy, arguments = checkpoint.policy, policy_arguments(checkpoint.policy)
+    if any(policy is factory for factory in _FACTORIES):
+        return [
+            f"the policy is jax.checkpoint_policies.{policy.__name__} itself, not what it returns: everything is "
+            "saved. Call it with the names."
+        ]
+    if getattr(policy, "__qualname__", "").startswith("save_anything_except_these_names"):
+        return [
+            "save_anything_except_these_names saves what it should except, since a name is the last of three copies. "
+            "Use save_only_these_names, or llamem.Policy(save_all_but=...)."
+        ]
+    groups = [value for value in arguments.values() if isinstance(value, set | frozenset | list | tuple)]
+    if not_names := [name for group in groups for name in group if isinstance(name, set | frozenset | list | tuple)]:
+        return [
+            f"the policy takes {not_names[0]!r} as one name, which nothing bears: write the names one by one, "
+            "save_only_these_names('a', 'b')."
+        ]
+    memory = arguments.get("offload_dst")
+    if memory is not None and memory != "pinned_host":
+        return [f"the policy offloads to {memory!r}, which is not the host's memory: 'pinned_host' is."]
+    return []
+
+
+def _name_faults(jaxpr: jex_core.Jaxpr, checkpoints: list[Checkpoint]) -> list[str]:
+    """Names that a policy mentions and nothing bears. One policy may serve several layers: any of them may name it."""
+    found, mentioned_by = [], {}
+    for checkpoint in checkpoints:
+        arguments = policy_arguments(checkpoint.policy).values()
+        mentioned = frozenset(name for value in arguments if is_names(value) for name in value)
+        if mentioned and not _policy_faults(checkpoint):
+            mentioned_by.setdefault(mentioned, []).append(checkpoint)
+    for mentioned, alike in mentioned_by.items():
+        given = [pair for checkpoint in alike for pair in _names(checkpoint.body)]
+        produced = {name for name, used in given if used}
+        if not mentioned <= produced:
+            rules = (names_when_differentiated(jex_core.ClosedJaxpr(one.body, ()), one.axes) for one in alike)
+            produced |= {name for names in rules for name in names if (name, False) not in given}
+        unused = {name for name, used in given if not used} - produced
+        # A layer that has no checkpoint, such as the last of an unrolled stack, may bear the rest.
+        elsewhere = set(names_in(jaxpr)) - unused if produced & mentioned else set()
+        for name in sorted(mentioned - produced - elsewhere):
+            found.append(
+                f"the policy names {name!r}, which is given to a value that nobody uses: write y = checkpoint_name(y, "
+                f"{name!r}) and go on with y."
+                if name in unused
+                else f"the policy names {name!r}, but the function names only {sorted(produced)}: misspelled, renamed, "
+                "or given in a custom_vjp's function and not in its forward rule."
+            )
+    return found
+
+
+def _kept_in_vain(checkpoint: Checkpoint, all_checkpoints: list[Checkpoint]) -> bool:
+    """Whether what a policy saves is thrown away by the checkpoint around it.
+
+    Around several layers, or a loop of them, an inner policy says what is kept while the group is computed again.
+    """
+    if not checkpoint.outer or _saves_nothing(checkpoint.policy) or not _saves_nothing(checkpoint.outer[-1].policy):
+        return False
+    outer = checkpoint.outer[-1]
+    beside = [other for other in all_checkpoints if other.outer and other.outer[-1] is outer]
+    return len(beside) == 1 and checkpoint.repeats == outer.repeats and checkpoint.in_loop == outer.in_loop
+
+
+def _saves_nothing(policy: Any) -> bool:
+    return policy is None or policy is _POLICIES.nothing_saveable
+
+
+def _names(jaxpr: jex_core.Jaxpr) -> Iterator[tuple[str, bool]]:
+    """Every name given in a program, and whether what bears it is used."""
+    used = {id(var) for eqn in jaxpr.eqns for var in eqn.invars} | {id(var) for var in jaxpr.outvars}
+    for eqn in jaxpr.eqns:
+        if (name := given_name(eqn)) is not None:
+            yield name, id(eqn.outvars[0]) in used
+        for inner in inner_jaxprs(eqn) if not has_own_gradient(eqn) else ():
+            yield from _names(inner)
