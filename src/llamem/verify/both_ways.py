@@ -37,8 +37,13 @@ class BothWays:
 
     def loss(self, how: Any) -> Callable[[Any, Any], Any]:
         """The loss as a function of parameters and batch."""
-        # Built anew, for flax: a layer may change only Variables that were made in the trace it runs in.
-        return lambda params, batch: self.loss_fn(*jax.tree.map(lambda leaf: leaf, (params, batch)), how)
+
+        def loss(params: Any, batch: Any) -> Any:
+            # Built anew, for flax: a layer may change only Variables that were made in the trace it runs in.
+            params, batch = jax.tree.map(lambda leaf: leaf, (params, batch))
+            return self.loss_fn(params, batch, how)
+
+        return loss
 
     def gradient(self, how: Any) -> Callable[[Any, Any], Any]:
         """The loss (and what it returns besides) with its gradients."""

@@ -88,7 +88,7 @@ def verify_remat(
             found.append(Proof(title, None, "", skipped=True) if title in skip else prove(both))
     except CannotGo as stop:
         found.append(stop.proof)
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:
         if "trace level" not in str(error):
             raise
         raise ValueError(_NNX) from error
