@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import subprocess
 import sys
@@ -15,11 +16,12 @@ from programs import WEIGHTS, D, L, N, X, by_policy, proved
 
 import llamem
 from llamem import assert_remat, verify_remat
+from llamem.memory.gpu_offload import slice_notes
 from llamem.train import loss_fn
 from llamem.verify import Title
 from llamem.verify.both_ways import BothWays
 from llamem.verify.placement import find_checkpoints, work_again
-from llamem.verify.proofs import PROOFS, layer_runs_again
+from llamem.verify.proofs import PROOFS, layer_runs_again, offloaded_bytes_arrive
 
 
 def model_config(name):
@@ -87,6 +89,19 @@ def test_offloaded_bytes_arrive_or_are_missed(place):
     assert proof.holds == (place == "pinned_host"), proof
     asked = L * 16 * N * 4 * D * 4 if proof.holds else 0
     assert f"{asked:,} bytes offloaded" in proof.seen, proof
+
+
+def test_what_is_read_back_elsewhere_than_it_was_written_fails():
+    """As a GPU's report says it; tests of `llamem.memory.gpu_offload` read such a program."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst="pinned_host"
+    )
+    both = BothWays(by_policy(policy), WEIGHTS, X, True, False)
+    mine, plain = both.reports
+    said = tuple(slice_notes(["fusion.3 of scan: turn 0: byte 40, noted 0"]))
+    vars(both)["reports"] = dataclasses.replace(mine, warnings=said), plain
+    proof = offloaded_bytes_arrive(both)
+    assert proof is not None and proof.failed and "read or written at another place" in proof.cause, proof
 
 
 @pytest.mark.slow

@@ -225,12 +225,17 @@ def _kept_for_nothing(both: BothWays, kept: Residuals, kept_without: Residuals) 
 
 
 def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
-    """What a policy offloads lies in the host's memory in the chip's compiled program."""
+    """What a policy offloads lies in the host's memory in the compiled program, and is read back where it was written.
+
+    The second by the text of a GPU's program, whose notes on slices are compared with their indices.
+    """
     asked = moved_to_host(both.gradients[0].jaxpr)
     if not asked and not offloads(both.traced.jaxpr):
         return None
     mine, _ = both.reports
     seen = f"{asked:,} bytes offloaded, {mine.host_bytes:,} on the host of {mine.chip.name}"
+    if wrong := [warning for warning in mine.warnings if warning.startswith("WRONG NUMBERS")]:
+        return Proof(Title.OFFLOAD, False, seen, " ".join(wrong))
     if asked and mine.chip.platform == "cpu":
         return Proof(Title.OFFLOAD, None, f"{seen}: a CPU's memory is the host's", "")
     arrived = asked > 0 and mine.host_bytes >= 0.9 * asked / both.devices
