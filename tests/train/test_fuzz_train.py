@@ -87,12 +87,10 @@ def test_a_run_is_refused_before_anything_is_written(data):
 @given(st.data())
 def test_what_makes_a_step(data):
     good = {"config": CONFIG, "settings": SETTINGS}
-    for call in (untyped.abstract_state, untyped.abstract_step):
+    for call in (untyped.abstract_state, untyped.abstract_step, untyped.make_train_step, untyped.init_state):
         arguments = with_one_wrong(data, good)
         assert refused(call, **arguments), "junk was taken"
     assert refused(untyped.make_model, **with_one_wrong(data, good))
-    assert refused(untyped.init_state, data.draw(junk()), SETTINGS)
-    assert refused(untyped.make_train_step, data.draw(junk()), SETTINGS)
 
 
 def test_a_missing_argument_is_named_by_python():

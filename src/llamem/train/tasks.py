@@ -49,8 +49,10 @@ def train_weights(config: LlamaConfig, settings: TrainSettings, plan: Plan, opti
     step, graphdef = make_train_step(config, settings, plan, optimizer), graphdef_of(config, plan)
     evaluate = jax.jit(lambda params, batch: loss_fn(graphdef, params, *batch))
 
+    given = _loaded(init, config, plan) if isinstance(init, Llama) else None  # refused before anything is written
+
     def begin() -> TrainState:
-        params = None if init is None else _loaded(init, config, plan)
+        params = given if init is None or given is not None else _loaded(init, config, plan)
         return init_state(config, settings, plan, optimizer, params=params)
 
     def compile(state: TrainState, batch: Any) -> Any:

@@ -1,0 +1,177 @@
+"""Chats: what is read, what is refused, and packed sequences that are worth their chats alone."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from adapters import relative_error
+from flax import nnx
+from models import SMALL, model_of
+
+from llamem import LoraConfig, Plan, TrainSettings
+from llamem.train import Tokenizer, load_chats, load_corpus, loss_fn, train
+from llamem.train.chats import Chat, Chats, PackedBatches
+from llamem.train.data import Corpus
+
+ASK, ANSWER = {"role": "user", "content": "Two and two?"}, {"role": "assistant", "content": "Four."}
+CONFIG = SMALL.replace(n_layers=1, max_seq_len=64)
+
+
+def some_chats(count, seed=0, longest=20):
+    rng = np.random.default_rng(seed)
+
+    def chat():
+        size = int(rng.integers(3, longest))
+        wrote = np.arange(size) >= rng.integers(1, size)
+        return Chat(rng.integers(1, CONFIG.vocab_size, size).astype(np.uint32), wrote)
+
+    return [chat() for _ in range(count)]
+
+
+def test_packed_chats_have_the_loss_and_gradients_of_each_alone():
+    """Chats in one sequence do not see each other, and only the assistant's tokens count."""
+    chats, model = some_chats(9), model_of(CONFIG)
+    packed = PackedBatches(chats, 2, 32, vocab_size=CONFIG.vocab_size)
+    assert packed.num_sequences < len(chats) and not packed.cut
+    rows = [packed.batch_at(i, slice(row, row + 1)) for i in range(4) for row in range(2)][: packed.num_sequences]
+    batch = tuple(np.concatenate(arrays) for arrays in zip(*rows, strict=True))
+    assert sorted(batch[1][batch[1] != -100]) == sorted(np.concatenate([c.ids[1:][c.wrote[1:]] for c in chats]))
+    graphdef, params = nnx.split(model)
+    grad = jax.jit(jax.value_and_grad(lambda params, *batch: loss_fn(graphdef, params, *batch)))
+    loss, grads = grad(params, *map(jnp.asarray, batch))
+    counted = sum(int(chat.wrote[1:].sum()) for chat in chats)
+    alone = [(0.0, jax.tree.map(jnp.zeros_like, params))]
+    for chat in chats:  # filled up at the end, so that one program serves them all
+        ids = np.zeros(33, np.int32)
+        ids[: len(chat.ids)] = chat.ids
+        targets = np.full(32, -100, np.int32)
+        targets[: len(chat.ids) - 1] = np.where(chat.wrote[1:], chat.ids[1:].astype(np.int32), -100)
+        share = int(chat.wrote[1:].sum()) / counted
+        one, own = grad(params, jnp.asarray(ids[None, :-1]), jnp.asarray(targets[None]), jnp.zeros((1, 32), jnp.int32))
+        alone.append((share * float(one), jax.tree.map(lambda g, share=share: share * g, own)))
+    assert loss == pytest.approx(sum(value for value, _ in alone), rel=1e-6)
+    total = jax.tree.map(lambda *g: sum(g), *(g for _, g in alone))
+    assert max(relative_error(grads, total).values()) < 1e-5
+    joined, _ = grad(params, *map(jnp.asarray, batch[:2]), jnp.zeros(batch[0].shape, jnp.int32))
+    assert abs(float(joined) - float(loss)) > 1e-4  # as they would be if they saw each other
+
+
+def test_what_is_longer_than_a_sequence_is_cut_and_told():
+    chats = [Chat(np.arange(1, 31, dtype=np.uint32), np.arange(30) >= start) for start in (5, 25)]
+    packed = PackedBatches(chats, 1, 16)
+    assert packed.num_sequences == 1
+    assert packed.cut == (
+        "18 of the assistant's tokens are cut: 2 of 2 chats are longer than seq_len=16, and 1 of them have no answer "
+        "before that and are left out."
+    )
+    with pytest.raises(ValueError, match="no chat has a token of the assistant among its first 4 tokens"):
+        PackedBatches(chats, 1, 4)
+
+
+@pytest.fixture(scope="module")
+def llama3():
+    return Tokenizer()
+
+
+def test_llama3_chats_by_its_special_tokens(llama3, tmp_path):
+    file = tmp_path / "chats.jsonl"
+    lines = [{"messages": [ASK, ANSWER, ASK, ANSWER]}, {"prompt": "Name a colour.", "completion": "Blue."}]
+    file.write_text("\n".join(map(json.dumps, lines)) + "\n\n")
+    chats = load_chats(file, llama3)
+    assert len(chats.train) == len(chats.heldout) == 1
+    texts = {llama3.decode(chat.ids): llama3.decode(chat.ids[chat.wrote]) for chat in (*chats.train, *chats.heldout)}
+    head = "<|start_header_id|>{}<|end_header_id|>\n\n{}<|eot_id|>".format
+    two = "<|begin_of_text|>" + (head("user", "Two and two?") + head("assistant", "Four.")) * 2
+    one = "<|begin_of_text|>" + head("user", "Name a colour.") + head("assistant", "Blue.")
+    assert texts == {two: "Four.<|eot_id|>" * 2, one: "Blue.<|eot_id|>"}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{oops", r"chats\.jsonl, line 2: no JSON"),
+        ("[1, 2]", r"line 2: .* is no chat; expected \{\"messages\""),
+        ('{"text": "prose"}', "line 2: .* is no chat"),
+        ('{"messages": [{"role": "user"}]}', "line 2: .*messages.0.* Nothing was loaded"),
+        (json.dumps({"messages": [ASK]}), "line 2: no turn of the assistant"),
+        (json.dumps({"messages": [{**ASK, "content": "<|eot_id|>"}, ANSWER]}), "line 2: .*special token"),
+        (json.dumps({"prompt": 3, "completion": "x"}), "line 2: .* is no chat"),
+    ],
+)
+def test_a_bad_line_is_named_and_nothing_is_loaded(llama3, tmp_path, line, says):
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": [ASK, ANSWER]}) + "\n" + line + "\n")
+    with pytest.raises(ValueError, match=says):
+        load_chats(file, llama3)
+    with pytest.raises(ValueError, match=r"holds JSON objects, one a line, and not prose.*load_chats"):
+        load_corpus(file, llama3, cache_dir=tmp_path)
+
+
+SETTINGS = TrainSettings(
+    steps=6, batch_size=4, seq_len=24, learning_rate=1e-2, warmup_steps=1, eval_every=3, eval_batches=1
+)
+
+
+def losses(run):
+    return [(row["step"], row["loss"], row.get("val_loss"), row["grad_norm"]) for row in run.metrics]
+
+
+def same(one, other):
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_adapters_train_on_chats_over_given_weights_and_go_on_bit_by_bit(tmp_path):
+    """Two adapters with texts of their own; the base stays as it is; a snapshot in the middle leads to the same end."""
+    model = model_of(CONFIG, scale=1.0)
+    data = [Chats(tuple(some_chats(12, seed)), tuple(some_chats(3, seed + 9)), CONFIG.vocab_size) for seed in (1, 2)]
+    before = jax.tree.map(np.asarray, nnx.state(model))
+    given = {"init": model, "lora": LoraConfig(ranks=(2, 3)), "progress": False}
+    whole = train(CONFIG, data, SETTINGS, tmp_path / "whole", **given)
+    assert whole.finished and whole.adapters is not None and whole.adapters.count == 2
+    assert whole.metrics[-1]["loss"] < whole.metrics[0]["loss"] and len(whole.metrics[0]["loss_of_adapters"]) == 2
+    assert same(before, nnx.state(model)) and same(before, nnx.state(whole.model))
+    early = dataclasses.replace(SETTINGS, snapshot_every=3)
+    train(CONFIG, data, early, tmp_path / "parts", **given)
+    (tmp_path / "parts" / "snapshots" / "6").rename(tmp_path / "gone")
+    again = train(CONFIG, data, early, tmp_path / "parts", **given)
+    assert losses(again) == losses(whole) and same(again.adapters, whole.adapters)
+    alone = train(CONFIG, data[0], dataclasses.replace(SETTINGS, batch_size=2), tmp_path / "alone", **{
+        **given, "lora": whole.adapters.select([0])
+    })  # fmt: skip
+    assert alone.metrics[0]["loss"] < whole.metrics[0]["loss"]  # given adapters are gone on with
+    with pytest.raises(ValueError, match="belong to another run: weights under the adapters"):
+        train(CONFIG, data, early, tmp_path / "parts", **{**given, "init": model_of(CONFIG, seed=5)})
+
+
+def test_a_given_model_goes_on_training_and_stays_as_it_was(tmp_path):
+    model, chats = model_of(CONFIG, scale=1.0), Chats(tuple(some_chats(12)), tuple(some_chats(3, 9)), CONFIG.vocab_size)
+    before = jax.tree.map(np.asarray, nnx.state(model))
+    run = train(CONFIG, chats, SETTINGS, tmp_path / "one", init=model, progress=False)
+    assert same(before, nnx.state(model)) and not same(before, nnx.state(run.model))
+    settings = dataclasses.replace(SETTINGS, clip_norm=None)
+    plain = train(CONFIG, chats, settings, tmp_path / "plain", init=model, progress=False)
+    host = Plan(weights="host", moments="host")
+    streamed = train(CONFIG, chats, settings, tmp_path / "streamed", init=model, plan=host, progress=False)
+    np.testing.assert_allclose([r["loss"] for r in plain.metrics], [r["loss"] for r in streamed.metrics], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"lora": LoraConfig(ranks=(2,))}, "train.lora=.* without init"),
+        ({"init": model_of(SMALL)}, "weights are of another model than config says .n_layers: 3, not 1"),
+        (
+            {"init": model_of(CONFIG), "lora": LoraConfig(ranks=(2, 2, 2))},
+            "batch_size=4 does not divide among 3 adapters",
+        ),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_before_anything_is_written(given, says, tmp_path):
+    tokens = np.arange(2000, dtype=np.uint32) % 100
+    with pytest.raises(ValueError, match=says):
+        train(CONFIG, Corpus(tokens, tokens, 1, 101), SETTINGS, tmp_path / "new", progress=False, **given)
+    assert not (tmp_path / "new").exists()
