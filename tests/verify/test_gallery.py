@@ -31,18 +31,17 @@ SOME_CAUGHT += ["only the norms", "activations handed out", "a history in the ca
 SOME_CAUGHT += ["z-loss lost, in bfloat16", "a cast inside", "averages twice"]
 CLEAN = {name: (*case, True, {}) for name, case in (SOUND | RIGHT).items()} | STYLES
 CLEAN |= {name: (*case, {}) for name, case in CORRECT.items()}
-SOME_CLEAN = [
-    "two dropouts",
-    "meta-learning",
-    "two of four experts",
-    "float16, scaled",
-    "stochastic depth",
-    "linear scan",
-]
+SOME_CLEAN = ["two dropouts", "two of four experts", "float16, scaled", "stochastic depth", "raw keys", "diffusion"]
 SOME_CLEAN += ["vision transformer with a bias of the keys", "convolutions, batch normalisation", "variational dropout"]
-SOME_CLEAN += ["target network", "raw keys", "a name in a custom rule", "linen's transforms", "diffusion", "nested"]
-SOME_CLEAN += ["nnx's own transforms", "hidden states", "branches", "bfloat16", "vmap", "a jittered router, top 1"]
-SOME_CLEAN += ["convolutions, leaky relu", "the larger of two products", "shard_map inside", "mixed precision"]
+SOME_CLEAN += [
+    "a name in a custom rule",
+    "linen's transforms",
+    "nested",
+    "nnx's own transforms",
+    "branches",
+    "bfloat16",
+]
+SOME_CLEAN += ["a jittered router, top 1", "convolutions, leaky relu", "the larger of two products", "shard_map inside"]
 
 
 def missed(names):
@@ -85,7 +84,7 @@ def test_all_failures_are_caught():
 
 @pytest.mark.slow
 def test_correct_programs_raise_no_alarm():
-    assert not alarms(name for name in SOME_CLEAN if name in CLEAN)
+    assert not alarms(SOME_CLEAN)
 
 
 @pytest.mark.weekly

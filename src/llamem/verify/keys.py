@@ -16,61 +16,12 @@ from jax.extend import core as jex_core
 
 from llamem.memory.control_flow import Branches, OnDevices, Scan, While
 from llamem.memory.jaxprs import DRAWS, computed_again, control_flow, equations, inner_jaxprs, vmaps_around
+from llamem.verify.draws import Draw, Value, draw_faults
 from llamem.verify.repeats import repeats_of_array, repeats_of_result
 
 _MEETS = ("mul", "add", "sub", "div", "select_n", "and", "or")  # where a mask or noise is applied to data
 _SAME_EVERYWHERE = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
 _PARAMETER = ("a parameter",)
-_CONSTANT = (
-    "Numbers that are the same in every step: their key was made (or a counter drawn from) while tracing, or does not "
-    "depend on the step's. Pass the step's key as an argument, and derive every key from it."
-)
-_STATE = (
-    "Numbers that are the same in every step: their key comes from state (of nnx.Dropout, for instance) that the loss "
-    "takes and does not return moved on. Return it (has_aux=True) and carry it, or pass the step's key."
-)
-_SHARED = (
-    "{draw} are copies: one key is closed over by a loop, broadcast or repeated, and layers drop the same units. Split "
-    "the key, and pass one to every layer with its weights."
-)
-_TWICE = (
-    "{n} draws use one key, and are copies: {draw}, for instance, and layers drop the same units. Split the key, or "
-    "jax.random.fold_in(key, i)."
-)
-_MAPPED = (
-    "{draw} are copies along an axis of jax.vmap: the key is not mapped (in_axes=None), and examples, tokens or heads "
-    "drop the same units. Split the key, and map over the keys too."
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """What is known of a value.
-
-    `number`: equal for equal values. `fed`: what it depends on. `repeats`: for each axis "", or "some" or "all" where
-    rows along it are copies. `drawn`: it was made of random numbers and constants alone. `mask`: of comparisons, too.
-    """
-
-    number: int
-    fed: frozenset[Hashable] = frozenset()
-    repeats: tuple[str, ...] = ()
-    drawn: bool = False
-    mask: bool = False
-    constant: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Draw:
-    """Random numbers drawn at one place of the program: their key, shape, the loops around, the branches taken."""
-
-    key: Value
-    shape: tuple[int, ...]
-    loops: tuple[int, ...]
-    branches: tuple[tuple[int, int], ...]
-    vmaps: int
-
-    def __str__(self) -> str:
-        return f"Random numbers of shape {list(self.shape)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,21 +59,7 @@ class Keys:
 
     def faults(self) -> list[str]:
         """What is wrong with the keys of the draws, in words."""
-        found = [
-            _STATE if any(isinstance(atom, tuple) and atom[0] == "leaf" for atom in draw.key.fed) else _CONSTANT
-            for draw in self.draws
-            if not draw.key.fed & self._moving
-        ]
-        for draw in self.draws:
-            if any(("loop", loop) not in draw.key.fed for loop in draw.loops) or any(draw.key.repeats):
-                found.append(_SHARED.format(draw=draw))
-            if draw.vmaps > 0:
-                found.append(_MAPPED.format(draw=draw))
-        for _, alike in itertools.groupby(sorted(self.draws, key=_key_number), _key_number):
-            draws = list(alike)
-            if any(_both_run(a, b) for a, b in itertools.combinations(draws, 2)):
-                found.append(_TWICE.format(draw=draws[0], n=len(draws)))
-        return list(dict.fromkeys(found or self._meetings))
+        return draw_faults(self.draws, self._moving) or list(dict.fromkeys(self._meetings))
 
     def _leaves_that_move(self, avals: Sequence[Any], given: list[Value], results: list[Value]) -> set[Hashable]:
         """The leaves of integers and keys that are others in the next step.
@@ -331,13 +268,3 @@ class Keys:
         outs = self._program(flow.body, parts, where)
         axes = {("axis", axis) for axis in flow.mesh.shape}
         return [dataclasses.replace(out, number=next(self._fresh), fed=out.fed - axes) for out in outs]
-
-
-def _key_number(draw: Draw) -> int:
-    return draw.key.number
-
-
-def _both_run(a: Draw, b: Draw) -> bool:
-    """Whether two draws can happen in one step: not where they are in different branches of one choice."""
-    of_a = dict(a.branches)
-    return all(of_a.get(place, branch) == branch for place, branch in b.branches)
