@@ -9,6 +9,7 @@ from llamem.llama.lora_products import adapted_head
 from llamem.llama.model import KVCache, Llama
 from llamem.llama.plan import Plan
 from llamem.llama.pretrained import load_pretrained, save_pretrained
+from llamem.llama.quantized_model import check_trainable, dequantize, is_quantized, quantize
 from llamem.llama.sample import generate, generate_text
 from llamem.llama.sharding import MeshShape
 from llamem.llama.smollm2 import smollm2_file
@@ -30,11 +31,15 @@ __all__ = [
     "RopeScaling",
     "Tokenizer",
     "adapted_head",
+    "check_trainable",
+    "dequantize",
     "generate",
     "generate_text",
+    "is_quantized",
     "load_adapters",
     "load_pretrained",
     "merge_adapter",
+    "quantize",
     "rms_norm",
     "rope_tables",
     "rotate",

@@ -111,7 +111,7 @@ class Block(nnx.Module):
         if head_groups == 1:
             attn_BTHh = self._attend(y_BTD, rope, segments_BT, implementation, mesh, lora)
             return self.finish(x_BTD, attn_BTHh, mesh.tensor_axis, mlp_tiles, lora)
-        graphdef, mine, others = nnx.split(self, lambda path, _: path[0] in _ATTENTION, ...)
+        graphdef, mine, others = nnx.split(self._in_numbers(_ATTENTION), lambda path, _: path[0] in _ATTENTION, ...)
         heads, shared = _groups_of_heads(mine, head_groups)
         channels = {t: math.prod(w.shape[-2:]) for t, w in (("q", self.wq), ("k", self.wk), ("v", self.wv))}
         lora_heads, lora_shared = lora.in_groups_of_heads(head_groups, {**channels, "o": channels["q"]})
@@ -206,7 +206,8 @@ class Block(nnx.Module):
         self, fn: Callable[["Block", Array, LayerAdapters], Array], x_BTD: Array, tiles: int, lora: LayerAdapters
     ) -> Array:
         """`fn(self, x_BTD, lora)` for a `fn` of the feed-forward's weights, over tiles of tokens."""
-        graphdef, mine, others = nnx.split(self, lambda path, _: path[0] in _FEED_FORWARD, ...)
+        whole = self._in_numbers(_FEED_FORWARD)  # once, and not for every tile
+        graphdef, mine, others = nnx.split(whole, lambda path, _: path[0] in _FEED_FORWARD, ...)
 
         if not lora.a:
 
@@ -233,6 +234,14 @@ class Block(nnx.Module):
         up_BTF = checkpoint_name(lora.add("up", y_BTD, y_BTD @ w_up), "up")
         inner_BTF = jax.nn.silu(gate_BTF) * up_BTF
         return lora.add("down", inner_BTF, inner_BTF @ w_down)
+
+    def _in_numbers(self, names: tuple[str, ...]) -> "Block":
+        """This layer with these matrices dequantised, where they are in blocks: what cuts weights cuts numbers."""
+        found = [name for name in names if isinstance(getattr(self, name, None), QuantizedMatrix)]
+        block = nnx.clone(self) if found else self
+        for name in found:
+            setattr(block, name, nnx.Param(self._compute(getattr(self, name))))
+        return block
 
     def _compute(self, param: nnx.Param | QuantizedMatrix) -> Array:
         if isinstance(param, QuantizedMatrix):

@@ -8,6 +8,7 @@ from flax import nnx
 
 from llamem.llama.lora import IN_LAYERS, Adapters, check_adapters
 from llamem.llama.model import Llama
+from llamem.llama.quantized_model import is_quantized
 
 _PARAMETERS = {"q": "wq", "k": "wk", "v": "wv", "o": "wo", "gate": "w_gate", "up": "w_up", "down": "w_down"}
 
@@ -20,6 +21,11 @@ def merge_adapter(model: Llama, adapters: Adapters, i: int) -> Llama:
     """
     if not isinstance(model, Llama):
         raise TypeError(f"merge_adapter({type(model).__name__}, ...): expected a llamem.Llama.")
+    if is_quantized(model):
+        raise ValueError(
+            "merge_adapter adds to numbers, and this model's matrices are in blocks of four or eight bits: pass "
+            "llamem.llama.dequantize(model)."
+        )
     one = adapters.select([i])
     check_adapters(one, None, 1, model.config)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))

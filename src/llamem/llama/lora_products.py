@@ -108,10 +108,13 @@ def chosen(array_A: Float[Array, "A *rest"], adapter_B: Int[Array, " B"]) -> Flo
 def project_in(
     x_BTI: Float[Array, "B T I"], a_ArI: Float[Array, "A r I"], scale_A: Float[Array, " A"], adapter_B: Int[Array, " B"]
 ) -> Float[Array, "B T r"]:
-    """`scale (x A')` of each sequence, in the type of `x`. Chosen first and rounded then: gradients add up in f32."""
-    a_BrI = chosen(a_ArI, adapter_B).astype(x_BTI.dtype)
-    z_BTr = jnp.einsum("BTI,BrI->BTr", x_BTI, a_BrI, preferred_element_type=jnp.promote_types(x_BTI.dtype, jnp.float32))
-    return (z_BTr * chosen(scale_A, adapter_B)[:, None, None]).astype(x_BTI.dtype)
+    """`scale (x A')` of each sequence, in the type of `x`.
+
+    A is scaled and rounded before the product: one in f32 would have a gradient for `x` of f32, twice as large as any
+    other array of a step. It is chosen before that, so that gradients of sequences add up in f32.
+    """
+    a_BrI = chosen(a_ArI, adapter_B) * chosen(scale_A, adapter_B)[:, None, None]
+    return jnp.einsum("BTI,BrI->BTr", x_BTI, a_BrI.astype(x_BTI.dtype))
 
 
 def adapted_embedding(

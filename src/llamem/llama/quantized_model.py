@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
 from llamem.llama.model import Llama
 from llamem.llama.quantized import Kind, QuantizedMatrix, check_kinds, quantize_matrices
+from llamem.llama.sharding import is_in_blocks
 from llamem.llama.tensor_names import IN_LAYER
 
 _PER_EXPERT = ("w_gate", "w_up", "w_down")
@@ -55,6 +57,19 @@ def with_blocks(model: Llama, kinds: Mapping[str, Kind]) -> Llama:
         w = getattr(model.blocks, name)[...]
         setattr(model.blocks, name, quantize_matrices(w, IN_LAYER[name][1], n_before, kind))
     return model
+
+
+def kinds_in(params: Any) -> dict[str, Kind]:
+    """Return the kind of each parameter that is in blocks, from a model's state alone: `nnx.state(model)`."""
+    parts: dict[str, dict[str, Any]] = {}
+    for path, leaf in jax.tree.leaves_with_path(params):
+        keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+        if is_in_blocks(path):
+            parts.setdefault(keys[-2], {})[keys[-1]] = leaf
+    return {
+        name: "q4_1" if "minimum" in blocks else "q8_0" if blocks["values"].dtype == jnp.int8 else "q4_0"
+        for name, blocks in parts.items()
+    }
 
 
 def quantized_matrices(model: Llama) -> dict[str, QuantizedMatrix]:

@@ -183,14 +183,28 @@ def parameter_name(path: tuple[Any, ...]) -> str | None:
     return next((key for key in keys if key in PARAMETERS), None)
 
 
+def is_in_blocks(path: tuple[Any, ...]) -> bool:
+    """Whether a parameter's leaf is a part of its blocks (`llamem.llama.quantized`), and not its numbers."""
+    keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+    return bool(keys) and keys[-1] in ("values", "scale", "minimum")
+
+
 def parameter_specs(tree: Any, mesh: MeshShape) -> Any:
     """How every leaf of parameters, or of a training state, lies on the mesh: a tree of `PartitionSpec`.
 
-    Moments lie as their parameters; counters are everywhere. Raises ValueError as `partition_spec` does.
+    Moments lie as their parameters; counters, and matrices in blocks, are everywhere. Raises ValueError as
+    `partition_spec` does, and for blocks on a mesh that would split them.
     """
 
     def one(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
         name = parameter_name(path)
+        if name is not None and is_in_blocks(path):
+            if split := [axis for axis in mesh.axes if axis != "data"]:
+                raise ValueError(
+                    f"a model in blocks of four or eight bits on the mesh {mesh.axes}: blocks are not split over "
+                    f"{split[0]!r}. Every device holds them whole: give the mesh a 'data' axis alone."
+                )
+            return PartitionSpec()
         return PartitionSpec() if name is None else partition_spec(name, PARAMETERS[name], leaf.shape, mesh)
 
     return jax.tree.map_with_path(one, tree)

@@ -18,6 +18,7 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.host_memory import host_sharding, of_matrices
 from llamem.llama.lora import IN_LAYERS, Adapters, LoraConfig
 from llamem.llama.plan import Plan
+from llamem.llama.quantized import Kind
 from llamem.llama.sharding import MeshShape, parameter_specs, shardings
 from llamem.train.batch_loss import IGNORED, loss_and_grads, summed_loss
 from llamem.train.optimizers import make_optimizer, norm_of, within
@@ -51,7 +52,8 @@ def make_lora_step(
 ) -> Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, Array]]]:
     """Return `step(state, base, (inputs_BT, targets_BT, adapter_B)) -> state, metrics`, to be jitted, state donated.
 
-    `base` are the parameters of the frozen model; no gradient of them is computed. Every adapter is trained as if its
+    `base` are the parameters of the frozen model, `nnx.state(model)`, matrices in blocks of four bits among them; no
+    gradient of them is computed. Every adapter is trained as if its
     sequences were alone in the batch: its loss is the mean over its own tokens, its gradient's norm is clipped by
     itself, and warm-up, decay and the optimizer's bias corrections follow its own number of updates. An adapter without
     a token that counts (targets of -100 do not) stays as it is, bit by bit, with its moments and its count.
@@ -62,7 +64,7 @@ def make_lora_step(
     where it has none, and for all where an id in `adapter_B` is none), `grad_norm`, `tokens`.
     """
     _check(settings, plan)
-    graphdef, mesh, rule = graphdef_of(config, plan), plan.mesh, make_optimizer(settings, optimizer)
+    mesh, rule = plan.mesh, make_optimizer(settings, optimizer)
     peaks = None if learning_rates is None else _check_rates(learning_rates)
 
     def update_one(grads: Any, moments: Any, weights: Any, rate: Array) -> tuple[Any, Any, Array]:
@@ -72,6 +74,7 @@ def make_lora_step(
         return optax.apply_updates(weights, updates), moments, norm
 
     def step_on_device(state: TrainState, base: Any, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+        graphdef = graphdef_of(config, plan, base)
         metrics, grads = losses_and_grads(graphdef, settings, base, state.params, batch)
         old = state.params.weights, state.opt_state
         rates_A = jnp.ones(state.params.count) if peaks is None else jnp.asarray(peaks) / settings.learning_rate
@@ -94,15 +97,21 @@ def make_lora_step(
 
 
 def abstract_lora_step(
-    config: LlamaConfig, settings: TrainSettings, plan: Plan, lora: LoraConfig, optimizer: Optimizer = None
+    config: LlamaConfig,
+    settings: TrainSettings,
+    plan: Plan,
+    lora: LoraConfig,
+    optimizer: Optimizer = None,
+    *,
+    quantize: Kind | None = None,
 ) -> tuple[Callable[..., Any], TrainState, Any, Batch]:
     """Return the step of adapters over a model that is never built, with the shapes of its arguments.
 
     `(step, state, base, batch)` are for `llamem.compile_report(step, state, base, batch, donate_argnums=(0,),
-    chip=...)`. With a mesh in the plan the shapes say how they lie on it. Raise ValueError for sizes that do not
-    divide.
+    chip=...)`. With a mesh in the plan the shapes say how they lie on it. `quantize`: the kind of blocks that the
+    frozen matrices are in, such as `"q4_0"`. Raise ValueError for sizes that do not divide.
     """
-    mesh, base = plan.mesh, abstract_params(config, settings)
+    mesh, base = plan.mesh, abstract_params(config, settings, quantize)
     if plan.weights == "host":
         base = of_matrices(base, lambda leaf: leaf.update(sharding=host_sharding()))
     state = jax.eval_shape(

@@ -16,6 +16,8 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.host_memory import host_place, host_sharding, of_matrices
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
+from llamem.llama.quantized import Kind, check_kinds
+from llamem.llama.quantized_model import kinds_in, with_blocks
 from llamem.llama.sharding import parameter_specs, shardings
 from llamem.train.batch_loss import loss_and_grads, mean_weights, summed_loss
 from llamem.train.on_host import mark_host_arguments, update_by_parts
@@ -111,14 +113,19 @@ def abstract_state(
     return jax.tree.map(lambda leaf, s: leaf.update(sharding=s), state, where)
 
 
-def abstract_params(config: LlamaConfig, settings: TrainSettings) -> Any:
-    """Return the shapes and types of a model's parameters."""
-    return jax.eval_shape(lambda: nnx.state(make_model(config, settings), nnx.Param))
+def abstract_params(config: LlamaConfig, settings: TrainSettings, quantize: Kind | None = None) -> Any:
+    """Return the shapes and types of a model's parameters, its matrices in blocks of a kind where one is given."""
+    kinds = {} if quantize is None else check_kinds(config, quantize)
+    return jax.eval_shape(lambda: nnx.state(with_blocks(make_model(config, settings), kinds)))
 
 
-def graphdef_of(config: LlamaConfig, plan: Plan) -> nnx.GraphDef:
-    """Return what `nnx.merge` makes a model of from parameters, computed as the plan says."""
-    return nnx.graphdef(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), plan=plan)))
+def graphdef_of(config: LlamaConfig, plan: Plan, params: Any = None) -> nnx.GraphDef:
+    """Return what `nnx.merge` makes a model of from parameters, computed as the plan says.
+
+    `params`: the parameters that it is for, where matrices of theirs may be in blocks (`llamem.llama.quantize`).
+    """
+    kinds = kinds_in(params)
+    return nnx.graphdef(nnx.eval_shape(lambda: with_blocks(Llama(config, rngs=nnx.Rngs(0), plan=plan), kinds)))
 
 
 def make_train_step(

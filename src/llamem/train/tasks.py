@@ -17,10 +17,13 @@ from llamem.llama.lora import Adapters, LoraConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.pretrained import load_pretrained
+from llamem.llama.quantized_model import check_trainable
+from llamem.llama.sharding import parameter_specs, shardings
 from llamem.memory.gpu_offload import compile_lowered, offloads_rightly
-from llamem.train.adapter_step import abstract_lora_step, init_lora_state, lora_losses, make_lora_step
+from llamem.train.adapter_step import init_lora_state, lora_losses, make_lora_step
 from llamem.train.batch_loss import loss_fn
 from llamem.train.settings import TrainSettings
+from llamem.train.sharded_step import check_sizes
 from llamem.train.snapshots import checksum
 from llamem.train.step import Optimizer, TrainState, abstract_state, graphdef_of, init_state, make_train_step
 
@@ -49,10 +52,11 @@ def train_weights(config: LlamaConfig, settings: TrainSettings, plan: Plan, opti
     step, graphdef = make_train_step(config, settings, plan, optimizer), graphdef_of(config, plan)
     evaluate = jax.jit(lambda params, batch: loss_fn(graphdef, params, *batch))
 
-    given = _loaded(init, config, plan) if isinstance(init, Llama) else None  # refused before anything is written
+    # Refused before anything is written.
+    given = _trainable(_loaded(init, config, plan)) if isinstance(init, Llama) else None
 
     def begin() -> TrainState:
-        params = given if init is None or given is not None else _loaded(init, config, plan)
+        params = given if init is None or given is not None else _trainable(_loaded(init, config, plan))
         return init_state(config, settings, plan, optimizer, params=params)
 
     def compile(state: TrainState, batch: Any) -> Any:
@@ -85,12 +89,11 @@ def train_adapters(
             "train(lora=...) without init: adapters of random weights learn nothing. Give the model that they adapt, "
             "init=llamem.load_pretrained(...), or its folder."
         )
-    step, graphdef = (
-        make_lora_step(config, settings, plan, optimizer, learning_rates=learning_rates),
-        graphdef_of(config, plan),
-    )
-    _, _, abstract_base, _ = abstract_lora_step(config, settings, plan, LoraConfig(ranks=(1,)), optimizer)
-    base = _placed(_loaded(init, config, plan), jax.tree.map(lambda leaf: leaf.sharding, abstract_base), plan)
+    step = make_lora_step(config, settings, plan, optimizer, learning_rates=learning_rates)
+    if plan.mesh.devices > 1:
+        check_sizes(plan.mesh, settings.batch_size, settings.seq_len, settings.accumulate)
+    base = _placed(nnx.state(_loaded(init, config, plan)), plan)
+    graphdef = graphdef_of(config, plan, base)
     everywhere = NamedSharding(plan.mesh.mesh(), PartitionSpec()) if plan.mesh.devices > 1 else None
 
     def begin() -> TrainState:
@@ -119,8 +122,8 @@ def train_adapters(
     )
 
 
-def _loaded(init: Any, config: LlamaConfig, plan: Plan) -> Any:
-    """The parameters of a model, or of the folder, file or hub name of one."""
+def _loaded(init: Any, config: LlamaConfig, plan: Plan) -> Llama:
+    """A model as it is given, or that of a folder, file or hub name."""
     if isinstance(init, (str, os.PathLike)):
         init = load_pretrained(init, dtype=config.param_dtype, compute_dtype=config.compute_dtype, plan=plan)
     if not isinstance(init, Llama):
@@ -131,16 +134,22 @@ def _loaded(init: Any, config: LlamaConfig, plan: Plan) -> Any:
             f"train(config, init=...): the weights are of another model than config says ({'; '.join(other[:4])}). "
             "Pass the model's own: train(model.config, ..., init=model)."
         )
-    return nnx.state(init, nnx.Param)
+    return init
 
 
-def _placed(tree: Any, where: Any, plan: Plan) -> Any:
+def _trainable(model: Llama) -> Any:
+    """The parameters of a model that can be trained itself."""
+    check_trainable(model)
+    return nnx.state(model, nnx.Param)
+
+
+def _placed(tree: Any, plan: Plan) -> Any:
     """Parameters where the plan says: on their part of a mesh, or on the host."""
     if plan.mesh.devices > 1:
-        return jax.device_put(tree, where)
+        return jax.device_put(tree, shardings(parameter_specs(tree, plan.mesh), plan.mesh))
     return of_matrices(tree, lambda a: jax.device_put(a, host_place())) if plan.weights == "host" else tree
 
 
 def _off_the_mesh(config: LlamaConfig, plan: Plan, params: Any) -> Llama:
     """The model, its parameters where they are: JAX shares out the work of whoever calls it."""
-    return nnx.merge(graphdef_of(config, plan.replace(mesh={})), params)
+    return nnx.merge(graphdef_of(config, plan.replace(mesh={}), params), params)
