@@ -63,6 +63,12 @@ def adapted(frozen, s, z):
     return frozen, update(s[0], s[1], jax.grad(adapted_loss)(s[0]))
 
 
+def tiled(a, z):
+    """One sequence after the other, by a function of its own."""
+    of_one = jax.jit(lambda a, t, u: loss(a, t[None], u[None]))
+    return jax.grad(lambda a: jnp.mean(jax.lax.map(lambda one: of_one(a, *one), z)))(a)
+
+
 def regression(a, z):
     return jax.value_and_grad(lambda a: jnp.mean(jnp.tanh(z @ a) ** 2))(a)
 
@@ -87,10 +93,11 @@ STATE, FEW = ((w, jax.eval_shape(TX.init, w)) for w in (MODEL, ADAPTERS))
             N,
         ),
         (lambda a, z: logits(a, z), (MODEL, TOKENS), {"a": "weights", "z": "batch"}, 0),
+        (tiled, (MODEL, (TOKENS, TOKENS)), {"a": "weights", "z": "batch"}, N // 4),
         (regression, (shape(D, D), shape(N, D)), {"a": "weights", "z": "batch"}, 0),
         (lambda a: jnp.sort(a), (shape(N),), {"a": "other"}, 0),
     ],
-    ids=["a tuple of both", "a frozen base", "no gradient", "numbers for a batch", "no model"],
+    ids=["a tuple of both", "a frozen base", "no gradient", "tiles in a loop", "numbers for a batch", "no model"],
 )
 def test_arguments_are_told_by_where_they_go(fn, args, expected, sizes):
     leaves = read_leaves(fn, args, (), find_chip("local"))
