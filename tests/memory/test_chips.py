@@ -1,5 +1,6 @@
 """Chips by name: what is known of them, what is refused with a remedy, and silence where there is no accelerator."""
 
+import dataclasses
 import glob
 import os
 import subprocess
@@ -10,10 +11,11 @@ import jax
 import pytest
 
 import llamem
-from llamem.memory import chips
+from llamem.memory import chips, dump
 from llamem.memory import cross_compile as absent
 
 ACCELERATOR = any(glob.glob(pattern) for pattern in ("/dev/nvidia*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd"))
+needs_gpu_compiler = pytest.mark.skipif(not llamem.available("a100-40"), reason="needs the CUDA plugin and ptxas")
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the local device is no CPU")
 
 
@@ -57,10 +59,61 @@ def test_every_target_is_described():
         assert chip.name == name and chip.absent
         assert chip.capacity_bytes and chip.peak_flops and chip.bandwidth
         assert 10e9 < chip.capacity_bytes < 200e9
-        assert 50e12 < chip.peak_flops < 2000e12 and 0.2e12 < chip.bandwidth < 5e12
+        assert 50e12 < chip.peak_flops < 2500e12 and 0.2e12 < chip.bandwidth < 8e12
+        assert chip.host_link and 10e9 < chip.host_link < 0.2 * chip.bandwidth
+        assert llamem.find_chip(chip.name.upper()) == chip
         if chip.platform == "cuda":
             description = absent.gpu_description(chip)
             assert f"device_memory_size: {chip.capacity_bytes}" in description and chip.device_kind in description
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("A100-80GB", "a100-80"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("RTX A6000", "a6000"),
+        ("Tesla T4", "t4"),
+        ("v5litepod-8", "v5e-8"),
+        ("TPU v6 lite", "v6e-1"),
+        ("V5E:2x4", "v5e:2x4"),
+    ],
+)
+def test_chips_as_people_write_them(written, name):
+    found = chips.known_chip(written)
+    assert found is not None and found.name == name
+    assert chips.known_chip(f"{written} of mine") is None
+
+
+@needs_gpu_compiler
+@pytest.mark.gpu_compile
+def test_what_gpus_of_the_table_say_of_bf16(tmp_path, monkeypatch):
+    """A T4 multiplies bf16 in f32, and the report says so; a card of one's own is one more entry."""
+    monkeypatch.setenv("LLAMEM_CACHE", str(tmp_path))
+    mine = dataclasses.replace(llamem.CHIPS["rtx5090"], name="mine", capacity_bytes=3 * 10**6)
+    monkeypatch.setitem(llamem.CHIPS, "mine", mine)
+    sizes, copies = (640, 768), {}
+    for name, dtype in (("t4", "bfloat16"), ("t4", "float16"), ("mine", "bfloat16")):
+        x = jax.ShapeDtypeStruct(sizes, dtype)
+        report = llamem.compile_report(lambda x: x @ x.T, x, chip=name)
+        noted = [note for note in report.warnings if f"bf16 is not native on {name}" in note]
+        copies[name, dtype] = report.temp_bytes
+        assert len(noted) == ((name, dtype) == ("t4", "bfloat16"))
+    assert copies["t4", "bfloat16"] - copies["t4", "float16"] >= 4 * 640 * 768  # of the operand, in f32
+    assert llamem.CHIPS["t4"].bf16_flops == pytest.approx(8.1e12, rel=0.01)
+    seconds = llamem.estimate(llamem.LlamaConfig.from_name("tiny"), llamem.Plan(), "mine", seq_len=512).seconds
+    assert seconds.total > 0
+
+
+@needs_gpu_compiler
+def test_what_is_not_compiled_for_absent_gpus_is_said():
+    q = jax.ShapeDtypeStruct((2, 512, 8, 64), "bfloat16")
+    with pytest.raises(RuntimeError, match=r"cuDNN not found.*not compiled for a GPU that is not here.*local"):
+        llamem.compile_report(
+            lambda q: jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="cudnn"), q, chip="h100"
+        )
+    assert "multiple of 64" in dump.remedy("INTERNAL: Couldn't find output tile sizes for fusion")
 
 
 def test_an_unknown_name_lists_the_known():

@@ -2,7 +2,7 @@
 
 from llamem.memory.chips import CHIPS, Chip, available, compiling_for, find_chip
 from llamem.memory.compiling import compile_report, matmul_flops
-from llamem.memory.measured import Measurement, measure
+from llamem.memory.measured import Measurement, host_memory_limit, measure
 from llamem.memory.report import Buffer, Collective, Comparison, GiB, Report, compare
 from llamem.memory.residuals import Residuals, saved_residuals
 
@@ -21,6 +21,7 @@ __all__ = [
     "compile_report",
     "compiling_for",
     "find_chip",
+    "host_memory_limit",
     "matmul_flops",
     "measure",
     "saved_residuals",

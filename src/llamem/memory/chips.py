@@ -35,7 +35,11 @@ class Chip:
     can use; None where nothing limits it but this machine. `peak_flops` is dense bf16 matrix FLOP/s (f16 on a T4),
     `bandwidth` bytes/s of its memory; None for the chip at hand, which is measured instead. `absent` chips are compiled
     for in a child process. `gpu` is the description of a GPU that stands in for its driver. A local GPU of any maker
-    has the platform "cuda": XLA's compiler for GPUs is one.
+    has the platform "cuda": XLA's compiler for GPUs is one. `host_link` and `chip_link` are bytes/s one way to the host
+    and to neighbouring chips together; None where they go through the host's link, or are not known.
+
+    For a card that is not in `CHIPS` add one: `CHIPS["mine"] = dataclasses.replace(CHIPS["rtx4090"], name="mine",
+    capacity_bytes=...)`; reports, tiles and plans then know it.
     """
 
     name: str
@@ -49,6 +53,21 @@ class Chip:
     absent: bool = True
     devices: int = 1
     gpu: Gpu | None = None
+    host_link: float | None = None
+    chip_link: float | None = None
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it multiplies bf16 matrices; an NVIDIA GPU before Ampere turns them into f32 first."""
+        own = self.gpu or next((one.gpu for one in CHIPS.values() if one.device_kind == self.device_kind), None)
+        return own is None or own.compute_capability >= (8, 0)
+
+    @property
+    def bf16_flops(self) -> float | None:
+        """FLOP/s of bf16 matrix products: `peak_flops`, or those of the f32 units of a chip without `has_bf16`."""
+        if self.has_bf16 or self.gpu is None:
+            return self.peak_flops
+        return 2 * self.gpu.cores * self.gpu.fpus_per_core * self.gpu.clock_ghz * 1e9
 
     def mesh(self, **axes: int) -> jax.sharding.AbstractMesh:
         """The chips as a mesh with these axes, `find_chip("v5e-8").mesh(data=2, model=4)`, for shardings of shapes.
@@ -67,25 +86,50 @@ class Chip:
 
 _GiB = 2**30
 
-# XLA's own specifications (`GpuTargetConfigProto`: H100, A100-40), and NVIDIA's data sheets.
+# XLA's own specifications (`GpuTargetConfigProto`: H100, H200, B200, A100-40, A6000), and NVIDIA's data sheets.
 _T4 = Gpu(65_536, 65_536, 1024, 40, 64, 4_194_304, 1.59, (7, 5))
 _L4 = Gpu(102_400, 101_376, 1536, 58, 128, 50_331_648, 2.04, (8, 9))
 _A100 = Gpu(167_936, 166_912, 2048, 108, 64, 41_943_040, 1.41, (8, 0))
 _H100 = Gpu(233_472, 232_448, 2048, 132, 128, 52_428_800, 1.98, (9, 0))
+_B200 = Gpu(233_472, 232_448, 2048, 148, 128, 132_644_864, 1.965, (10, 0))
+_A6000 = Gpu(102_400, 101_376, 1536, 84, 128, 6_291_456, 1.8, (8, 6))
+_A10G = dataclasses.replace(_A6000, cores=80, clock_ghz=1.71)
+_RTX3090 = dataclasses.replace(_A6000, cores=82, clock_ghz=1.695)
+_L40S = dataclasses.replace(_L4, cores=142, l2_bytes=100_663_296, clock_ghz=2.52)
+_RTX4090 = dataclasses.replace(_L4, cores=128, l2_bytes=75_497_472, clock_ghz=2.52)
+_RTX5090 = Gpu(102_400, 101_376, 1536, 170, 128, 100_663_296, 2.41, (12, 0))
 
-# TPU capacities: what the compiler (libtpu 0.0.51) says is available. Speeds: Google Cloud's TPU pages.
-# GPU memory, bandwidth and speeds: NVIDIA's data sheets.
+# TPU capacities: what the compiler (libtpu 0.0.51) says is available. Speeds: Google Cloud's TPU pages. A TPU7x has two
+# devices, each with half of its memory and speed; v7x-1 is one of them.
+# GPU memory, bandwidth and dense bf16 speeds, sums in f32: NVIDIA's data sheets; memory less what a driver keeps.
+# Host link, bytes/s one way. GPUs: the PCIe generation on NVIDIA's data sheet, 16 lanes, less a fifth for its packets.
+# TPUs: an assumption, PCIe 3 for v5e and PCIe 4 for later ones; Google publishes no number. Chip link: Google Cloud's
+# TPU pages (1,600, 3,200 and 4,800 Gbit/s), NVLink one way on NVIDIA's data sheets.
 CHIPS: dict[str, Chip] = {
-    t.name: t
-    for t in (
-        Chip("v5e-1", "tpu", "TPU v5 lite", int(15.75 * _GiB), 197e12, 819e9, "v5e:1x1"),
-        Chip("v6e-1", "tpu", "TPU v6 lite", int(31.24 * _GiB), 918e12, 1640e9, "v6e:1x1"),
-        Chip("v5p-1", "tpu", "TPU v5", int(95.73 * _GiB), 459e12, 2765e9, "v5p:1x1x1", cores=2),
-        Chip("t4", "cuda", "Tesla T4", 15_655_829_504, 65e12, 320e9, gpu=_T4),
-        Chip("l4", "cuda", "NVIDIA L4", 23_580_639_232, 121e12, 300e9, gpu=_L4),
-        Chip("a100-40", "cuda", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 312e12, 1555e9, gpu=_A100),
-        Chip("a100-80", "cuda", "NVIDIA A100-SXM4-80GB", 84_974_239_744, 312e12, 2039e9, gpu=_A100),
-        Chip("h100", "cuda", "NVIDIA H100 80GB HBM3", 84_942_979_072, 989e12, 3352e9, gpu=_H100),
+    name: Chip(name, "tpu", kind, int(gib * _GiB), flops, speed, topology, cores, host_link=host, chip_link=link)
+    for name, kind, gib, flops, speed, topology, cores, host, link in (
+        ("v5e-1", "TPU v5 lite", 15.75, 197e12, 819e9, "v5e:1x1", 1, 16e9, 200e9),
+        ("v6e-1", "TPU v6 lite", 31.24, 918e12, 1640e9, "v6e:1x1", 1, 32e9, 400e9),
+        ("v5p-1", "TPU v5", 95.73, 459e12, 2765e9, "v5p:1x1x1", 2, 32e9, 600e9),
+        ("v7x-1", "TPU7x", 94.74, 1153e12, 3690e9, "tpu7x:1x1x1", 1, 32e9, 600e9),
+    )
+}
+CHIPS |= {
+    name: Chip(name, "cuda", kind, size, flops, speed, gpu=gpu, host_link=host, chip_link=link)
+    for name, kind, size, flops, speed, gpu, host, link in (
+        ("t4", "Tesla T4", 15_655_829_504, 65e12, 320e9, _T4, 13e9, None),
+        ("l4", "NVIDIA L4", 23_580_639_232, 121e12, 300e9, _L4, 25e9, None),
+        ("a10g", "NVIDIA A10G", 23_580_639_232, 70e12, 600e9, _A10G, 25e9, None),
+        ("rtx3090", "NVIDIA GeForce RTX 3090", 25_400_000_000, 71e12, 936e9, _RTX3090, 25e9, None),
+        ("rtx4090", "NVIDIA GeForce RTX 4090", 25_250_000_000, 165e12, 1008e9, _RTX4090, 25e9, None),
+        ("rtx5090", "NVIDIA GeForce RTX 5090", 33_600_000_000, 209e12, 1792e9, _RTX5090, 50e9, None),
+        ("a6000", "NVIDIA RTX A6000", 51_041_271_808, 155e12, 768e9, _A6000, 25e9, 56e9),
+        ("l40s", "NVIDIA L40S", 47_700_000_000, 362e12, 864e9, _L40S, 25e9, None),
+        ("a100-40", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 312e12, 1555e9, _A100, 25e9, 300e9),
+        ("a100-80", "NVIDIA A100-SXM4-80GB", 84_974_239_744, 312e12, 2039e9, _A100, 25e9, 300e9),
+        ("h100", "NVIDIA H100 80GB HBM3", 84_942_979_072, 989e12, 3352e9, _H100, 50e9, 450e9),
+        ("h200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 989e12, 4800e9, _H100, 50e9, 450e9),
+        ("b200", "NVIDIA B200", 191_514_411_008, 2250e12, 7672e9, _B200, 50e9, 900e9),
     )
 }
 # Several chips. Google counts a v5p's two cores: a v5p-8 has four chips.
@@ -103,6 +147,21 @@ CHIPS |= {
 }
 
 
+def known_chip(name: str) -> Chip | None:
+    """Return a chip of `CHIPS`, or TPUs by how they are connected; None for what is no such name.
+
+    Capitals, spaces, dashes and the maker's words make no difference: "A100-80GB", "NVIDIA GeForce RTX 4090".
+    """
+    plain = _plain(name)
+    alike = (chip for own, chip in CHIPS.items() if plain in (_plain(own), _plain(chip.device_kind)))
+    return CHIPS.get(name) or next(alike, None) or pod(name.lower())
+
+
+def _plain(name: str) -> str:
+    plain = re.sub(r"nvidia|geforce|tesla|quadro|tpu|sxm\d?|pcie|hbm\w*|[\s_-]", "", name.lower())
+    return plain.replace("v5litepod", "v5e").replace("rtxa", "a").removesuffix("gb")
+
+
 def find_chip(name: str) -> Chip:
     """A chip by name: "local", one of `CHIPS`, or TPUs by how they are connected, "v5e:16x16" or "v5p:4x4x8".
 
@@ -114,7 +173,7 @@ def find_chip(name: str) -> Chip:
         raise ValueError(f"chip={show(name)}: expected a name such as 'v5e-1' or 'local'. Known: {', '.join(CHIPS)}.")
     if name in ("local", "cpu", "gpu", "tpu"):
         return _local(name)
-    found = CHIPS.get(name) or pod(name)
+    found = known_chip(name)
     if found is None:
         raise ValueError(
             f"no chip is called {name!r}. Known: local, cpu, gpu, tpu, {', '.join(CHIPS)}; and several TPUs by "

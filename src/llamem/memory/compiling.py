@@ -23,7 +23,7 @@ from llamem.memory.arguments import Leaf, mesh_of, read_leaves, shard_bytes
 from llamem.memory.chips import Chip, find_chip
 from llamem.memory.cross_compile import compile_absent, export_for, traced_for
 from llamem.memory.device_queries import noted_queries
-from llamem.memory.dump import analysed_bytes, needed_bytes, read_dump
+from llamem.memory.dump import analysed_bytes, needed_bytes, read_dump, remedy
 from llamem.memory.flops import count_products, matmul_flops
 from llamem.memory.gpu_offload import offload_options, offloads_rightly, slice_notes
 from llamem.memory.hlo import optimised_text
@@ -91,7 +91,7 @@ def compile_report(
     # The one trace serves the compiler, too. What is donated is for the child process to say, where there is one.
     jitted = jax.jit(flat, donate_argnums=() if chosen.absent else donated, keep_unused=True)
     with traced_for(chosen, mesh), noted_queries() as queries, offloads_rightly():
-        jaxpr = jitted.trace(*shapes).jaxpr
+        jaxpr = _traced(jitted, shapes)
     if chosen.absent:
         _refuse_callbacks(jaxpr.jaxpr, chosen)
         program, axes = export_for(chosen, jitted, shapes, mesh), dict(mesh.shape) if mesh else None
@@ -115,6 +115,15 @@ def compile_report(
     names, provenance = [leaf.name for leaf in leaves], find_provenance(jaxpr, leaves)
     timeline = Timeline.from_schedule(answer["schedule"], chosen.name, chosen.capacity_bytes, names, provenance)
     return dataclasses.replace(report, timeline=timeline)
+
+
+def _traced(jitted: jax.stages.Wrapped, shapes: Sequence[jax.ShapeDtypeStruct]) -> jex_core.ClosedJaxpr:
+    try:
+        return jitted.trace(*shapes).jaxpr
+    except RuntimeError as error:
+        if words := remedy(str(error)):
+            raise RuntimeError(f"{error}{words}") from error
+        raise
 
 
 def _compiled_here(lowered: jax.stages.Lowered, chip: Chip) -> dict[str, Any]:
@@ -176,7 +185,8 @@ def _report(
     if "error" in answer:
         peak = needed_bytes(answer["error"])
         if peak is None:
-            raise RuntimeError(f"the compiler for {chip.name} refused the program: {answer['error'][:1500]}")
+            said = answer["error"]
+            raise RuntimeError(f"the compiler for {chip.name} refused the program: {said[:1500]}{remedy(said)}")
         arguments = sum(leaf.bytes for leaf in leaves if not leaf.on_host)
         outputs = sum(shard_bytes(out) for out in jaxpr.out_avals if not on_host(out))
         alias = sum(leaf.bytes for leaf in leaves if leaf.donated and not leaf.on_host)

@@ -78,6 +78,23 @@ def needed_bytes(error: str) -> int | None:
     return int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]]) if found else None
 
 
+def remedy(error: str) -> str:
+    """What to do about a compiler's message, where it is a known one; else ""."""
+    return next((words for message, words in _REMEDIES.items() if message in error), "")
+
+
+_REMEDIES = {
+    "Couldn't find output tile sizes": (
+        " This compiler finds no tiles for a matrix product of such sizes where no GPU is there to try them. Pad the "
+        "tokens to a multiple of 64 (with a mask or ignore_index), or ask for the memory alone: depth='memory'."
+    ),
+    "cuDNN not found": (
+        " cuDNN's attention is not compiled for a GPU that is not here: its library comes with the GPU's software. "
+        "Take another implementation for the report, or ask on the GPU itself with chip='local'."
+    ),
+}
+
+
 def assigned_bytes(allocations: Iterable[Allocation]) -> dict[str, int]:
     """Bytes of arguments, outputs, what both share, temporaries, constants, and all on the host, as assigned."""
     names = ("argument", "output", "alias", "temp", "constant", "host")

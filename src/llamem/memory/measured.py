@@ -1,5 +1,6 @@
 """The peak memory of a call that really runs, as the device's allocator or the operating system counts it."""
 
+import contextlib
 import dataclasses
 import gc
 import re
@@ -55,6 +56,42 @@ def measure(fn: Callable[..., Any], *args: Any, donate_argnums: tuple[int, ...] 
         ) from None
     jax.block_until_ready(compiled(*args))
     return Measurement(_resident("VmHWM") - before, before, "resident set of this process")
+
+
+_GROUPS = (  # files that limit a container's memory: of version 2 and of version 1 of Linux's control groups
+    ("sys/fs/cgroup", "memory.max"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+)
+PINNED_POOL_BYTES = 64 * 10**9  # what XLA sets aside on a GPU, unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise
+
+
+def host_memory_limit(root: Path = Path("/")) -> int | None:
+    """Return the bytes of host memory that this process may use; None where the system does not say.
+
+    The machine's memory, or less where the process's container or any above it is limited: a machine may show hundreds
+    of GiB to a process that is killed at 12. `root` is where `/proc` and `/sys` lie.
+    """
+    limits = []
+    with contextlib.suppress(OSError):
+        limits += [
+            1024 * int(kb) for kb in re.findall(r"^MemTotal:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.M)
+        ]
+    with contextlib.suppress(OSError):
+        own = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        for folder, name in _GROUPS:
+            kinds = ("",) if name == "memory.max" else ("memory",)
+            paths = [path for _, kind, path in own if set(kind.split(",")) & set(kinds)] or ["/"]
+            for group in (Path(path.lstrip("/")) for path in paths):
+                limits += [limit for part in (group, *group.parents) if (limit := _limit(root / folder / part / name))]
+    return min(limits, default=None)
+
+
+def _limit(file: Path) -> int | None:
+    """The bytes in a control group's file; None for "max", or where there is no such file."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _resident(field: str) -> int:

@@ -36,6 +36,11 @@ def notes(
     names = {eqn.primitive.name for eqn, _ in equations(traced.jaxpr)}
     if chip.platform == "cpu" and (own := [words for name, words in _WORKSPACE.items() if name in names]):
         yield f"a CPU's libraries take memory of their own that no compiler plans: measured were {' and '.join(own)}."
+    if not chip.has_bf16 and _multiplies_bf16(traced):
+        yield (
+            f"bf16 is not native on {chip.name}: its matrix products run in f32, on f32 copies of their operands, "
+            "which count as temporaries, and at a fraction of the speed. Take float16 with a loss scale."
+        )
     if chip.platform == "tpu" and report.peak_bytes < 512 * 2**20:
         yield "so small that much of it lives in on-chip memory (VMEM), which temporaries do not count."
     hosted = any(leaf.on_host for leaf in leaves) or moved_to_host(traced.jaxpr)
@@ -58,6 +63,11 @@ def query_notes(chip: Chip, queries: Mapping[str, str]) -> Iterator[str]:
             f"what it chooses by that is not chosen for {chip.name}. `llamem.memory.compiling_for()` tells a model "
             "which chip it is compiled for; or choose with an option of the model."
         )
+
+
+def _multiplies_bf16(traced: jex_core.ClosedJaxpr) -> bool:
+    products = (eqn for eqn, _ in equations(traced.jaxpr) if eqn.primitive.name == "dot_general")
+    return any(str(var.aval.dtype) == "bfloat16" for eqn in products for var in eqn.invars)  # pyrefly: ignore
 
 
 def _state_notes(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from llamem.llama import LlamaConfig
 from llamem.llama.plan import Plan
 from llamem.memory import CHIPS, Chip, GiB, Report
-from llamem.memory.chips import pod
+from llamem.memory.chips import known_chip
 from llamem.memory.show import Table
 from llamem.planner.alive import moments_of
 from llamem.planner.host import host_bytes, link_bytes
@@ -111,7 +111,7 @@ class Estimate:
 
 def chip_called(name: str) -> Chip:
     """A chip of `llamem.CHIPS`, or TPUs by how they are connected, `"v5p:4x4x4"`; no compiler need be installed."""
-    chip = CHIPS.get(name) or pod(name)
+    chip = known_chip(name)
     if chip is None:
         raise ValueError(f"no chip is called {name!r}. Known: {', '.join(CHIPS)}; and slices, such as 'v5p:4x4x4'.")
     return chip

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from typing import Any
 
+from llamem.memory import CHIPS
 from llamem.planner.share import Share
 
 # Assumptions, each a share of the chip's peak, and where it comes from. They make no plan fit; they rank plans.
@@ -11,12 +12,10 @@ PRODUCTS = 0.60  # well-fed matrix products: MaxText reports 55 to 65 % of peak 
 ATTENTION = 0.50  # flash attention with a head dimension of 128: FlashAttention-2's paper (50 to 73 % on an A100)
 TRAFFIC = 0.80  # of the memory's bandwidth, for what streams through it: common results of STREAM-like tests
 
-# Bytes/s between a chip and its host, one way. GPUs: the PCIe generation on NVIDIA's data sheet, 16 lanes, less a fifth
-# for its packets. TPUs: an assumption, PCIe 3 for v5e and PCIe 4 for later ones; Google publishes no number.
-HOST_LINK = {"v5e": 16e9, "v6e": 32e9, "v5p": 32e9, "t4": 13e9, "l4": 25e9, "a100": 25e9, "h100": 50e9}
-# Bytes/s from one chip to its neighbours, together. TPUs: Google Cloud's TPU pages (1,600, 3,200 and 4,800 Gbit/s);
-# GPUs: NVLink on NVIDIA's data sheets, one way. A card without NVLink has the host link.
-CHIP_LINK = {"v5e": 200e9, "v6e": 400e9, "v5p": 600e9, "a100": 300e9, "h100": 450e9}
+_FAMILIES = {re.split("[-:]", name)[0]: chip for name, chip in CHIPS.items()}
+# Bytes/s between a chip and its host, and from one chip to its neighbours, by family: facts of `llamem.memory.Chip`.
+HOST_LINK = {family: chip.host_link for family, chip in _FAMILIES.items() if chip.host_link}
+CHIP_LINK = {family: chip.chip_link for family, chip in _FAMILIES.items() if chip.chip_link}
 
 # Reads and writes of an activation of N x D, or of N x F, in one layer's forward pass after fusion; twice in the
 # backward pass. Counted in the optimised programs of the 1B model.
@@ -44,15 +43,15 @@ class Seconds:
 
 def seconds_of(share: Share, host_bytes_moved: int) -> Seconds:
     """The parts of one step on one device."""
-    family = re.split("[-:]", share.chip.name)[0]
-    peak, bandwidth = share.chip.peak_flops, share.chip.bandwidth
-    assert peak and bandwidth  # every chip of the table has them
+    chip = share.chip
+    peak, bandwidth, host_link = chip.bf16_flops, chip.bandwidth, chip.host_link
+    assert peak and bandwidth and host_link  # every chip of the table has them
     return Seconds(
         products=product_flops(share) / (peak * PRODUCTS),
         attention=attention_flops(share) / (peak * ATTENTION),
         traffic=_traffic(share) / (bandwidth * TRAFFIC),
-        host_link=host_bytes_moved / HOST_LINK[family],
-        chip_link=_between_chips(share) / CHIP_LINK.get(family, HOST_LINK[family]),
+        host_link=host_bytes_moved / host_link,
+        chip_link=_between_chips(share) / (chip.chip_link or host_link),
     )
 
 
