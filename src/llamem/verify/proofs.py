@@ -141,9 +141,11 @@ def _kept_for_nothing(both: BothWays, kept: Residuals, kept_without: Residuals) 
         largest = kept.rows[0]
         name = f"{largest.dtype}{list(largest.shape)} of {largest.operation} in {largest.source}"
         return f"The checkpoint is not where the memory is: {name} is kept still, for instance."
-    without = {row.shape[1:] for row in kept_without.rows}
     for row in kept.rows:
-        if len(row.shape) > 2 and row.shape[0] == row.shape[1] > 1 and row.shape[1:] not in without:
+        entries = row.shape[1:]
+        known = any(other.shape[1:][-len(entries) :] == entries for other in kept_without.rows) if entries else True
+        most = 2 * row.bytes > kept.bytes
+        if len(entries) > 1 and row.shape[0] == entries[0] > 1 and most and not known:
             return f"The loop carries an array with an entry for each turn, and each turn keeps all: {list(row.shape)}."
     if handed_out := large_results(both.traced.jaxpr):
         return f"What leaves a checkpoint is kept: its layers hand out {size_text(handed_out)} beside their result."
