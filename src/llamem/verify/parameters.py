@@ -22,7 +22,7 @@ def parameter_faults(params: Any, gradients: Callable[[], Any]) -> list[str]:
     """What is wrong with parameters, in words. `gradients` makes theirs; it is asked only where two leaves are equal.
 
     Only what looks random is judged: zeros, ones, identities and tables may well be alike. Of two equal leaves both
-    must have a gradient: a frozen copy, such as a chip network that starts as the model, is no fault.
+    must have a gradient: a frozen copy, such as a target network that starts as the model, is no fault.
     """
     identical: list[str] = []
     equal: dict[tuple[Any, bytes], list[tuple[str, int]]] = defaultdict(list)
