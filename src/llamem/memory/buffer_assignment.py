@@ -68,11 +68,6 @@ def read_assignment(text: str, platform: Platform) -> tuple[dict[int, Allocation
     return allocations, places
 
 
-def device_bytes(allocations: dict[int, Allocation]) -> int:
-    """The device memory that the compiler set aside."""
-    return sum(one.size for one in allocations.values() if one.space == "device" and one.kind != "thread")
-
-
 def _allocation(size: int, words: str, platform: Platform) -> Allocation:
     color, parameter = re.search(r"\bcolor (\d+)", words), re.search(r"\bparameter (\d+)", words)
     shape = re.search(r"shape \|([^|]*)\|", words)
