@@ -15,7 +15,7 @@ from models import SMALL as THREE_LAYERS
 
 import llamem
 from llamem import TrainSettings
-from llamem.llama import IN_LAYERS, TARGETS
+from llamem.llama import IN_LAYERS, TARGET_MODULES
 from llamem.memory import matmul_flops
 from llamem.memory.jaxprs import equations
 from llamem.train import loss_fn
@@ -64,7 +64,7 @@ def test_losses_and_every_gradient_equal_plain_models_in_float64(tied):
 
 
 def test_more_adapters_than_sequences_and_more_sequences_than_adapters():
-    lora = LoraConfig(ranks=(2, 1, 3, 2, 1, 4, 2), targets=("head", "v"))
+    lora = LoraConfig(ranks=(2, 1, 3, 2, 1, 4, 2), target_modules=("head", "v"))
     adapters, tokens = adapters_of(SMALL, lora), tokens_of(SMALL, T=9, B=3)
     for ids in ([5, 0, 5], [3, 3, 3]):
         losses, expected = expected_gradients(SMALL, model_of(SMALL), adapters, np.asarray(tokens), ids)
@@ -105,7 +105,7 @@ def test_experts_have_an_adapter_each():
 
 def test_experts_merged_selected_joined_and_sampled_from():
     model, tokens = model_of(EXPERTS), tokens_of(EXPERTS, T=7, B=4)
-    adapters = adapters_of(EXPERTS, LoraConfig(ranks=(3, 5, 1), targets=("v", "up", "down")))
+    adapters = adapters_of(EXPERTS, LoraConfig(ranks=(3, 5, 1), target_modules=("v", "up", "down")))
     singles = [adapters.select([i]) for i in range(3)]
     jax.tree.map(np.testing.assert_array_equal, Adapters.join(singles), adapters)
     text = generate(model, tokens, 4, temperature=0, adapters=adapters, **A)
@@ -114,7 +114,7 @@ def test_experts_merged_selected_joined_and_sampled_from():
     plain = merged(tokens[mine])
     np.testing.assert_allclose(logits[mine], plain, rtol=1e-4, atol=1e-4 * np.abs(plain).max())
     np.testing.assert_array_equal(text[mine], generate(merged, tokens[mine], 4, temperature=0))
-    other = adapters_of(EXPERTS, LoraConfig(ranks=(2,), targets=("up",)))
+    other = adapters_of(EXPERTS, LoraConfig(ranks=(2,), target_modules=("up",)))
     both = Adapters.join([other, adapters])
     assert both.a["up"].shape == (2, 4, 3, 5, 24) and not both.rank["down"][:, 0].any()
     jax.tree.map(np.testing.assert_array_equal, both.select([0]).a["up"], other.a["up"])
@@ -149,7 +149,7 @@ def test_new_adapters_change_nothing_and_have_the_ranks_that_they_were_given():
     model, tokens = model_of(SMALL), tokens_of(SMALL, T=9, B=4)
     made = Adapters.create(SMALL, MIXED, rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(model(tokens, adapters=made, **A), model(tokens))
-    for target in TARGETS:
+    for target in TARGET_MODULES:
         one = made.b[target] if target == "embedding" else made.a[target]
         used = np.any(np.asarray(one) != 0, axis=-1).sum(-1)
         np.testing.assert_array_equal(used, made.rank[target])
@@ -164,7 +164,7 @@ def test_select_and_join_are_inverse_and_unload_one():
     jax.tree.map(np.testing.assert_array_equal, Adapters.join(singles), adapters)
     rest = adapters.select([0, 2])
     assert rest.count == 2 and rest.b["head"].shape == (2, 3, 101)
-    other = adapters_of(SMALL, LoraConfig(ranks=(2,), targets=("k",)), seed=7)
+    other = adapters_of(SMALL, LoraConfig(ranks=(2,), target_modules=("k",)), seed=7)
     both = Adapters.join([other, adapters])
     assert both.count == 4 and np.all(both.rank["q"][:, 0] == 0) and np.all(both.a["q"][:, 0] == 0)
     model, tokens = model_of(SMALL), tokens_of(SMALL, T=5, B=1)
@@ -223,16 +223,16 @@ def test_without_adapters_the_program_is_what_it_was(monkeypatch):
     assert programs() == now
 
 
-@pytest.mark.parametrize("targets", [TARGETS, ("embedding",), ("head",), ("k",)])
+@pytest.mark.parametrize("targets", [TARGET_MODULES, ("embedding",), ("head",), ("k",)])
 def test_an_unknown_adapter_gives_nan_where_it_cannot_be_refused_and_no_other_sequence_sees_it(targets):
     config = SMALL.replace(n_layers=1)
     model, tokens = model_of(config), tokens_of(config, T=5, B=4)
-    adapters = adapters_of(config, LoraConfig(ranks=(1, 3, 2), targets=targets))
+    adapters = adapters_of(config, LoraConfig(ranks=(1, 3, 2), target_modules=targets))
     program = jax.jit(lambda ids: model(tokens, adapters=adapters, adapter_B=ids))
     for wrong in (3, -1, -3, 2**31 - 1):
         logits = program(jnp.asarray(IDS).at[1].set(wrong))
         assert np.isnan(logits[1]).any(-1).all() and np.isfinite(np.delete(logits, 1, 0)).all(), wrong
-    if targets == TARGETS:
+    if targets == TARGET_MODULES:
         metrics, _ = gradients(config, adapters, tokens, [2, 0, 3, 1])
         assert np.isnan(metrics["loss"]).all()
 
@@ -244,9 +244,9 @@ BAD_CONFIGS = [
     ({"ranks": 8}, "ranks=8"),
     ({"ranks": (8,), "alphas": (1, 2)}, "one alpha for each of 1"),
     ({"ranks": (8,), "alphas": (-1,)}, "above 0, and got -1"),
-    ({"ranks": (8,), "targets": ("q", "qkv")}, "'qkv' is none of them"),
-    ({"ranks": (8,), "targets": ("q", "q")}, "each once"),
-    ({"ranks": (8,), "targets": "q"}, "targets='q'"),
+    ({"ranks": (8,), "target_modules": ("q", "qkv")}, "'qkv' is none of them"),
+    ({"ranks": (8,), "target_modules": ("q", "q")}, "each once"),
+    ({"ranks": (8,), "target_modules": "q"}, "target_modules='q'"),
 ]
 
 
@@ -260,7 +260,7 @@ def test_adapters_that_cannot_be_are_refused(fields, words):
 @pytest.mark.usefixtures("as_a_user")
 def test_adapters_that_do_not_fit_are_refused():
     model, tokens, adapters = model_of(SMALL), tokens_of(SMALL, T=5, B=4), adapters_of(SMALL)
-    other = adapters_of(SMALL.replace(d_ff=48), LoraConfig(ranks=(2,), targets=("up",)))
+    other = adapters_of(SMALL.replace(d_ff=48), LoraConfig(ranks=(2,), target_modules=("up",)))
     wrong: list[tuple[dict[str, Any], Any, str]] = [
         ({"adapter_B": jnp.asarray([0, 1, 3, 0])}, ValueError, "from 0 to 3, but there are 3 adapters"),
         ({"adapter_B": jnp.asarray([0, -1, 2, 0])}, ValueError, "from -1 to 2"),

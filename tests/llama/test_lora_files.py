@@ -9,10 +9,11 @@ from adapters import adapters_of
 from models import MOE, SMALL, model_of, tokens_of
 
 from llamem import LoraConfig, load_adapters, save_adapter
-from llamem.llama import TARGETS
+from llamem.llama import TARGET_MODULES
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
+TARGET_NAMES = [f"{t}_proj" for t in ("q", "k", "v", "o", "gate", "up", "down")] + ["embed_tokens", "lm_head"]
 pytestmark = pytest.mark.usefixtures("as_a_user")
 CONFIG = SMALL.replace(n_layers=2)
 
@@ -135,6 +136,7 @@ def test_layers_of_other_ranks_scales_or_none(model, folder, tmp_path):
     edit(
         folder,
         thinner,
+        target_modules=[*(m for m in TARGET_NAMES if m != "up_proj"), "layers.1.mlp.up_proj"],
         rank_pattern={"layers.1.self_attn.q_proj": 2},
         alpha_pattern={r"^model\.layers\.1\.self_attn\.q_proj$": 7},
     )
@@ -198,6 +200,35 @@ def test_files_that_hold_something_else_are_refused(model, folder, change, words
         load_adapters(model, folder)
 
 
+TOLD = [
+    ({"target_modules": ["q_proj"]}, r"leaves out: lm_head, model.embed_tokens, model.layers.0.mlp.down_proj"),
+    ({"layers_to_transform": [0]}, r"leaves out: lm_head, model.embed_tokens, model.layers.1"),
+    ({"exclude_modules": ["up_proj"]}, r"leaves out: model.layers.0.mlp.up_proj, model.layers.1.mlp.up_proj\. Both"),
+    ({"target_modules": r".*\.(q_proj|lm_head)"}, "leaves out: model.embed_tokens"),
+    ({"target_modules": "(a*)*b"}, r"names modules as '\(a\*\)\*b'"),
+]
+
+
+def test_what_the_config_and_the_file_say_is_one_thing(model, folder):
+    """PEFT would leave out the one and make up the other; the adapter would be another than was trained."""
+    for fields, words in TOLD:
+        before = (folder / "adapter_config.json").read_text()
+        edit(folder, **fields)
+        with pytest.raises(ValueError, match=words):
+            load_adapters(model, folder)
+        (folder / "adapter_config.json").write_text(before)
+    everything = "|".join(TARGET_NAMES)
+    edit(folder, target_modules=rf"(.*\.)?({everything})")
+    assert set(load_adapters(model, folder).a) == set(TARGET_MODULES)
+    edit(folder, lambda held: {k: x for k, x in held.items() if "layers.1.mlp.up_proj" not in k})
+    with pytest.raises(ValueError, match=r"no adapter of promised modules: model.layers.1.mlp.up_proj\. Both"):
+        load_adapters(model, folder)
+    broken = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
+    edit(folder, lambda held: held | {broken: np.full_like(held[broken], np.inf)})
+    with pytest.raises(ValueError, match=r"matrices of mlp.up_proj in .* hold NaN or infinite numbers"):
+        load_adapters(model, folder)
+
+
 def test_an_adapter_of_another_base_is_refused(model, folder):
     with pytest.raises(ValueError, match=r"A is \[r, 24\], and B \[8, r\].*another base"):
         load_adapters(model_of(CONFIG.replace(n_kv_heads=1)), folder)
@@ -224,7 +255,7 @@ def test_a_repeated_matrix_that_is_the_model_s_is_passed_over(model, folder):
     """PEFT writes the embedding beside its adapter."""
     table = np.asarray(model.embedding[...])
     edit(folder, lambda held: held | {"base_model.model.model.embed_tokens.base_layer.weight": table})
-    assert set(load_adapters(model, folder).a) == set(TARGETS)
+    assert set(load_adapters(model, folder).a) == set(TARGET_MODULES)
 
 
 def test_a_loaded_adapter_computes_what_it_did(model, folder):

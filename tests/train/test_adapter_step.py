@@ -17,7 +17,7 @@ from jax.flatten_util import ravel_pytree
 from models import MOE, SMALL, model_of, tokens_of
 
 from llamem import Adapters, LoraConfig, Plan, TrainSettings, abstract_lora_step, compile_report
-from llamem.llama import IN_LAYERS, TARGETS
+from llamem.llama import IN_LAYERS, TARGET_MODULES
 from llamem.memory.compiling import matmul_flops
 from llamem.train import init_lora_state, make_lora_step
 from llamem.train.adapter_step import losses_and_grads
@@ -38,7 +38,7 @@ def stepper(model, settings=SETTINGS, **options):
 def mixed(count):
     """Adapters of three ranks."""
     ranks = tuple(3 + 2 * (i % 3) for i in range(count))
-    return LoraConfig(ranks=ranks, targets=("q", "o", "down", "embedding", "head"))
+    return LoraConfig(ranks=ranks, target_modules=("q", "o", "down", "embedding", "head"))
 
 
 def steps_of(count, n_steps, seed=0):
@@ -158,13 +158,13 @@ def test_the_cost_of_64_adapters_is_that_of_one():
     settings = TrainSettings(batch_size=B, seq_len=16)
 
     def products(count, targets):
-        lora = LoraConfig(ranks=(4,) * count, targets=targets)
+        lora = LoraConfig(ranks=(4,) * count, target_modules=targets)
         step, *shapes = abstract_lora_step(config, settings, Plan(loss_tiles=2, loss_axis="tokens"), lora)
         return matmul_flops(jax.make_jaxpr(step)(*shapes).jaxpr)
 
-    without_head = tuple(t for t in TARGETS if t != "head")
+    without_head = tuple(t for t in TARGET_MODULES if t != "head")
     assert products(64, without_head) == products(1, without_head)
-    head = products(64, TARGETS) - products(1, TARGETS)
+    head = products(64, TARGET_MODULES) - products(1, TARGET_MODULES)
     assert head == 3 * 2 * B * 16 * (64 - 1) * 4 * 997
 
 
@@ -180,7 +180,7 @@ def test_the_abstract_step_is_the_step_and_compiles():
 
 def test_a_new_state_can_be_donated():
     base = nnx.state(model_of(CONFIG))
-    state = init_lora_state(adapters_of(CONFIG, LoraConfig(ranks=(2,), targets=("q",))), SETTINGS)
+    state = init_lora_state(adapters_of(CONFIG, LoraConfig(ranks=(2,), target_modules=("q",))), SETTINGS)
     tokens = tokens_of(CONFIG, T=9, B=4)
     step = jax.jit(make_lora_step(CONFIG, SETTINGS), donate_argnums=0)
     state, _ = step(state, base, (tokens[:, :-1], tokens[:, 1:], jnp.zeros(4, jnp.int32)))

@@ -2,7 +2,7 @@
 
 from llamem.llama.block import ACTIVATIONS, Block, rms_norm, rope_tables, rotate
 from llamem.llama.config import PRESETS, LlamaConfig, RopeScaling
-from llamem.llama.lora import IN_LAYERS, TARGETS, Adapters, LoraConfig
+from llamem.llama.lora import IN_LAYERS, TARGET_MODULES, Adapters, LoraConfig
 from llamem.llama.lora_files import load_adapters, save_adapter
 from llamem.llama.lora_merge import merge_adapter
 from llamem.llama.lora_products import adapted_head
@@ -19,7 +19,7 @@ __all__ = [
     "ACTIVATIONS",
     "IN_LAYERS",
     "PRESETS",
-    "TARGETS",
+    "TARGET_MODULES",
     "Adapters",
     "Block",
     "KVCache",

@@ -18,15 +18,15 @@ from llamem.llama.config import LlamaConfig
 
 IN_LAYERS = ("q", "k", "v", "o", "gate", "up", "down")
 IN_EXPERTS = ("gate", "up", "down")  # of each expert, where a model has any
-TARGETS = (*IN_LAYERS, "embedding", "head")
+TARGET_MODULES = (*IN_LAYERS, "embedding", "head")
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
     """Which adapters there are: one rank and one alpha for each, and what all of them adapt.
 
-    An adapter's scale is `alpha / rank`; without alphas every scale is 1. `targets`: any of `llamem.llama.TARGETS`:
-    the seven projections of a layer, "embedding" and "head".
+    An adapter's scale is `alpha / rank`; without alphas every scale is 1. `target_modules`: any of
+    `llamem.llama.TARGET_MODULES`: the seven projections of a layer, "embedding" and "head".
 
     Raises ValueError, when it is made, for a rank that is no whole number of at least 1, for an alpha that is not above
     0, for another number of alphas than of ranks, and for targets that are unknown, twice there, or none.
@@ -34,14 +34,14 @@ class LoraConfig:
 
     ranks: tuple[int, ...]
     alphas: tuple[float, ...] | None = None
-    targets: tuple[str, ...] = IN_LAYERS
+    target_modules: tuple[str, ...] = IN_LAYERS
 
     def __post_init__(self):
-        ranks, targets = _tuple("ranks", self.ranks), _tuple("targets", self.targets)
+        ranks, targets = _tuple("ranks", self.ranks), _tuple("target_modules", self.target_modules)
         alphas = ranks if self.alphas is None else _tuple("alphas", self.alphas)
         object.__setattr__(self, "ranks", ranks)
         object.__setattr__(self, "alphas", alphas)
-        object.__setattr__(self, "targets", targets)
+        object.__setattr__(self, "target_modules", targets)
         for rank in ranks:
             if not isinstance(rank, (int, np.integer)) or isinstance(rank, bool) or rank < 1:
                 raise ValueError(
@@ -56,10 +56,11 @@ class LoraConfig:
             is_number = isinstance(alpha, (int, float, np.number)) and not isinstance(alpha, bool)
             if not is_number or not 0 < alpha < math.inf:
                 raise ValueError(f"LoraConfig(alphas={alphas}): expected finite numbers above 0, and got {alpha!r}.")
-        unknown = [target for target in targets if target not in TARGETS]
+        unknown = [target for target in targets if target not in TARGET_MODULES]
         if unknown or len(set(targets)) != len(targets):
             raise ValueError(
-                f"LoraConfig(targets={targets}): expected some of {', '.join(map(repr, TARGETS))}, each once"
+                f"LoraConfig(target_modules={targets}): expected some of "
+                f"{', '.join(map(repr, TARGET_MODULES))}, each once"
                 + (f"; {unknown[0]!r} is none of them." if unknown else ".")
             )
 
@@ -99,7 +100,7 @@ class Adapters:
         mine_Ar1 = (np.arange(rank_A.max()) < rank_A[:, None])[..., None]
         A, r = mine_Ar1.shape[:2]
         a, b, scale, rank = {}, {}, {}, {}
-        for target in lora.targets:
+        for target in lora.target_modules:
             layers, experts, n_in, n_out = shape_of(config, target)
             mine = jnp.expand_dims(mine_Ar1, 1) if experts else mine_Ar1
             a_shape, b_shape = ((*layers, A, *experts, r, size) for size in (n_in, n_out))
@@ -159,7 +160,7 @@ class Adapters:
         if not parts or not all(isinstance(part, Adapters) for part in parts):
             raise ValueError(f"Adapters.join({parts!r}): expected at least one llamem.Adapters.")
         joined = cls({}, {}, {}, {})
-        for target in [t for t in TARGETS if any(t in part.a for part in parts)]:
+        for target in [t for t in TARGET_MODULES if any(t in part.a for part in parts)]:
             axis = 1 if target in IN_LAYERS else 0
             example = next(part for part in parts if target in part.a)
             width = max(part.a[target].shape[-2] for part in parts if target in part.a)

@@ -19,6 +19,7 @@ from llamem._files import read_json, whole_folder
 from llamem.llama.lora import IN_LAYERS, Adapters, check_adapters, shape_of
 from llamem.llama.lora_tensors import MODULES, WEIGHTS, module_path, pairs_in
 from llamem.llama.model import Llama
+from llamem.llama.safetensors_files import few
 
 CONFIG = "adapter_config.json"
 # Fields that say nothing about what is computed, or are read here. Any other must be off: it changes the computation.
@@ -126,9 +127,55 @@ def _load(model: Llama, folder: Path, dtype: Any) -> Adapters:
     for target in dict.fromkeys(target for target, _, _ in found):
         mine = {(layer, expert or 0): pair for (t, layer, expert), pair in found.items() if t == target}
         arrays = _stacked(model, target, mine, folder, peft, dtype)
+        if not np.isfinite(arrays[0]).all() or not np.isfinite(arrays[1]).all():
+            raise ValueError(
+                f"the matrices of {MODULES[target]} in {folder / WEIGHTS} hold NaN or infinite numbers: the file is "
+                "damaged, or the training that wrote it had diverged."
+            )
         for part, array in zip((one.a, one.b, one.scale, one.rank), arrays, strict=True):
             part[target] = jnp.asarray(array)
+    if not peft.get("target_parameters"):  # with them whole arrays of experts are adapted, which have no modules
+        _check_promised(model, {pair["path"] for pair in found.values()}, peft, folder)
     return one
+
+
+def _check_promised(model: Llama, held: set[str], peft: Mapping[str, Any], folder: Path) -> None:
+    """Raise ValueError unless the file holds what the config says is adapted: PEFT leaves out the rest."""
+    promised = set()
+    for target in MODULES:
+        layers, experts, _, _ = shape_of(model.config, target)
+        for layer, expert in np.ndindex(math.prod(layers), math.prod(experts)):
+            path = module_path(target, layer, expert if experts else None)
+            if _is_promised(peft, path, layer if layers else None):
+                promised.add(path)
+    if promised != held:
+        left_out, lacking = sorted(held - promised), sorted(promised - held)
+        told = {"adapters of modules that the config leaves out": left_out, "no adapter of promised modules": lacking}
+        raise ValueError(
+            f"{folder / WEIGHTS} holds {'; '.join(f'{what}: {few(paths)}' for what, paths in told.items() if paths)}. "
+            f"Both come from one training: see target_modules, exclude_modules and layers_to_transform in {CONFIG}."
+        )
+
+
+def _is_promised(peft: Mapping[str, Any], path: str, layer: int | None) -> bool:
+    """Whether PEFT would adapt a module, after `check_target_module_exists`."""
+    layers = peft.get("layers_to_transform")
+    if layers is not None and layer not in (layers if isinstance(layers, list) else [layers]):
+        return False
+    told, excluded = peft.get("target_modules"), peft.get("exclude_modules")
+    if told == "all-linear":
+        return path not in (MODULES["embedding"], MODULES["head"]) and not _names_module(excluded, path)
+    return _names_module(told, path) and not _names_module(excluded, path)
+
+
+def _names_module(names: Any, path: str) -> bool:
+    """Whether a list of modules' ends, or a pattern, names this module."""
+    if isinstance(names, str):
+        # PEFT takes any regular expression; one from a file could take forever to match, or not be one.
+        if not re.fullmatch(r"(\w|\.|\\\.|\.\*|[|()^$-]){1,300}", names) or names.count("*") > 3:
+            raise ValueError(f"an adapter's config names modules as {names[:60]!r}: expected a list of their names.")
+        return re.fullmatch(names, path) is not None
+    return any(path == name or path.endswith(f".{name}") for name in names or [])
 
 
 def _stacked(
