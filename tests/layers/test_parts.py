@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamem.layers.parts import map_rows, sum_parts
+from llamem.layers.parts import sum_parts
+from llamem.layers.tiling import tiled_map
 from llamem.memory.compiling import matmul_flops
 
 N, D, F, H = 1000, 12, 20, 6
@@ -30,7 +31,7 @@ def head(x, w, dtype):
 
 
 def in_rows(tiles):
-    return lambda params, heads, x: map_rows(feed_forward, params, x, tiles)
+    return lambda params, heads, x: tiled_map(feed_forward, params, x, tiles)
 
 
 def in_parts(params, heads, x):
@@ -97,7 +98,7 @@ def test_what_is_frozen_costs_no_products(fn):
     # Forward 2 products, again 2 of them, backward 2 for each of the two kinds.
     assert products(2) == 0.75 * products((0, 1, 2))
     integers = jnp.arange(N)  # no gradient could be asked for
-    rows = map_rows(lambda p, tile: feed_forward(p, tile[0]) * (tile[1] % 2)[:, None], params, (x, integers), 3)
+    rows = tiled_map(lambda p, tile: feed_forward(p, tile[0]) * (tile[1] % 2)[:, None], params, (x, integers), 3)
     np.testing.assert_allclose(rows, feed_forward(params, x) * (integers % 2)[:, None], rtol=1e-5, atol=1e-5)
 
 
@@ -106,4 +107,4 @@ def test_counts_that_cannot_be_meant_are_refused(as_a_user):
     counts: list[Any] = [0, -1, 2.0, True]
     for count in counts:
         with pytest.raises(ValueError, match="num_tiles must be a whole number"):
-            map_rows(feed_forward, params, x, count)
+            tiled_map(feed_forward, params, x, count)

@@ -389,8 +389,8 @@ def test_contradictory_policies_are_refused(fields, error, words):
         (lambda p, x: untyped.apply_stack(None, p, x), TypeError, "layer is NoneType"),
         (
             lambda p, x: untyped.apply_stack(layer, {"w": "weights"}, x),
-            TypeError,
-            r"stacked .*\['w'\] is str 'weights'",
+            ValueError,
+            "First axes seen: none in",
         ),
         (lambda p, x: untyped.apply_stack(layer, p, x, has_aux=True), TypeError, r"returns \(x, aux\)"),
         (lambda p, x: untyped.stack_layers([p, {"w": p["w"]}]), ValueError, "layer 1 is not shaped as layer 0"),

@@ -59,7 +59,7 @@ def inside_shard_map(check_vma: bool) -> None:
         return llamem.tiled_sum(lambda p, x: jnp.sum(jnp.sin(x @ p) ** 2), params, xs, 3)
 
     def mapped(params, xs):
-        return jnp.sum(llamem.tiled_map(lambda x: jnp.sin(x @ params), xs, 3) ** 2)
+        return jnp.sum(llamem.tiled_map(lambda p, x: jnp.sin(x @ p), params, xs, 3) ** 2)
 
     def log_probabilities(params, xs):
         return jnp.sum(llamem.tiled_logprobs(xs, params.T, jnp.argmax(xs, -1), num_tiles=3) ** 2)
@@ -139,13 +139,12 @@ def on_explicit_axes() -> None:
     assert jax.typeof(rows).sharding.spec == P("data")
     summed = jax.jit(jax.grad(lambda p, x: llamem.tiled_sum(lambda p, x: jnp.sum(jnp.sin(x @ p)), p, x, 3)))
     np.testing.assert_allclose(summed(put(W.T, None, "tensor"), put(X, "data")), summed(W.T, X), rtol=1e-4, atol=1e-4)
-    try:
-        llamem.tiled_map(jnp.sin, put(X, "data"), 3)
-    except ValueError as error:
-        assert "Call it inside jax.shard_map" in str(error)
-    else:
-        raise AssertionError("tiled_map took an axis that is sharded over Explicit axes")
-    np.testing.assert_allclose(llamem.tiled_map(jnp.sin, put(X, None, "tensor"), 3), jnp.sin(X), rtol=1e-6)
+    for axes in (("data",), (None, "tensor")):
+        mapped = llamem.tiled_map(lambda _, x: jnp.sin(x), (), put(X, *axes), 3)
+        np.testing.assert_allclose(mapped, jnp.sin(X), rtol=1e-6)
+        assert jax.typeof(mapped).sharding == jax.typeof(put(X, *axes)).sharding
+    of_map = jax.jit(jax.grad(lambda p, x: jnp.sum(llamem.tiled_map(lambda p, x: jnp.sin(x @ p), p, x, 3) ** 2)))
+    np.testing.assert_allclose(of_map(put(W.T), put(X, "data")), of_map(W.T, X), rtol=1e-4, atol=1e-4)
     given = put(IDS, "data"), put(C, "data")
     policy: Any = partial(llamem.tiled_policy_loss, objective="reinforce", num_tiles=3)
     np.testing.assert_allclose(policy(put(X, "data"), W, *given), policy(X, W, IDS, C), rtol=1e-5)

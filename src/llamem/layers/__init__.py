@@ -2,9 +2,10 @@
 
 from llamem.layers.attention import Implementation, causal_attention
 from llamem.layers.experts import mixture
-from llamem.layers.parts import map_rows, sum_parts
+from llamem.layers.parts import sum_parts
 from llamem.layers.remat import POLICIES, Policy, checkpoint
-from llamem.layers.stack import Mode, apply_stack, stack_layers, unstack_layers
+from llamem.layers.stack import Mode, apply_stack
+from llamem.layers.stacking import stack_layers, unstack_layers
 from llamem.layers.tiled_attention import tiled_causal_attention
 from llamem.layers.tiling import tiled_map, tiled_sum
 
@@ -16,7 +17,6 @@ __all__ = [
     "apply_stack",
     "causal_attention",
     "checkpoint",
-    "map_rows",
     "mixture",
     "stack_layers",
     "sum_parts",

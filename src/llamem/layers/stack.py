@@ -1,15 +1,20 @@
 """One layer to L layers in one call: scanned, unrolled or nested, with rematerialisation."""
 
+import contextlib
 import inspect
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from llamem._checks import check_one_of
+from llamem.layers.module_state import Watch, check_not_lost, has_state, set_variables
 from llamem.layers.offload import name_in_pieces
 from llamem.layers.remat import Policy, check_names, check_policy, checkpoint, offloads
+from llamem.layers.stacking import as_arrays, common_length, is_array, layer_at, shapes_of
+from llamem.layers.trees import combine, partition
 from llamem.memory.gpu_offload import warn_of_wrong_offload
 
 Mode = Literal["scan", "unroll", "nested"]
@@ -26,10 +31,15 @@ def apply_stack(
     has_aux: bool = False,
     return_hidden: bool = False,
 ) -> Any:
-    """Applies L layers to `x`: `layer(params, x)`, or `layer(params, x, inputs)` where `per_layer` is given.
+    """Apply L layers to `x`: `layer(params, x)`, or `layer(params, x, inputs)` where `per_layer` is given.
 
-    Shapes: every leaf of `stacked` and of `per_layer` has the layers as its first axis, `[L, ...]`; L may be 0. `x` is
-    any pytree, and a layer returns one of the same shapes and types (`(x, aux)` with `has_aux=True`).
+    Shapes: every array of `stacked` and of `per_layer` has the layers as its first axis, `[L, ...]`; L may be 0. `x` is
+    any pytree, and a layer returns one of the same shapes and types (`(x, aux)` with `has_aux=True`). Python values in
+    `stacked` are the same for all layers. Layers of several kinds say which they are: with
+    `per_layer=jnp.array([0, 0, 1, ...])` a layer is `lambda p, x, kind: jax.lax.switch(kind, [local, full], p, x)`.
+
+    `stacked` may be an nnx module, `apply_stack(lambda layer, x: layer(x), module, x)`: counters of random streams,
+    statistics and whatever else a layer sets of its variables are set in `module`, as a list of layers would have it.
 
     `mode`: "scan" compiles one layer and loops, "unroll" repeats it L times in the program, "nested" scans over groups
     of layers and rematerialises groups as well as layers, for one more forward pass; `group_count` chooses the groups.
@@ -41,33 +51,41 @@ def apply_stack(
     backward pass begins at once, so recomputing it saves nothing.
 
     Returns `x`, then (if asked) `aux` stacked to `[L, ...]`, then (if asked) the hidden states `[L + 1, ...]`: what
-    entered each layer, and the result. Raises ValueError for unequal L, unknown modes and unknown names in a policy,
-    TypeError for a layer that changes the shape or type of `x`.
+    entered each layer, and the result. Raises ValueError for unequal L, unknown modes, unknown names in a policy and
+    state of an nnx module that would be lost, TypeError for a layer that changes the shape or type of `x`.
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; the system answered is SkyRL tx.
     """
-    if mode not in ("scan", "unroll", "nested"):
-        raise ValueError(f"mode={mode!r}: expected 'scan', 'unroll' or 'nested'.")
+    check_one_of("mode", mode, get_args(Mode))
     _check_arguments(layer, per_layer)
-    xs, x = _arrays((stacked, per_layer), "stacked or per_layer"), _arrays(x, "x")
-    n_layers = _common_length(xs)
+    arrays, static = partition(stacked, lambda _, leaf: is_array(leaf))
+    xs, x = (as_arrays(arrays, "stacked"), as_arrays(per_layer, "per_layer")), as_arrays(x, "x")
+    n_layers = common_length(xs)
 
     def body(x: Any, layer_xs: tuple[Any, Any]) -> tuple[Any, Any]:
-        params, inputs = layer_xs
-        result = layer(params, x) if per_layer is None else layer(params, x, inputs)
+        params, inputs = combine(layer_xs[0], static), layer_xs[1]
+        state = Watch((params, inputs))
+        with _explained(stacked):
+            result = layer(params, x) if per_layer is None else layer(params, x, inputs)
         if has_aux and not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(f"with has_aux=True a layer returns (x, aux), a tuple of two; got {type(result).__name__}.")
         new_x, aux = result if has_aux else (result, None)
-        return new_x, (aux, x if return_hidden else None)
+        _check_same_types(x, new_x)
+        return new_x, (aux, x if return_hidden else None, state.changed())
 
-    _check_layer(body, x, xs, remat)
+    policy = check_policy(remat)
+    if (isinstance(policy, Policy) and policy.names) or has_state(xs):  # else a scan traces the layer soon enough
+        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), xs)
+        check_names(remat, check_not_lost(body, x, one))
     if mode != "unroll" and offloads(remat):
         warn_of_wrong_offload(f"apply_stack(remat={remat!r})")
     if mode == "unroll" and n_layers > 0:
-        x, (aux, hidden) = _unroll(body, x, xs, n_layers, remat)
+        x, outs = _unroll(body, x, xs, n_layers, remat)
     elif mode == "nested" and (groups := group_count(n_layers, _bytes(x), _bytes(xs[0]) // max(n_layers, 1))) > 1:
-        x, (aux, hidden) = _nest(body, x, xs, groups, remat)
+        x, outs = _nest(body, x, xs, groups, remat)
     else:
-        x, (aux, hidden) = jax.lax.scan(checkpoint(body, remat), x, xs)
+        x, outs = jax.lax.scan(checkpoint(body, remat), x, xs)
+    aux, hidden, changed = outs
+    set_variables((stacked, per_layer), changed)
 
     results = [x]
     if has_aux:
@@ -75,35 +93,6 @@ def apply_stack(
     if return_hidden:
         results.append(jax.tree.map(lambda inputs, last: jnp.concatenate([inputs, last[None]]), hidden, x))
     return results[0] if len(results) == 1 else tuple(results)
-
-
-def stack_layers(layers: list[Any]) -> Any:
-    """Stacks the parameters of L equal layers, once: leaves `[...]` of each become leaves `[L, ...]`.
-
-    Do this when a model is made or loaded, never inside a training step: there it copies every weight in every step.
-    Raises ValueError for an empty list, where there is nothing to take the shapes from, and for layers of other
-    structure or shape than the first.
-    """
-    if not isinstance(layers, (list, tuple)):
-        raise TypeError(f"stack_layers({type(layers).__name__}): expected a list of the layers' parameters.")
-    if not layers:
-        raise ValueError(
-            "stack_layers([]): there is no layer to take shapes from; build leaves of shape [0, ...] instead."
-        )
-    layers = [_arrays(layer, f"layer {i}") for i, layer in enumerate(layers)]
-    for i, layer in enumerate(layers):
-        if (wrong := _shapes(layer)) != (first := _shapes(layers[0])):
-            raise ValueError(
-                f"stack_layers: layer {i} is not shaped as layer 0, so they cannot share one array. Layer 0: {first}. "
-                f"Layer {i}: {wrong}. Apply layers of another shape on their own, before or after the stack."
-            )
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
-
-
-def unstack_layers(stacked: Any) -> list[Any]:
-    """The inverse of `stack_layers`: a list of L pytrees, for checkpoints of other projects."""
-    stacked = _arrays(stacked, "stacked")
-    return [_index(stacked, i) for i in range(_common_length(stacked))]
 
 
 def group_count(n_layers: int, carry_bytes: int, layer_bytes: int) -> int:
@@ -126,9 +115,9 @@ def _unroll(body: Callable, x: Any, xs: Any, n_layers: int, remat: str | Policy 
     rematerialised = checkpoint(body, remat)
     outs = []
     for i in range(n_layers):
-        x, out = (rematerialised if i < n_layers - 1 else body)(x, _index(xs, i))
+        x, out = (rematerialised if i < n_layers - 1 else body)(x, layer_at(xs, i))
         outs.append(out)
-    return x, stack_layers(outs)
+    return x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)
 
 
 def _nest(body: Callable, x: Any, xs: Any, groups: int, remat: str | Policy | None) -> tuple[Any, Any]:
@@ -154,42 +143,6 @@ def _bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _index(tree: Any, i: int) -> Any:
-    return jax.tree.map(lambda leaf: leaf[i], tree)
-
-
-def _arrays(tree: Any, what: str) -> Any:
-    """Every leaf as JAX holds it: NumPy's float64 becomes float32 unless x64 is on."""
-
-    def array(path: tuple, leaf: Any) -> jax.Array:
-        try:
-            return jnp.asarray(leaf)
-        except (TypeError, ValueError):
-            place = f"{what}{jax.tree_util.keystr(path)}"
-            raise TypeError(f"{place} is {type(leaf).__name__} {str(leaf)[:60]!r}: expected an array.") from None
-
-    return jax.tree.map_with_path(array, tree)
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
-
-
-def _common_length(xs: Any) -> int:
-    shapes = _shapes(xs)
-    scalars = [name for name, shape in shapes.items() if not shape]
-    lengths = {name: shape[0] for name, shape in shapes.items() if shape}
-    if scalars or len(set(lengths.values())) != 1:
-        few = dict(list(lengths.items())[:6])
-        more = f" and {len(lengths) - 6} more" if len(lengths) > 6 else ""
-        raise ValueError(
-            "stacked parameters and per-layer inputs need one common first axis, the layers: make it from a list of "
-            f"layers with llamem.stack_layers(layers). First axes seen: {few}{more}"
-            f"{f', and scalars at {scalars[:6]}' if scalars else ''}."
-        )
-    return next(iter(lengths.values()))
-
-
 def _check_arguments(layer: Any, per_layer: Any) -> None:
     """Whether a layer can be called with what it will be given, as far as Python knows its arguments."""
     if not callable(layer):
@@ -212,27 +165,35 @@ def _check_arguments(layer: Any, per_layer: Any) -> None:
         ) from None
 
 
-def _check_layer(body: Callable, x: Any, xs: Any, remat: str | Policy | None) -> None:
-    x_in = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x)
-    one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), xs)
+def _check_same_types(x: Any, new_x: Any) -> None:
+    before, after = (jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), t) for t in (x, _shaped(new_x)))
+    if before != after:
+        raise TypeError(
+            f"a layer must return x as it came, so that the next layer can take it. In: {before}. Out: {after}. "
+            "Cast or project the result back inside the layer; other outputs go through has_aux=True."
+        )
+
+
+def _shaped(tree: Any) -> Any:
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), tree)
+
+
+@contextlib.contextmanager
+def _explained(stacked: Any) -> Iterator[None]:
+    """Say what is behind an error of the layer's own, where it is known."""
     try:
-        jaxpr, (x_out, _) = jax.make_jaxpr(body, return_shape=True)(x_in, one)
+        yield
     except Exception as error:
-        if _looks_like_a_list_of_layers(xs[0]):
+        is_list = isinstance(stacked, (list, tuple)) and len(stacked) > 0
+        if is_list and all(shapes_of(layer) == shapes_of(stacked[0]) for layer in stacked):
             raise TypeError(
                 "call apply_stack(layer, llamem.stack_layers(layers), x): stacked is a list of layers, and a layer was "
                 f"given all of them at once ({type(error).__name__}: {error})."
             ) from error
+        if type(error).__module__ == "flax.errors" and type(error).__name__.startswith("Scope"):
+            error.add_note(
+                "linen names a module after its class, and nn.remat, nn.scan and nn.vmap are classes of their own: "
+                "wrapped, a Block's parameters are CheckpointBlock_0's or ScanBlock_0's. Parameters made without the "
+                "wrapper are found again where the module has a name: nn.remat(Block)(name='block')."
+            )
         raise
-    x_out = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x_out)
-    if x_out != x_in:
-        raise TypeError(
-            f"a layer must return x as it came, so that the next layer can take it. In: {x_in}. Out: {x_out}. "
-            "Cast or project the result back inside the layer; other outputs go through has_aux=True."
-        )
-    check_names(remat, jaxpr)
-
-
-def _looks_like_a_list_of_layers(stacked: Any) -> bool:
-    is_list = isinstance(stacked, (list, tuple)) and len(stacked) > 0
-    return is_list and all(_shapes(layer) == _shapes(stacked[0]) for layer in stacked)

@@ -1,7 +1,8 @@
-"""Tiles: run a function on slices of its leading axis, one after the other: only one slice's workspace is alive.
+"""Tiles: run a function on slices of the leading axis, one after the other: only one slice's workspace is alive.
 
-`tiled_map` maps; `tiled_sum` adds up one number per tile and makes its gradients on the way. `fold_tiles` is the loop
-under both, and under the losses.
+`tiled_map` maps rows, such as the tokens of a feed-forward; `tiled_sum` adds up one number per tile and makes its
+gradients on the way. `fold_tiles` is the loop under both, and under the losses. Autodiff of a loop would add up the
+gradients of shared weights in their own type, so that many tiles of bf16 lose bits: both let them grow in f32.
 """
 
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
+from llamem._checks import show
+from llamem.layers.trees import add_to, by_gradient, cast_like, combine, wide_zeros
 from llamem.layers.varying import axes_of, explicit_mesh, partitioned, vary, vary_together
 
 __all__ = ["fold_tiles", "tile_size", "tiled_map", "tiled_sum"]
@@ -34,9 +37,9 @@ def tile_size(length: int, num_tiles: int, align: int = 1) -> int:
     return max(1, min(length, -(-rows // align) * align))
 
 
-def _check_callable(fn: Any, takes: str) -> None:
+def _check_callable(fn: Any) -> None:
     if not callable(fn):
-        raise TypeError(f"fn must be a function of {takes}, got {fn!r} ({type(fn).__name__}).")
+        raise TypeError(f"fn must be a function of params and a tile of xs, got {show(fn)} ({type(fn).__name__}).")
 
 
 def _leading_length(xs: PyTree) -> int:
@@ -88,8 +91,7 @@ def fold_tiles(
         return fn(init, xs)
     axes = axes_of((init, xs))
     init = vary(init, axes)
-    shape_of_tile = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows_per_tile, *x.shape[1:]), x.dtype), xs)
-    _, rows = jax.eval_shape(fn, init, shape_of_tile)
+    _, rows = jax.eval_shape(lambda: fn(init, slice_rows(0, min(rows_per_tile, length))))
     state = (init, vary(jax.tree.map(lambda r: jnp.zeros((length, *r.shape[1:]), r.dtype), rows), axes))
     if rest:
         # First, so that what it adds to zeros becomes the carry. After the loop a GPU holds both, whatever their size.
@@ -100,35 +102,34 @@ def fold_tiles(
     return state
 
 
-def tiled_map(fn: Callable[[Any], Any], xs: PyTree, num_tiles: int) -> PyTree:
-    """Apply a row-wise function tile by tile; in the backward pass each tile is computed again.
+def tiled_map(fn: Callable[[Any, Any], Any], params: PyTree, xs: PyTree, num_tiles: int) -> PyTree:
+    """Apply a row-wise function tile by tile; compute each tile again in the backward pass.
 
-    Equal to `fn(xs)` wherever `fn` treats the rows of the leading axis independently, at the memory of one tile.
-    Differentiable in every way `fn` is, in `xs` and in whatever `fn` closes over; gradients of closed-over arrays
-    accumulate in their own type (`map_rows` and `tiled_sum` accumulate in float32).
+    Equal to `fn(params, xs)` wherever `fn` treats the rows of the leading axis independently, at the memory of one
+    tile. Leaves that are not differentiated cost no gradient work.
 
     Args:
-        fn: takes a tile of `xs` (`[rows, ...]` each) and returns a tree of arrays `[rows, ...]`.
+        fn: takes `params` and a tile of `xs` (`[rows, ...]` each), returns a tree of arrays `[rows, ...]`. What it
+            closes over gets no gradient: pass it in `params`.
+        params: tree shared by all tiles. Gradients grow in f32 (or the parameter's own type where that is wider) and
+            come back in the parameters' types.
         xs: tree of arrays `[N, ...]`; `num_tiles` need not divide `N`.
         num_tiles: how many tiles, at least 1.
+
+    Returns:
+        `fn`'s tree with arrays `[N, ...]`. Reverse mode only. Raises ValueError for arrays of unequal N, for no whole
+        number of tiles, and where `fn` returns something else.
 
     Source: `Blockwise Parallel Transformer` (arXiv 2305.19370), `TiledMLP` of Arctic Long Sequence Training
     (arXiv 2506.13996).
     """
-    _check_callable(fn, "a tile of xs")
-    length = _leading_length(xs)
-    if explicit_mesh(xs) and any(jax.typeof(x).sharding.spec[:1] not in ((), (None,)) for x in jax.tree.leaves(xs)):
-        raise ValueError(
-            "tiled_map cannot cut tiles out of an axis that is sharded over Explicit mesh axes, since what fn closes "
-            "over lies there too. Call it inside jax.shard_map, or inside jax.sharding.auto_axes."
-        )
-    rows_per_tile = tile_size(length, num_tiles)
-    full, rest = divmod(length, rows_per_tile)
-    cut = full * rows_per_tile
+    _check_callable(fn)
+    num_tiles = check_num_tiles(num_tiles)
+    _leading_length(xs)
+    params, xs = _as_arrays("params", params), _as_arrays("xs", xs)
 
-    def rows_of(tile: PyTree) -> PyTree:
-        out = fn(tile)
-        rows = _leading_length(tile)
+    def rows_of(params: PyTree, tile: PyTree) -> PyTree:
+        out, rows = fn(params, tile), _leading_length(tile)
         if not all(_is_array(y) and jnp.shape(y)[:1] == (rows,) for y in jax.tree.leaves(out)):
             shapes = [jnp.shape(y) if _is_array(y) else type(y).__name__ for y in jax.tree.leaves(out)]
             raise ValueError(
@@ -137,16 +138,31 @@ def tiled_map(fn: Callable[[Any], Any], xs: PyTree, num_tiles: int) -> PyTree:
             )
         return out
 
-    remat_fn = jax.checkpoint(rows_of)
-    if full == 1 and not rest:
-        return remat_fn(xs)
-    # Unlike fold_tiles: autodiff of a slice inside the loop would add a full-size gradient per tile.
-    head = jax.tree.map(lambda x: x[:cut].reshape(full, rows_per_tile, *x.shape[1:]), xs)
-    out = jax.tree.map(lambda y: y.reshape(cut, *y.shape[2:]), lax.map(remat_fn, head))
-    if not rest:
-        return out
-    tail = remat_fn(jax.tree.map(lambda x: x[cut:], xs))
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), out, tail)
+    @jax.custom_vjp
+    def mapped(params: PyTree, xs: PyTree) -> PyTree:
+        return fold_tiles(lambda _, tile: ((), rows_of(params, tile)), (), xs, num_tiles)[1]
+
+    def forward(params: PyTree, xs: PyTree) -> tuple[PyTree, Any]:
+        values, wanted, frozen = by_gradient((params, xs))
+        return mapped(*values), (wanted, frozen)
+
+    def backward(residuals: Any, d_rows: PyTree) -> tuple[PyTree, PyTree]:
+        (params, xs), (frozen_params, frozen_xs) = residuals
+
+        def add(total: PyTree, tile: Any) -> tuple[PyTree, PyTree]:
+            x, frozen_x, d_tile = tile
+            _, pull = jax.vjp(lambda p, x: rows_of(combine(p, frozen_params), combine(x, frozen_x)), params, x)
+            d_params, dx = pull(d_tile)
+            return add_to(total, d_params), dx
+
+        d_params, d_xs = fold_tiles(add, wide_zeros(params), (xs, frozen_xs, d_rows), num_tiles)
+        return cast_like(d_params, params), d_xs
+
+    mapped.defvjp(forward, backward, symbolic_zeros=True)
+    specs = None
+    if explicit_mesh((params, xs)):  # results lie as those of all rows at once would
+        specs = jax.tree.map(lambda y: y.sharding.spec, jax.eval_shape(rows_of, params, xs))
+    return partitioned(lambda *args: mapped(*vary_together(*args)), specs, params, xs)
 
 
 def tiled_sum(
@@ -168,63 +184,50 @@ def tiled_sum(
         accumulate_dtype: type of the running sum and of the parameters' gradients while they grow.
 
     Returns:
-        Scalar of `accumulate_dtype`. Reverse mode only; for forward mode use `tiled_map`.
+        Scalar of `accumulate_dtype`. Reverse mode, and forward over reverse.
 
     Source: the gradient-in-forward of mgmalek/efficient_cross_entropy and Liger-Kernel (arXiv 2410.10989).
     """
-    _check_callable(fn, "params and a tile of xs")
+    _check_callable(fn)
     num_tiles = check_num_tiles(num_tiles)
     accumulate_dtype = floating_type("accumulate_dtype", accumulate_dtype)
     _leading_length(xs)
-    x_leaves, x_tree = jax.tree.flatten(xs)
-    p_leaves, p_tree = jax.tree.flatten(params)
-    x_leaves, p_leaves = [_as_array("xs", x) for x in x_leaves], [_as_array("params", p) for p in p_leaves]
-    types = [p.dtype for p in p_leaves], [x.dtype for x in x_leaves]
+    params, xs = _as_arrays("params", params), _as_arrays("xs", xs)
+    types = jax.tree.map(lambda a: a.dtype, (params, xs))
 
-    def value(p_leaves: list, x_leaves: list) -> Array:
-        out = fn(p_tree.unflatten(p_leaves), x_tree.unflatten(x_leaves))
+    def value(params: PyTree, tile: PyTree) -> Array:
+        out = fn(params, tile)
         if not _is_array(out) or jnp.shape(out) != () or jnp.iscomplexobj(out):
-            seen = (
-                f"{jnp.shape(out)} of {jnp.result_type(out)}" if _is_array(out) else f"{out!r} ({type(out).__name__})"
-            )
+            seen = f"{jnp.shape(out)} of {jnp.result_type(out)}" if _is_array(out) else show(out)
             raise ValueError(f"fn must return one real number for a tile, got {seen}. Sum over the tile's rows.")
         return jnp.asarray(out, accumulate_dtype)
 
     @jax.custom_vjp
-    def total(p_leaves: list, x_leaves: list) -> Array:
-        def add(carry: Array, tile: list) -> tuple[Array, tuple]:
-            return carry + value(p_leaves, tile), ()
+    def total(params: PyTree, xs: PyTree) -> Array:
+        start = jnp.zeros((), accumulate_dtype)
+        return fold_tiles(lambda total, tile: (total + value(params, tile), ()), start, xs, num_tiles)[0]
 
-        return fold_tiles(add, jnp.zeros((), accumulate_dtype), x_leaves, num_tiles)[0]
+    def forward(params: PyTree, xs: PyTree) -> tuple[Array, PyTree]:
+        _, (params, xs), (frozen_params, frozen_xs) = by_gradient((params, xs))
 
-    def forward(p_args: list, x_args: list) -> tuple[Array, tuple[list, list]]:
-        p_values, x_values = [p.value for p in p_args], [x.value for x in x_args]
-        p_wanted = [i for i, p in enumerate(p_args) if p.perturbed]
-        x_wanted = [i for i, x in enumerate(x_args) if x.perturbed]
+        def add(carry: tuple[Array, PyTree], tile: Any) -> tuple[tuple[Array, PyTree], PyTree]:
+            (total, d_params), (x, frozen_x) = carry, tile
+            of_tile, pull = jax.vjp(lambda p, x: value(combine(p, frozen_params), combine(x, frozen_x)), params, x)
+            more, dx = pull(jnp.ones_like(of_tile))
+            return (total + of_tile, add_to(d_params, more)), dx
 
-        def add(carry: tuple, tile: list) -> tuple[tuple, list]:
-            def of_wanted(p: list, x: list) -> Array:
-                return value(_replace(p_values, p_wanted, p), _replace(tile, x_wanted, x))
+        start = jnp.zeros((), accumulate_dtype), wide_zeros(params, accumulate_dtype)
+        (loss, d_params), dx = fold_tiles(add, start, (xs, frozen_xs), num_tiles)
+        return loss, (d_params, dx)
 
-            loss, pull = jax.vjp(of_wanted, [p_values[i] for i in p_wanted], [tile[i] for i in x_wanted])
-            dp, dx = pull(jnp.ones_like(loss))
-            return (carry[0] + loss, [a + g.astype(a.dtype) for a, g in zip(carry[1], dp, strict=True)]), dx
+    def backward(gradients: PyTree, cotangent: Array) -> PyTree:
+        def scaled(gradient: Array | None, dtype: Any) -> Array | None:
+            return scale_gradient(gradient, cotangent, dtype)
 
-        wide = [
-            jnp.zeros(p.shape, jnp.promote_types(p.dtype, accumulate_dtype)) for p in (p_values[i] for i in p_wanted)
-        ]
-        (loss, dp), dx = fold_tiles(add, (jnp.zeros((), accumulate_dtype), wide), x_values, num_tiles)
-        return loss, (_replace([None] * len(p_values), p_wanted, dp), _replace([None] * len(x_values), x_wanted, dx))
-
-    def backward(grads: tuple[list, list], cotangent: Any) -> tuple:
-        dp, dx = (
-            [scale_gradient(g, cotangent, dtype) for g, dtype in zip(*pair, strict=True)]
-            for pair in zip(grads, types, strict=True)
-        )
-        return dp, dx
+        return jax.tree.map(scaled, gradients, types, is_leaf=lambda gradient: gradient is None)
 
     total.defvjp(forward, backward, symbolic_zeros=True)
-    return partitioned(lambda *leaves: total(*vary_together(*leaves)), PartitionSpec(), p_leaves, x_leaves)
+    return partitioned(lambda *args: total(*vary_together(*args)), PartitionSpec(), params, xs)
 
 
 def scale_gradient(gradient: Array | None, cotangent: Array, dtype: Any) -> Array | None:
@@ -232,13 +235,16 @@ def scale_gradient(gradient: Array | None, cotangent: Array, dtype: Any) -> Arra
     return None if gradient is None else (gradient * cotangent).astype(dtype)
 
 
-def _as_array(name: str, leaf: Any) -> Array:
-    try:
-        if _is_array(leaf):
-            return jnp.asarray(leaf)
-    except (TypeError, OverflowError):  # an array of words, a number too large
-        pass
-    raise TypeError(f"{name} must hold arrays of numbers, got {leaf!r} ({type(leaf).__name__}).")
+def _as_arrays(name: str, tree: PyTree) -> PyTree:
+    def array(leaf: Any) -> Array:
+        try:
+            if _is_array(leaf):
+                return jnp.asarray(leaf)
+        except (TypeError, OverflowError):  # an array of words, a number too large
+            pass
+        raise TypeError(f"{name} must hold arrays of numbers, got {show(leaf)} ({type(leaf).__name__}).")
+
+    return jax.tree.map(array, tree)
 
 
 def _is_array(value: Any) -> bool:
@@ -254,8 +260,3 @@ def floating_type(name: str, dtype: Any) -> np.dtype:
     if found is None or not jnp.issubdtype(found, jnp.floating):
         raise TypeError(f"{name} must be a floating-point type such as jnp.float32, got {dtype!r}.")
     return found
-
-
-def _replace(values: list, places: list[int], new: list) -> list:
-    chosen = dict(zip(places, new, strict=True))
-    return [chosen.get(i, value) for i, value in enumerate(values)]

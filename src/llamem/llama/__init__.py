@@ -1,7 +1,8 @@
 """One model family, its weights in and out, and how a step of it is computed."""
 
-from llamem.llama.block import ACTIVATIONS, Block, rms_norm, rope_tables, rotate
+from llamem.llama.block import ACTIVATIONS, Block
 from llamem.llama.config import PRESETS, LlamaConfig, RopeScaling
+from llamem.llama.heads import rms_norm, rope_tables, rotate
 from llamem.llama.lora import IN_LAYERS, TARGET_MODULES, Adapters, LoraConfig
 from llamem.llama.lora_files import load_adapters, save_adapter
 from llamem.llama.lora_merge import merge_adapter

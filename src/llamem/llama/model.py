@@ -13,8 +13,9 @@ from llamem.layers.attention import causal_attention
 from llamem.layers.context import local_positions
 from llamem.layers.stack import apply_stack
 from llamem.layers.streaming import fetch
-from llamem.llama.block import Block, rms_norm, rope_tables
+from llamem.llama.block import Block
 from llamem.llama.config import LlamaConfig
+from llamem.llama.heads import rms_norm, rope_tables
 from llamem.llama.inputs import check_room, check_segments, check_tokens, count
 from llamem.llama.lora import Adapters, check_adapters
 from llamem.llama.lora_products import NO_ADAPTERS, LayerAdapters, adapted_embedding, adapted_head, layers_of

@@ -273,6 +273,15 @@ def _is_library(file: str) -> bool:
     return file.startswith((*_LIBRARIES, str(Path(__file__).parent), "<frozen"))
 
 
+def read_in_vain(jaxpr: jex_core.Jaxpr) -> list[bool]:
+    """Return for each input whether an operation reads it whose result nothing needs. JAX keeps such operations."""
+    needed, in_vain = {var for var in jaxpr.outvars if isinstance(var, jex_core.Var)}, set()
+    for eqn in reversed(jaxpr.eqns):
+        inputs = [var for var in eqn.invars if isinstance(var, jex_core.Var)]
+        (needed if eqn.effects or needed.intersection(eqn.outvars) else in_vain).update(inputs)
+    return [var in in_vain for var in jaxpr.invars]
+
+
 def inputs_used(jaxpr: jex_core.ClosedJaxpr) -> list[bool]:
     """Whether each argument of a program changes a result or an effect of it."""
     return partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))[1]

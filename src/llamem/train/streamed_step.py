@@ -21,7 +21,7 @@ from llamem.layers.offload import to_device, to_host
 from llamem.layers.parts import order_gradients
 from llamem.layers.stack import group_count
 from llamem.layers.streaming import backward, forward, put_back, take
-from llamem.llama.block import rms_norm
+from llamem.llama.heads import rms_norm
 from llamem.llama.model import Llama
 from llamem.llama.sharding import parameter_name
 from llamem.llama.tables import embed

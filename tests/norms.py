@@ -1,0 +1,19 @@
+"""How far two trees of numbers are from each other, leaf by leaf."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def relative_errors(found: Any, expected: Any) -> list[float]:
+    """`|found - expected| / |expected|` of each leaf, by Euclidean norms in float64; structures may differ in type."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return [relative_error(a, b) for a, b in pairs]
+
+
+def relative_error(found: Any, expected: Any) -> float:
+    """`|found - expected| / |expected|` of two arrays of one shape."""
+    a, b = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+    assert a.shape == b.shape, (a.shape, b.shape)
+    return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30))
