@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
+from norms import relative_errors
 
 import llamem
 from llamem.layers.attention import SPLASH_BLOCK, causal_attention
 from llamem.layers.remat import checkpoint
-from llamem.layers.tiled_attention import KEY_TILE, QUERY_TILE
+from llamem.layers.tiled_attention import KEY_TILE, QUERY_TILE, flash_attention
 
 pytestmark = pytest.mark.accelerator
 
@@ -221,3 +222,29 @@ def test_shapes_that_do_not_fit_are_named(implementation):
         attend(q, k, v, segments_BT=jnp.zeros(7, jnp.int32))
     with pytest.raises(ValueError, match="implementation='fast'"):
         causal_attention(q, k[:1], v, implementation="fast")  # pyrefly: ignore[bad-argument-type]
+
+
+@pytest.mark.parametrize(
+    ("T", "S", "packed"), [(QUERY_TILE + 45, 2 * KEY_TILE + 7, False), (3, 600, False), (700, 700, True)]
+)
+def test_attention_to_every_key_equals_float64_in_tiles(T, S, packed):
+    """An encoder's or a diffusion transformer's attention, over other tokens, or over packed documents."""
+    q, k, v, weights = arrays(T, S)
+    numbers_T = np.arange(T) // 150 if packed else None
+    segments = None if numbers_T is None else jnp.broadcast_to(numbers_T, (2, T))
+
+    def at_once(q, k, v):
+        k, v = (jnp.repeat(a, q.shape[2] // a.shape[2], axis=2) for a in (k, v))
+        scores = jnp.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
+        if numbers_T is not None:
+            scores = jnp.where(numbers_T[:, None] == numbers_T, scores, -jnp.inf)
+        return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, axis=-1), v)
+
+    with reference.float64():
+        exact = [jnp.asarray(np.asarray(a, np.float64)) for a in (q, k, v, weights)]
+        expected, wanted = value_and_gradients(at_once, *exact)
+    attend = functools.partial(flash_attention, segments_BT=segments, causal=False)
+    found, got = value_and_gradients(attend, q, k, v, weights)
+    assert max(relative_errors((found, got), (expected, wanted))) < 1e-5
+    with pytest.raises(ValueError, match="queries and keys"):
+        flash_attention(q, k[:, :2], v[:, :2], segments_BT=jnp.zeros((2, T), int), causal=False)

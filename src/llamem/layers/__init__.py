@@ -6,7 +6,7 @@ from llamem.layers.parts import sum_parts
 from llamem.layers.remat import POLICIES, Policy, checkpoint
 from llamem.layers.stack import Mode, apply_stack
 from llamem.layers.stacking import stack_layers, unstack_layers
-from llamem.layers.tiled_attention import tiled_causal_attention
+from llamem.layers.tiled_attention import flash_attention
 from llamem.layers.tiling import tiled_map, tiled_sum
 
 __all__ = [
@@ -17,10 +17,10 @@ __all__ = [
     "apply_stack",
     "causal_attention",
     "checkpoint",
+    "flash_attention",
     "mixture",
     "stack_layers",
     "sum_parts",
-    "tiled_causal_attention",
     "tiled_map",
     "tiled_sum",
     "unstack_layers",

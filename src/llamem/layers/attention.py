@@ -11,7 +11,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from llamem.layers.tiled_attention import tiled_causal_attention
+from llamem.layers.tiled_attention import flash_attention
 from llamem.memory.chips import compiling_for
 
 Implementation = Literal["auto", "xla", "tiled", "splash", "cudnn"]
@@ -36,7 +36,7 @@ def causal_attention(
     a query then sees keys of its own number only. Padding is a document like any other; leave it out of the loss.
     The result is named "attn" for `llamem.Policy`.
 
-    `implementation`: "xla" keeps the scores `[B, H, T, S]`; "tiled" is `tiled_causal_attention`, linear in T and S;
+    `implementation`: "xla" keeps the scores `[B, H, T, S]`; "tiled" is `flash_attention`, linear in T and S;
     "splash" is JAX's Pallas kernel for TPUs, "cudnn" NVIDIA's flash attention through `jax.nn.dot_product_attention`
     (bf16 or f16). "auto": Splash on (or compiling for) a TPU where T is a multiple of 512, else "tiled" for more than
     1,024 queries, else "xla". Raises ValueError where the named one cannot do it.
@@ -65,7 +65,7 @@ def causal_attention(
         return checkpoint_name(out_BTHh, "attn")
     positions_BT = None if q_positions is None else jnp.broadcast_to(q_positions, q_BTHh.shape[:2])
     if implementation == "tiled":
-        return tiled_causal_attention(q_BTHh, k_BSKh, v_BSKh, positions_BT, segments_BT)
+        return flash_attention(q_BTHh, k_BSKh, v_BSKh, positions_BT, segments_BT)
     return checkpoint_name(_xla(q_BTHh, k_BSKh, v_BSKh, positions_BT, segments_BT), "attn")
 
 

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from llamem.layers.attention import SPLASH_BLOCK, Implementation, causal_attention, splash_attention
-from llamem.layers.tiled_attention import tiled_causal_attention, visible_pairs
+from llamem.layers.tiled_attention import flash_attention, visible_pairs
 from llamem.memory.chips import compiling_for
 
 
@@ -47,7 +47,7 @@ def context_attention(
     positions_BT = jnp.broadcast_to(jnp.asarray(places)[lax.axis_index(axis)], q_BTHh.shape[:2])
     if implementation == "tiled":
         pairs = jnp.asarray(visible_pairs(places, t * devices))[lax.axis_index(axis)]
-        return tiled_causal_attention(q_BTHh, k_BSKh, v_BSKh, positions_BT, pairs=pairs)
+        return flash_attention(q_BTHh, k_BSKh, v_BSKh, positions_BT, pairs=pairs)
     return causal_attention(q_BTHh, k_BSKh, v_BSKh, q_positions=positions_BT, implementation=implementation)
 
 

@@ -17,24 +17,31 @@ HIDDEN = -1e30
 _F32 = jnp.float32
 
 
-def tiled_causal_attention(
+def flash_attention(
     q_BTHh: Float[Array, "B T H h"],
     k_BSKh: Float[Array, "B S K h"],
     v_BSKh: Float[Array, "B S K h"],
     positions_BT: Int[Array, "B T"] | None = None,
     segments_BT: Int[Array, "B T"] | None = None,
     *,
+    causal: bool = True,
     pairs: Int[Array, "P 2"] | None = None,
 ) -> Float[Array, "B T H h"]:
-    """`causal_attention` in memory linear in T and S: no array of scores is larger than `[B, H, 256, 512]`.
+    """Return softmax attention in memory linear in T and S: no array of scores is larger than `[B, H, 256, 512]`.
 
-    Without `positions_BT` queries and keys are the same T tokens, and tiles above the diagonal are not computed:
-    about half the products. With them every tile is, or those of `pairs`: see `visible_pairs`. The backward pass
+    Causal as `causal_attention` is. Without `positions_BT` queries and keys are then the same T tokens, and tiles above
+    the diagonal are not computed: about half the products. With them every tile is, or those of `pairs`: see
+    `visible_pairs`. With `causal=False` every query sees every key, or those of its own number in `segments_BT`: an
+    encoder's or a diffusion transformer's attention, or (without segments) one over other tokens. The backward pass
     keeps the output and one logsumexp per row, and computes scores again. Both are named "attn" for `llamem.Policy`:
     saved, the forward pass is not repeated. Reverse mode only.
     Source: Dao et al. 2022 (arXiv 2205.14135) and Dao 2023 (arXiv 2307.08691); Milakov & Gimelshein 2018.
     """
     T, S = q_BTHh.shape[1], k_BSKh.shape[1]
+    if not causal:  # a query that stands at the last key sees all of them
+        positions_BT = jnp.full(q_BTHh.shape[:2], S - 1)
+    if segments_BT is not None and T != S:
+        raise ValueError(f"segments_BT number tokens that are queries and keys, but there are {T} queries, {S} keys.")
     if pairs is None:
         pairs = jnp.asarray(visible_pairs(np.arange(T)[None] if positions_BT is None else np.full((1, T), S - 1), S)[0])
     if positions_BT is None:
