@@ -36,7 +36,7 @@ hosts.initialize(address, asked["hosts"], asked["host"], timeout_seconds=asked.g
 from test_loop import CONFIG, SETTINGS, corpus
 
 import llamem
-from llamem.train.data import Batches
+from llamem.train.batches import Batches
 from llamem.train.loop import train
 from llamem.train.snapshots import Snapshots
 

@@ -49,7 +49,7 @@ def steps_of(count, n_steps, seed=0):
         yield tokens_of(CONFIG, T=9, B=len(ids), seed=10 + i), ids
 
 
-@pytest.mark.parametrize("count", [1, 8, 64])
+@pytest.mark.parametrize("count", [8, *(pytest.param(n, marks=pytest.mark.weekly) for n in (1, 64))])
 def test_together_as_one_by_one(count):
     """Adapters of three ranks, three steps; trained together, and each of them alone on its own sequences."""
     step, adapters = stepper(model_of(CONFIG), RATE), adapters_of(CONFIG, mixed(count))

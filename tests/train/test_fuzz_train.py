@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import llamem
 from llamem import train as package
-from llamem.train.data import Batches, Corpus, read_documents, unigram_entropy
+from llamem.train.batches import Batches
+from llamem.train.data import Corpus, read_documents, unigram_entropy
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 FEW = settings(FUZZ, max_examples=25)

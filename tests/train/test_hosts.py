@@ -18,7 +18,7 @@ import pytest
 import test_loop
 
 from llamem.train import hosts, train
-from llamem.train.data import Batches
+from llamem.train.batches import Batches
 from llamem.train.lost_hosts import GONE
 
 HERE = Path(__file__).parent

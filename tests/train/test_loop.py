@@ -225,7 +225,7 @@ def one_step(config=CONFIG, **changes):
     return step(init_state(config, settings), (tokens[:, :-1], tokens[:, 1:]))
 
 
-@pytest.mark.parametrize("accumulate", [2, 4])
+@pytest.mark.parametrize("accumulate", [4])
 def test_accumulated_steps_equal_whole_ones(accumulate):
     (whole, a), (parts, b) = one_step(), one_step(accumulate=accumulate)
     np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-6)
@@ -235,7 +235,7 @@ def test_accumulated_steps_equal_whole_ones(accumulate):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-7)
 
 
-@pytest.mark.parametrize("plan", [Plan(remat=None), Plan(loss_tiles=None), Plan(remat=None, loss_tiles=None)], ids=str)
+@pytest.mark.parametrize("plan", [Plan(remat=None, loss_tiles=None)], ids=str)
 def test_the_features_change_no_curve(plan, uninterrupted, tmp_path):
     other = train(CONFIG, corpus(), SETTINGS, tmp_path, plan=plan, progress=False)
     mine, theirs = ([row["loss"] for row in run.metrics] for run in (uninterrupted, other))

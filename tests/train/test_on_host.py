@@ -32,7 +32,12 @@ def run(config, plan, steps=3):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, jnp.float32) for name in models.ON_HOST), ("untied, 96 rows", jnp.bfloat16)]
+    ("name", "dtype"),
+    [
+        ("tied, 101 rows", jnp.float32),
+        ("untied, 96 rows", jnp.bfloat16),
+        *(pytest.param(name, jnp.float32, marks=pytest.mark.weekly) for name in models.ON_HOST if "101" not in name),
+    ],
 )
 def test_parameters_moments_and_metrics_are_those_of_the_plain_update(name, dtype):
     config = models.ON_HOST[name].replace(param_dtype=dtype, compute_dtype=dtype)

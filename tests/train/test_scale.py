@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import runpy
 import shutil
@@ -148,3 +149,27 @@ def test_templates_call_what_train_understands(name, monkeypatch):
     settings = llamem.TrainSettings(batch_size=given.batch_size, seq_len=given.seq_len)
     llamem.abstract_step(config, settings, llamem.Plan(mesh=mesh))  # refuses what does not divide
     assert given.report and given.steps == 10_000
+
+
+@pytest.mark.parametrize(
+    ("status", "restarts", "again"), [(0, 0, False), (2, 0, False), (137, 0, True), (75, 19, True), (1, 20, False)]
+)
+def test_a_job_that_ends_too_early_starts_itself_again(tmp_path, status, restarts, again):
+    """With programs of ours in the places of SLURM's: what a scheduler makes of it a weekly test sees."""
+    for name, does in (("srun", f"exit {status}"), ("scontrol", f'echo "$@" > {tmp_path}/requeued')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    said = {"RUN": str(tmp_path), "SLURM_SUBMIT_DIR": str(SCALE.parent), "SLURM_JOB_ID": "7"}
+    where = {**os.environ, **said, "SLURM_RESTART_COUNT": str(restarts), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", str(SCALE / "slurm.sh")], env=where, check=False)
+    assert done.returncode == status
+    requeued = tmp_path / "requeued"
+    assert requeued.exists() == again and (not again or requeued.read_text() == "requeue 7\n")
+
+
+def test_what_is_refused_ends_with_a_status_of_its_own(tmp_path):
+    command = [sys.executable, str(SCALE / "train.py"), "--output", str(tmp_path / "run"), "--seq-len", "70000"]
+    where = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, env=where, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "longer than the model's max_seq_len" in done.stderr, done.stderr[-2000:]
+    assert not (tmp_path / "run").exists()

@@ -4,8 +4,9 @@ from llamem.llama.host_memory import same_places
 from llamem.llama.tokenizer import Tokenizer
 from llamem.train.adapter_step import abstract_lora_step, init_lora_state, lora_losses, make_lora_step
 from llamem.train.batch_loss import loss_fn
+from llamem.train.batches import Batches
 from llamem.train.chats import Chats, load_chats
-from llamem.train.data import Batches, Corpus, load_corpus, unigram_entropy
+from llamem.train.data import Corpus, load_corpus, unigram_entropy
 from llamem.train.hosts import initialize
 from llamem.train.loop import Run, train
 from llamem.train.lost_hosts import LostHost

@@ -1,24 +1,23 @@
-"""Text to batches: a corpus tokenised once, and batches that are a function of the step number."""
+"""Text to tokens: a corpus that is read and tokenised once."""
 
 import hashlib
 import json
 import os
 import sysconfig
 import tokenize
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int32, Integer
+from jaxtyping import Integer
 
 from llamem._checks import check_whole
 from llamem._extras import import_extra
 from llamem._files import cache_folder, whole_folder
 from llamem.llama.tokenizer import Tokenizer
+from llamem.train.batches import Batches, check_ids, fingerprint
 
 STANDARD_LIBRARY = "python-standard-library"
 HUGGING_FACE = "hf:"
@@ -219,109 +218,6 @@ def _split(documents: list[str], heldout_fraction: float) -> tuple[list[str], li
     return [d for i, d in enumerate(documents) if i not in chosen], [documents[i] for i in sorted(chosen)]
 
 
-class Batch(NamedTuple):
-    """Inputs and the token that follows each of them, both `[batch_size, seq_len]`."""
-
-    inputs_BT: Int32[np.ndarray, "B T"]
-    targets_BT: Int32[np.ndarray, "B T"]
-
-
-@runtime_checkable
-class BatchSource(Protocol):
-    """Batches that are a function of the step number."""
-
-    batch_size: int
-    num_sequences: int
-
-    def batch_at(self, step: int, rows: slice = slice(None)) -> tuple[np.ndarray, ...]:
-        """Return the arrays of a step's batch, `[rows, ...]` each; `rows`: only these of its sequences are read."""
-        ...
-
-
-class Shuffled:
-    """The order in which `num_sequences` sequences come: each once per epoch, and each epoch in an order of its own."""
-
-    def __init__(self, num_sequences: int, batch_size: int, seed: int):
-        self.num_sequences, self.batch_size = num_sequences, check_whole("batch_size", batch_size)
-        self.seed = check_whole("seed", seed, at_least=0)
-        self._epoch, self._order = -1, np.empty(0, np.int64)
-
-    def sequences_of(self, step: int, rows: slice) -> list[int]:
-        """Return the numbers of the sequences of a step's batch, counted from 0, or of some of its rows."""
-        step = check_whole("step", step, at_least=0)
-        return [self._sequence(n) for n in range(step * self.batch_size, (step + 1) * self.batch_size)[rows]]
-
-    def _sequence(self, number: int) -> int:
-        epoch, position = divmod(number, self.num_sequences)
-        if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng([self.seed, epoch]).permutation(self.num_sequences)
-        return int(self._order[position])
-
-
-class Batches(Shuffled):
-    """Fixed-length sequences from a stream of tokens, in an order fixed by the seed.
-
-    `batch_at(step)` depends on the step number alone, so that is all a training run must remember to resume.
-    Every sequence appears once per epoch, and each epoch has an order of its own. Documents follow each other without
-    padding: a sequence may begin in one document and end in another, with `<eos> <bos>` between.
-
-    tokens: ids, `[num_tokens]`, for instance `Corpus.train`.
-    vocab_size: where given, every id is checked against it now rather than silently clamped inside the model.
-    Raise ValueError for fewer than `seq_len + 1` tokens, for sizes below one, for an id outside the vocabulary.
-    """
-
-    def __init__(
-        self,
-        tokens: Integer[np.ndarray, " num_tokens"],
-        batch_size: int,
-        seq_len: int,
-        seed: int = 0,
-        *,
-        vocab_size: int | None = None,
-    ):
-        _check_ids(tokens, "tokens")
-        self.tokens, self.seq_len = tokens, check_whole("seq_len", seq_len)
-        super().__init__((len(tokens) - 1) // self.seq_len, batch_size, seed)
-        if not self.num_sequences:
-            raise ValueError(
-                f"The corpus has {len(tokens):,} tokens, but one sequence of seq_len {seq_len:,} needs {seq_len + 1:,} "
-                "(a target for its last input). Take a shorter seq_len or a larger corpus."
-            )
-        check_vocabulary(int(tokens.min()), int(tokens.max()), vocab_size)
-
-    def batch_at(self, step: int, rows: slice = slice(None)) -> Batch:
-        """Return the batch of a step, counted from 0; `rows`: only these of its sequences, and only they are read.
-
-        Which sequences a batch has does not depend on who reads them: hosts that share its rows out read each of them
-        once, however many hosts there are.
-        """
-        starts = [number * self.seq_len for number in self.sequences_of(step, rows)]
-        windows = np.empty((len(starts), self.seq_len + 1), np.int32)
-        for window, start in zip(windows, starts, strict=True):
-            window[:] = self.tokens[start : start + self.seq_len + 1]
-        return Batch(windows[:, :-1], windows[:, 1:])
-
-
-class AdapterBatches:
-    """Batches for several adapters: row `i` is adapter `i % A`'s, from the `i % A`-th source; its number comes third.
-
-    Raise ValueError for a batch that does not divide among the adapters.
-    """
-
-    def __init__(self, sources: Sequence[BatchSource]):
-        self._sources = list(sources)
-        self.batch_size = sum(source.batch_size for source in sources)
-        self.num_sequences = len(self._sources) * min(source.num_sequences for source in sources)
-
-    def batch_at(self, step: int, rows: slice = slice(None)) -> tuple[np.ndarray, ...]:
-        """Return inputs, targets, the adapter of each sequence `[rows]`, and what else the sources give."""
-        A, numbers = len(self._sources), range(self.batch_size)[rows]
-        parts = [self._sources[0].batch_at(step, slice(0))]  # of no row: for no rows at all
-        parts += [self._sources[i % A].batch_at(step, slice(i // A, i // A + 1)) for i in numbers]
-        inputs_BT, targets_BT, *rest = (np.concatenate(part) for part in zip(*parts, strict=True))
-        return inputs_BT, targets_BT, np.asarray([i % A for i in numbers], np.int32), *rest
-
-
 def unigram_entropy(
     train: Integer[np.ndarray, " train_tokens"], heldout: Integer[np.ndarray, " heldout_tokens"], vocab_size: int
 ) -> float:
@@ -331,7 +227,7 @@ def unigram_entropy(
     Errors: ValueError for an id outside the vocabulary and for a stream without tokens.
     """
     for name, tokens in (("train", train), ("heldout", heldout)):
-        _check_ids(tokens, name)
+        check_ids(tokens, name)
         if not len(tokens) or tokens.min() < 0:
             raise ValueError(f"unigram_entropy: {name} has {len(tokens)} tokens; expected some, none of them negative.")
     largest = max(int(train.max()), int(heldout.max()))
@@ -341,28 +237,3 @@ def unigram_entropy(
         )
     counts_V = np.bincount(train, minlength=vocab_size) + 1.0
     return float(-np.mean(np.log(counts_V[heldout] / counts_V.sum())))
-
-
-def _check_ids(tokens: Any, name: str) -> None:
-    is_array = isinstance(tokens, np.ndarray)
-    if not is_array or tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        kind = f"an array of shape {tokens.shape} and type {tokens.dtype}" if is_array else type(tokens).__name__
-        raise TypeError(f"{name} is {kind}; expected a NumPy array of whole numbers, [num_tokens], like Corpus.train.")
-
-
-def check_vocabulary(least: int, most: int, vocab_size: int | None) -> None:
-    """Raise ValueError for ids outside a vocabulary of that size; None: of any size."""
-    if vocab_size is not None and not 0 <= least <= most < check_whole("vocab_size", vocab_size):
-        raise ValueError(
-            f"The tokens reach from {least} to {most}, but the vocabulary has {vocab_size:,} entries (ids 0 to "
-            f"{vocab_size - 1:,}). Model and tokenizer do not belong together: the Llama 3 tokenizer needs vocab_size "
-            "128,256."
-        )
-
-
-def fingerprint(arrays: Iterable[np.ndarray]) -> str:
-    """Return a short name for arrays of tokens: how many there are and a checksum of them."""
-    count = crc = 0
-    for array in arrays:
-        count, crc = count + len(array), zlib.crc32(np.ascontiguousarray(array).view(np.uint8).data, crc)
-    return f"{count} tokens, crc {crc:08x}"

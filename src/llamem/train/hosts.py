@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from llamem.train.data import BatchSource
+from llamem.train.batches import BatchSource
 from llamem.train.lost_hosts import HEARTBEAT_SECONDS, losses_explained, printed_after_an_abort
 
 VARIABLES = ("LLAMEM_COORDINATOR", "LLAMEM_NUM_HOSTS", "LLAMEM_HOST")

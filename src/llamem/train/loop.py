@@ -19,8 +19,9 @@ from llamem.llama.lora import Adapters, LoraConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import shardings
+from llamem.train.batches import AdapterBatches, BatchSource
 from llamem.train.chats import Chats
-from llamem.train.data import AdapterBatches, BatchSource, Corpus
+from llamem.train.data import Corpus
 from llamem.train.hosts import agreed, place_batch
 from llamem.train.interrupts import interruptible
 from llamem.train.settings import TrainSettings

@@ -15,7 +15,7 @@ from llamem.memory.chips import available, find_chip
 from llamem.memory.compiling import compile_report
 from llamem.memory.report import GiB
 from llamem.train import TrainSettings, abstract_step
-from llamem.train.data import Batches
+from llamem.train.batches import Batches
 
 
 def check_my_sequences(fn: Callable[..., Any]) -> None:
