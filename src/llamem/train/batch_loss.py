@@ -23,7 +23,8 @@ from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import gather_weight, parameter_specs
 from llamem.llama.tables import whole_logits
-from llamem.losses import choose_tiles, tiled_cross_entropy
+from llamem.losses.choice import choose_tiles
+from llamem.losses.cross_entropy import tiled_cross_entropy
 from llamem.train.sharded_step import batch_spec, for_gradients_outside, on_mesh, sum_over_batch
 
 IGNORED = -100  # a target that does not count
