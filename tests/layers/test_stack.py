@@ -50,9 +50,12 @@ def in_float64(params, x):
     return hidden, {"w": dw, "b": db}, dx
 
 
-@pytest.mark.parametrize("n_layers", [0, 1, 6, 7])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("remat", REMATS, ids=str)
+# Every policy at a depth that nests; other depths, a prime among them, with one.
+CASES = [(6, mode, remat) for mode in MODES for remat in REMATS]
+CASES += [(n_layers, mode, "nothing") for n_layers in (0, 1, 7) for mode in MODES]
+
+
+@pytest.mark.parametrize(("n_layers", "mode", "remat"), CASES, ids=str)
 def test_values_hidden_states_and_gradients(n_layers, mode, remat):
     params, x = stacked_params(n_layers), inputs()
     hidden, grads, dx = in_float64(params, x)
