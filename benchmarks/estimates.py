@@ -1,10 +1,11 @@
 """Compares the planner's closed form with chips' compilers: random models, chips, lengths, batches and plans.
 
 `python benchmarks/estimates.py --count 40` writes estimates.md beside itself, a line per case as soon as it is there;
-ten seconds each on an idle machine. Seeds are fixed: a case is its number. Compiled peaks that the table holds already
-stay, if the same compiler said them, and estimates are today's: `--count 0` renews those alone, in seconds. Exits with
-1 where the estimate misses its aim: within 5 % of the compiler's peak for 90 % of the cases, 10 % for all, too low by
-over 3 % for none.
+ten seconds each on an idle machine. Seeds are fixed: a case is its number. The first 200 are of the presets, with
+lengths that are powers of two; from 200 on they are of published shapes that are no presets, with odd lengths, untiled
+losses, and all chips. Compiled peaks that the table holds already stay, if the same compiler said them, and estimates
+are today's: `--count 0` renews those alone, in seconds. Exits with 1 where the estimate misses its aim: within 15 % of
+the compiler's peak for 95 % of the cases of either kind.
 """
 
 import argparse
@@ -12,13 +13,14 @@ import datetime
 import random
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 
 import llamem
+from llamem import LlamaConfig, Plan
 from llamem.layers import Policy
-from llamem.planner import Estimate, ask
-from llamem.planner.candidates import words
+from llamem.planner import Estimate
 
 TABLE = Path(__file__).with_suffix(".md")
 GiB = 2**30
@@ -35,12 +37,74 @@ DRAWS = (
 )
 
 
+# The same of published shapes that are no presets.
+STRANGE_DRAWS = (
+    0, 0, 2, 1, 8, 0, 1, 1, 0, 1, 2, 1, 2, 2, 5, 3, 2, 0, 13, 4, 1, 2, 0, 2, 2, 9, 1, 2, 2, 3,
+    0, 0, 3, 2, 6, 0, 2, 5, 0, 2, 18, 4, 1, 1, 2, 3, 0, 4, 1, 0, 5, 0, 5, 0, 4, 1, 3, 4, 8, 1,
+)  # fmt: skip
+
+
+def shape(
+    d_model: int, layers: int, heads: int, kv_heads: int, d_ff: int, vocab: int, tied: bool = False
+) -> LlamaConfig:
+    return LlamaConfig(
+        vocab, d_model, layers, heads, kv_heads, d_model // heads, d_ff, max_seq_len=131_072, tied_head=tied
+    )
+
+
+# As their config.json files on the Hugging Face hub say.
+STRANGERS = {
+    "smollm-135m": shape(576, 30, 9, 3, 1536, 49_152, tied=True),
+    "smollm2-360m": shape(960, 32, 15, 5, 2560, 49_152, tied=True),
+    "smollm2-1.7b": shape(2048, 24, 32, 32, 8192, 49_152, tied=True),
+    "tinyllama-1.1b": shape(2048, 22, 32, 4, 5632, 32_000),
+    "mistral-7b": shape(4096, 32, 32, 8, 14_336, 32_000),
+    "llama-2-7b": shape(4096, 32, 32, 32, 11_008, 32_000),
+    "yi-6b": shape(4096, 32, 32, 4, 11_008, 64_000),
+    "deepseek-coder-1.3b": shape(2048, 24, 16, 16, 5504, 32_256),
+    "qwen3-4b": shape(2560, 36, 32, 8, 9728, 151_936, tied=True).replace(head_dim=128, qk_norm=True),
+}
+STRANGE_CHIPS = ("v5e-1", "v6e-1", "v5p-1", "t4", "l4", "a100-40", "h100")
+STRANGE_LENGTHS = (700, 1024, 1500, 2048, 3000, 4096, 6000, 8192, 12_288, 20_000, 32_768, 65_536)
+
+
 def case(number: int) -> Estimate:
     """The random case of this number: it came within 1.9 % to 120 % of its chip's memory."""
-    rng = random.Random(number)
-    found = [draw(rng) for _ in range(int(DRAWS[number], 16) + 1)][-1]
+    strange = number - len(DRAWS)
+    if strange >= 0:
+        rng = random.Random(1000 + strange)
+        found = [draw_strange(rng) for _ in range(STRANGE_DRAWS[strange] + 1)][-1]
+    else:
+        rng = random.Random(number)
+        found = [draw(rng) for _ in range(int(DRAWS[number], 16) + 1)][-1]
     assert found is not None
     return found
+
+
+def draw_strange(rng: random.Random) -> Estimate | None:
+    """A shape that is no preset, a chip, a length, a batch and a plan; None where they exclude each other."""
+    config, dtype = STRANGERS[rng.choice(list(STRANGERS))], rng.choice((jnp.bfloat16, jnp.bfloat16, jnp.float32))
+    seq_len, batch_size = rng.choice(STRANGE_LENGTHS), rng.choice((1, 1, 1, 2, 3, 4, 8))
+    chip, heads = rng.choice(STRANGE_CHIPS), rng.choice((1, 1, 1, 2, 4))
+    tiles = rng.choice(("auto", "auto", None, None, 16, 64))
+    tools: dict[str, Any] = {
+        "head_groups": heads,
+        "loss_tiles": tiles,
+        "loss_axis": "auto" if tiles in (None, "auto") else rng.choice(("tokens", "vocab")),
+        "mode": rng.choice(("scan", "scan", "scan", "nested")),
+        "remat": rng.choice(("nothing", "nothing", None, "attn", "qkv_attn", "minimal", Policy(save=("attn_out",)))),
+        "mlp_tiles": rng.choice((1, 1, 1, 4, 16)),
+        "offload": rng.choice(((), (), ("block_in",))),
+        "moments": rng.choice(("device", "device", "host")),
+    }
+    if tools["remat"] is None and (heads > 1 or tools["mlp_tiles"] > 1 or tools["mode"] == "nested"):
+        return None
+    try:
+        plan = Plan(**tools)
+        config = config.replace(param_dtype=dtype, compute_dtype=jnp.bfloat16)
+        return llamem.estimate(config, plan, chip, seq_len=seq_len, batch_size=batch_size)
+    except ValueError:
+        return None
 
 
 def draw(rng: random.Random) -> Estimate | None:
@@ -69,13 +133,13 @@ def draw(rng: random.Random) -> Estimate | None:
 def question(number: int, found: Estimate) -> str:
     """How a line of the table begins: what the compiler is asked."""
     what = f"{found.config.n_params / 1e9:.1f}B {jnp.dtype(found.config.param_dtype).name}"
-    return f"| {number} | {what} | {found.chip.name} | {found.batch_size} x {found.seq_len:,} | `{words(found.plan)}`"
+    return f"| {number} | {what} | {found.chip.name} | {found.batch_size} x {found.seq_len:,} | `{found.plan}`"
 
 
 def compiled(found: Estimate) -> str:
     """The compiler's peak in GiB, or what it said instead."""
     try:
-        report = ask(found.config, found.plan, found.chip.name, seq_len=found.seq_len, batch_size=found.batch_size)
+        report = found.compile()
     except RuntimeError as error:
         return f"no answer: {str(error).splitlines()[0][:80]}"
     return f"{report.peak_bytes / GiB:.3f}"
@@ -107,10 +171,10 @@ def earlier_answers() -> dict[int, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=len(DRAWS))
+    parser.add_argument("--count", type=int, default=len(DRAWS) + len(STRANGE_DRAWS))
     parser.add_argument("--first", type=int, default=0)
     given = parser.parse_args()
-    for number in range(given.first, min(given.first + given.count, len(DRAWS))):
+    for number in range(given.first, min(given.first + given.count, len(DRAWS) + len(STRANGE_DRAWS))):
         if number not in earlier_answers():
             found = case(number)
             answer = compiled(found)
@@ -122,20 +186,28 @@ def main() -> None:
 def write(answers: dict[int, str]) -> bool:
     """Writes the table of these answers beside today's estimates. Returns whether the aim is met."""
     both = [compared(number, case(number), answers[number]) for number in sorted(answers)]
-    errors = [error for _, error in both if error is not None]
-    within = [sum(abs(error) <= limit for error in errors) for limit in (0.05, 0.10)]
-    low = sum(error < -0.03 for error in errors)
+    kinds = {"presets": [], "other shapes": []}
+    for number, (_, error) in zip(sorted(answers), both, strict=True):
+        if error is not None:
+            kinds["presets" if number < len(DRAWS) else "other shapes"].append(error)
+    summary = [
+        f"{len(errors)} cases of {kind}: {sum(abs(e) <= 0.05 for e in errors)} within 5 %, "
+        f"{sum(abs(e) <= 0.10 for e in errors)} within 10 %, {sum(abs(e) <= 0.15 for e in errors)} within 15 %, "
+        f"{sum(e < -0.03 for e in errors)} too low by more than 3 %."
+        for kind, errors in kinds.items()
+    ]
     head = [
         "# Estimated and compiled peaks of random training steps",
         "",
-        f"{datetime.date.today()}, {versions()}, by `benchmarks/estimates.py`. {len(errors)} cases: {within[0]} within",
-        f"5 %, {within[1]} within 10 %, {low} too low by more than 3 %. GiB on one chip; the difference in %.",
+        f"{datetime.date.today()}, {versions()}, by `benchmarks/estimates.py`. GiB on one chip; the difference in %.",
+        "",
+        *summary,
         "",
         "| case | model | chip | batch x tokens | plan | estimated | compiled | difference | the estimate's peak |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     TABLE.write_text("\n".join([*head, *(line for line, _ in both), ""]))
-    return within[0] >= 0.9 * len(errors) and within[1] == len(errors) and not low
+    return all(sum(abs(e) <= 0.15 for e in errors) >= 0.95 * len(errors) for errors in kinds.values())
 
 
 if __name__ == "__main__":

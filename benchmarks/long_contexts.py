@@ -16,8 +16,6 @@ import jax.numpy as jnp
 
 import llamem
 from llamem.memory import GiB, Report
-from llamem.planner import ask
-from llamem.planner.candidates import words
 
 TABLE = Path(__file__).with_suffix(".md")
 WEIGHTS = {"bf16": jnp.bfloat16, "f32": jnp.float32}  # of weights, gradients and both moments
@@ -46,7 +44,7 @@ def with_defaults(config: llamem.LlamaConfig, chip: str) -> str:
     capacity = llamem.CHIPS[chip].capacity_bytes or 0
     while refused - fits > max(1, fits // 32):
         guess = max((n for n in range(fits + 1, refused) if expected(n) <= capacity), default=fits + 1)
-        report = ask(config, plan, chip, seq_len=guess * STEP)
+        report = llamem.estimate(config, plan, chip, seq_len=guess * STEP).compile()
         print(f"  {chip}, defaults, {guess * STEP:,} tokens: {report.peak_bytes / GiB:.2f} GiB", flush=True)
         correction *= report.peak_bytes / expected(guess)
         if report.fits:
@@ -64,7 +62,7 @@ def with_tools(config: llamem.LlamaConfig, chip: str) -> str:
         return f"below {STEP:,} | | | | "
     assert found.report is not None
     peak, host = found.report.peak_bytes / GiB, found.report.host_bytes / GiB
-    return f"{found.seq_len:,} | {peak:.2f} | {host:.1f} | {found.estimate.seconds.total:,.0f} | `{words(found.plan)}`"
+    return f"{found.seq_len:,} | {peak:.2f} | {host:.1f} | {found.estimate.seconds.total:,.0f} | `{found.plan}`"
 
 
 def versions() -> str:

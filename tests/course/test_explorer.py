@@ -32,11 +32,11 @@ def test_tools_that_exclude_each_other_are_explained_and_nothing_breaks():
 def test_the_button_shows_the_compilers_answer(monkeypatch):
     asked = []
 
-    def refuse(config, plan, target, *, seq_len, batch_size):
-        asked.append((plan, target, seq_len, batch_size))
+    def refuse(one):
+        asked.append((one.plan, one.chip.name, one.seq_len, one.batch_size))
         raise RuntimeError("the compiler died with signal 11")
 
-    monkeypatch.setattr(explorer, "ask", refuse)
+    monkeypatch.setattr(explorer.Estimate, "compile", refuse)
     one = Explorer(seq_len=8192)
     one.button.click()
     assert asked == [(llamem.Plan(), "v5e-1", 8192, 1)]

@@ -6,8 +6,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from llamem import LlamaConfig
-from llamem.planner.links import INSIDE, NETWORK, pace
+from llamem import LlamaConfig, choose_tiles
+from llamem.planner import INSIDE, NETWORK, pace
 
 PODS = Path(__file__).parents[2] / "benchmarks" / "pods.md"
 BF16 = {"param_dtype": jnp.bfloat16, "compute_dtype": jnp.bfloat16}
@@ -65,13 +65,18 @@ def test_context_parallelism_receives_keys_and_values():
 def test_one_chip_by_hand():
     config = LlamaConfig.from_name("llama3.1-8b", **BF16)
     found = pace(config, "v5e", {}, batch_size=2, seq_len=1024)
-    products = 8 * config.n_params * 2048 / (0.6 * 197e12)
-    scores = 4 * 32 * 2048 * (2 * 1024 * 4096) / (0.5 * 197e12)
+    D, F, N = 4096, 14_336, 2048
+    # Forward, again, and two gradients; `down` is not computed again, and of the head tiles of the vocabulary are.
+    layer = 4 * (2 * D * D + 2 * D * 1024 + 2 * D * F) + 3 * D * F
+    head = 4 if choose_tiles(N, D, 128_256, chip="v5e-1").axis == "vocab" else 3
+    products = 2 * N * (32 * layer + head * 128_256 * D) / (0.6 * 197e12)
+    # Half of the scores; a kernel's backward pass makes them twice: 1 + 1 + 3.5 forward passes of two products.
+    scores = 5.5 * 32 * 4 * 2 * 1024 * 1024 / 2 * D / (0.5 * 197e12)
     assert found.products == pytest.approx(products + scores)
     assert found.links == {} and found.seconds == found.products
     assert found.tokens_per_second == pytest.approx(2048 / found.seconds)
-    # Of the four passes one is the rematerialisation's.
-    assert found.mfu == pytest.approx(0.75 * 0.6, rel=0.01)
+    asked = 3 * (2 * N * (32 * layer / 15 * 4 + 128_256 * D)) / 197e12  # of four passes one is the rematerialisation's
+    assert found.mfu == pytest.approx(asked / found.seconds, rel=0.1)
 
 
 def test_the_network_is_used_where_the_fast_links_end():
@@ -79,23 +84,21 @@ def test_the_network_is_used_where_the_fast_links_end():
     one = pace(config, "h100", {"data": 2, "fsdp": 4}, batch_size=8, seq_len=1024)
     two = pace(config, "h100", {"data": 2, "fsdp": 8}, batch_size=16, seq_len=1024)
     grads = 2 * config.n_params
-    assert one.received["data"] == pytest.approx(grads / 4) and one.links["data"] == pytest.approx(grads / 4 / 450e9)
-    assert two.links["data"] == pytest.approx(grads / 8 / 50e9)
+    assert one.received["data"] == pytest.approx(grads / 4, rel=1e-3)
+    assert one.links["data"] == pytest.approx(grads / 4 / 450e9, rel=1e-3)
+    assert two.links["data"] == pytest.approx(grads / 8 / 50e9, rel=1e-3)
     assert two.links["fsdp"] == pytest.approx(two.received["fsdp"] / 450e9)
 
 
-@pytest.mark.parametrize(
-    ("chip", "mesh", "batch", "words"),
-    [
-        ("t4", {}, 1, "links are known of v5e"),
+def test_what_is_wrong_is_said(as_a_user):
+    for chip, mesh, batch, words in (
+        ("t4", {}, 1, "chip='t4': expected one of 'v5e'"),
         ("h100", {"fsdp": 16}, 16, "join 8 chips of h100.*'data': 2"),
         ("v5e", {"data": 2, "fsdp": 4}, 12, "batch_size=12 does not divide among 8"),
         ("v5e", {"model": 4}, 4, "no mesh axis"),
-    ],
-)
-def test_what_is_wrong_is_said(as_a_user, chip, mesh, batch, words):
-    with pytest.raises(ValueError, match=words):
-        pace(LlamaConfig.from_name("tiny"), chip, mesh, batch_size=batch, seq_len=128)
+    ):
+        with pytest.raises(ValueError, match=words):
+            pace(LlamaConfig.from_name("tiny"), chip, mesh, batch_size=batch, seq_len=128)
 
 
 def test_every_chip_has_both_links():

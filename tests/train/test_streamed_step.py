@@ -393,7 +393,7 @@ def test_llama_8b_trains_in_f32_on_131072_tokens_on_one_v5e():
     assert report.fits and report.peak_bytes <= 13.0 * 2**30
     expected = llamem.estimate(config, plan, "v5e-1", seq_len=131_072, clip="layer")
     assert report.host_bytes == pytest.approx(expected.host_bytes, rel=0.02)
-    assert report.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.1)
+    assert report.peak_bytes == pytest.approx(expected.peak_bytes, rel=0.15)
 
 
 @pytest.mark.weekly

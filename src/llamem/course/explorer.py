@@ -14,9 +14,7 @@ from llamem.course import plots
 from llamem.llama import PRESETS, LlamaConfig
 from llamem.llama.plan import Plan
 from llamem.memory import CHIPS, GiB
-from llamem.planner import Estimate, ask, estimate
-from llamem.planner.candidates import words
-from llamem.planner.lines import LINES
+from llamem.planner import LINES, Estimate, estimate
 
 __all__ = ["Explorer", "estimate_bars", "estimate_bars_alt"]
 
@@ -67,19 +65,18 @@ class Explorer:
     """Controls for a model, a chip, a batch and every tool of `llamem.Plan`; `box` is the widget to display.
 
     The estimate is drawn anew at each change. The button compiles for the chip, about ten seconds, and shows the
-    compiler's peak, the ledger and the timeline.
+    compiler's peak, the estimate's lines and the timeline.
     """
 
     def __init__(self, model: str = "llama3.2-1b", chip: str = "v5e-1", seq_len: int = 131_072, plan: Plan = Plan()):
         def choice(name: str, options: Any, value: Any, kind: Any = widgets.Dropdown) -> Any:
             return kind(description=name, options=options, value=value, style={"description_width": "9em"})
 
-        dense = [name for name, config in PRESETS.items() if not config.n_experts]
         single = [name for name, chip in CHIPS.items() if chip.devices == 1]
         lengths = [(f"{n:,}", n) for n in sorted({*_LENGTHS, seq_len})]
         tiles, groups = (1, 2, 4, 8, 16, 32, 64, 128), (1, 2, 4, 8)
         self.controls = {
-            "model": choice("model", dense, model),
+            "model": choice("model", list(PRESETS), model),
             "chip": choice("chip", single, chip),
             "seq_len": choice("tokens", lengths, seq_len, widgets.SelectionSlider),
             "batch_size": widgets.IntSlider(1, 1, 64, description="batch", style={"description_width": "9em"}),
@@ -141,17 +138,16 @@ class Explorer:
         with self.answer:
             try:
                 guess = self.estimate()
-                print(f"asking {guess.chip.name}'s compiler about {words(guess.plan)} ...")
-                sizes = {"seq_len": guess.seq_len, "batch_size": guess.batch_size}
-                report = ask(guess.config, guess.plan, guess.chip.name, **sizes)
+                print(f"asking {guess.chip.name}'s compiler about {guess.plan} ...")
+                report = guess.compile()
             except (ValueError, RuntimeError, ImportError) as error:
                 print(error)
                 return
             verdict = "fits" if report.fits else "does not fit"
             print(f"the compiler: {verdict}, {report.peak_bytes / GiB:.2f} GiB; estimated {guess.peak_bytes / GiB:.2f}")
             if report.timeline is not None:
-                display(guess.beside(report))
-                shown = {words(guess.plan): report}
+                display(guess)
+                shown = {repr(guess.plan): report}
                 plots.show(plots.timeline(shown), alt=plots.timeline_alt(shown))
 
 

@@ -26,7 +26,7 @@ else:
     _Mesh = MeshShape | Mapping[str, int]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """How a step is computed, never what it computes: every plan gives the same loss and gradients, up to rounding.
 
@@ -172,9 +172,26 @@ class Plan:
         """Whether the step fetches or updates each layer by itself, in loops of its own (`llamem.layers.streaming`)."""
         return self.weights == "host" or self.update == "in_backward"
 
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The fields that differ from the defaults, by name."""
+        named = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        return {name: value for name, (value, default) in named.items() if value != default}
+
+    def __repr__(self) -> str:
+        """What the plan says beyond the defaults, as in its call: `Plan(mlp_tiles=16, offload=('block_in',))`."""
+        return f"Plan({', '.join(f'{name}={_shown(value)}' for name, value in self.changes.items())})"
+
     def replace(self, **changes: Any) -> "Plan":
         """A copy with some fields changed, checked again. Raises TypeError for a field that does not exist."""
         return dataclasses.replace(self, **changes)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Policy):
+        fields = [(field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value)]
+        return f"Policy({', '.join(f'{name}={given!r}' for name, given, default in fields if given != default)})"
+    return repr(value.axes if isinstance(value, MeshShape) else value)
 
 
 def _names(offload: Any) -> tuple[str, ...]:

@@ -86,7 +86,7 @@ class MeshShape:
     @property
     def axes(self) -> dict[str, int]:
         """The mesh axes with more than one device, by name: those that the mesh has."""
-        return {name: size for name, size in dataclasses.asdict(self).items() if size > 1}
+        return {name: size for name, size in vars(self).items() if size > 1}
 
     @property
     def devices(self) -> int:

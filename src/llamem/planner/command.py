@@ -3,25 +3,53 @@
 import argparse
 import dataclasses
 import json
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib import metadata
 from typing import Any
 
 import jax.numpy as jnp
 
 from llamem.llama import LlamaConfig, MeshShape
 from llamem.memory import CHIPS, GiB
-from llamem.planner.candidates import words
-from llamem.planner.search import Found, NothingFits, find_plan, longest_context
+from llamem.memory.show import Table
+from llamem.planner.asking import NothingFits
+from llamem.planner.question import chip_called
+from llamem.planner.search import Found, find_plan, longest_context
 
 FITS, NOTHING_FITS, BAD_INPUT = 0, 1, 2
-_HEAD = ("model", "chip", "batch x tokens", "GiB", "of", "host GiB", "s a step, estimated", "plan")
+_HEAD = ("model", "chip", "batch x tokens", "GiB", "of", "host GiB", "s a step, estimated", "tokens/s", "plan")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints what is found; returns 0 where every question has a plan, 1 where one has none, 2 for bad input."""
+    """Print what is found; return 0 where every question has a plan, 1 where one has none, 2 for bad input."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    if given.command is None:
+        parser.print_help()
+        return FITS
+    try:
+        configs = {name: _config(name, given.param_dtype) for name in given.models}
+        chips = list(CHIPS) if given.chip == ["all"] else [chip_called(name).name for name in given.chip]
+    except (ValueError, TypeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    rows = [_answer(model, config, chip, given) for model, config in configs.items() for chip in chips]
+    for row in rows:
+        if row["status"] == BAD_INPUT:
+            print(f"error: {row['model']} on {row['chip']}: {row['why']}", file=sys.stderr)
+    print(json.dumps(rows, indent=2) if given.json else _table(rows))
+    if not given.json:
+        for row in (row for row in rows if row["fits"]):
+            print(f"\n{row['model']} on {row['chip']}: {row['why']}\n{row['code']}")
+    return max(row["status"] for row in rows)
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m llamem", description="Llama 3 in less memory.")
-    plan = parser.add_subparsers(dest="command", required=True).add_parser(
+    parser.add_argument("--version", action="version", version=f"llamem {metadata.version('llamem')}")
+    plan = parser.add_subparsers(dest="command").add_parser(
         "plan",
         help="find how to train a model on a chip",
         description="Finds the fastest plan, by estimate, that a chip's compiler accepts for one AdamW step.",
@@ -30,25 +58,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plan.add_argument(
         "models", nargs="+", metavar="MODEL", help="such as llama3.2-1b, or a config.json of Hugging Face"
     )
-    plan.add_argument("--chip", nargs="+", default=["v5e-1"], help=f"{', '.join(CHIPS)}, or all; default v5e-1")
+    chips = f"{', '.join(CHIPS)}, a slice such as v5p:4x4x4, local, or all; default v5e-1"
+    plan.add_argument("--chip", nargs="+", default=["v5e-1"], help=chips)
     plan.add_argument("--tokens", type=int, help="of one sequence; without it, the longest context that fits")
     plan.add_argument("--batch", type=int, default=1, help="sequences of one step, over all chips; default 1")
     plan.add_argument("--param-dtype", default="bfloat16", help="of weights and moments; default bfloat16")
-    plan.add_argument("--host-gib", type=float, help="the host's memory: weights may wait there, with --tokens")
+    plan.add_argument("--host-gib", type=_gib, help="what the host can hold of a run: weights may wait there")
+    plan.add_argument(
+        "--clip", choices=("global", "layer"), default="global", help="gradients by the norm of all, or layer by layer"
+    )
     plan.add_argument("--estimate", action="store_true", help="trust the estimate; ask no compiler")
     plan.add_argument("--json", action="store_true", help="machine-readable, on standard output")
-    given = parser.parse_args(arguments)
-    try:
-        configs = {name: _config(name, given.param_dtype) for name in given.models}
-        chips = list(CHIPS) if given.chip == ["all"] else given.chip
-        if unknown := [name for name in chips if name not in CHIPS]:
-            raise ValueError(f"no chip is called {unknown[0]!r}. Known: {', '.join(CHIPS)}, all.")
-        rows = [_answer(model, config, chip, given) for model, config in configs.items() for chip in chips]
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    print(json.dumps(rows, indent=2) if given.json else _table(rows))
-    return FITS if all(row["fits"] for row in rows) else NOTHING_FITS
+    return parser
+
+
+def _gib(text: str) -> int:
+    value = float(text)
+    if not math.isfinite(value) or value < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of GiB, at least 0")
+    return int(value * GiB)
 
 
 def _config(name: str, param_dtype: str) -> LlamaConfig:
@@ -57,35 +85,44 @@ def _config(name: str, param_dtype: str) -> LlamaConfig:
 
 
 def _answer(model: str, config: LlamaConfig, chip: str, given: argparse.Namespace) -> dict[str, Any]:
-    """What was found for one model on one chip, as JSON has it."""
-    shared = {"compiler": not given.estimate, "progress": _say}
-    host = None if given.host_gib is None else int(given.host_gib * GiB)
-    search: Callable[[], Found] = (
-        (lambda: longest_context(config, chip, batch_size=given.batch, **shared))
-        if given.tokens is None
-        else (lambda: find_plan(config, chip, seq_len=given.tokens, batch_size=given.batch, host_bytes=host, **shared))
-    )
+    """Return what was found for one model on one chip, as JSON has it. What cannot be asked is a row as well."""
+    how: dict[str, Any] = {
+        "batch_size": given.batch,
+        "compiler": not given.estimate,
+        "progress": _tell,
+        "host_bytes": given.host_gib,
+        "clip": given.clip,
+    }
     row: dict[str, Any] = {"model": model, "chip": chip, "batch_size": given.batch, "seq_len": given.tokens}
     try:
-        found = search()
+        if given.tokens is None:
+            found = longest_context(config, chip, **how)
+        else:
+            found = find_plan(config, chip, seq_len=given.tokens, **how)
     except NothingFits as error:
-        return row | {"fits": False, "why": str(error)}
-    peak = found.report.peak_bytes if found.report else found.estimate.peak_bytes
-    return row | {
-        "fits": True,
-        "seq_len": found.seq_len,
-        "peak_bytes": peak,
+        return row | {"status": NOTHING_FITS, "fits": False, "why": str(error)}
+    except (ValueError, TypeError, ImportError, RuntimeError) as error:
+        return row | {"status": BAD_INPUT, "fits": False, "why": str(error)}
+    return row | {"status": FITS, "fits": True, "seq_len": found.seq_len} | _described(found)
+
+
+def _described(found: Found) -> dict[str, Any]:
+    one = found.estimate
+    return {
+        "peak_bytes": found.peak_bytes,
         "compiled": found.report is not None,
-        "capacity_bytes": found.estimate.capacity_bytes,
-        "estimated_bytes": found.estimate.peak_bytes,
-        "host_bytes": found.estimate.host_bytes,
-        "estimated_seconds": round(found.estimate.seconds.total, 4),
+        "capacity_bytes": one.capacity_bytes,
+        "estimated_bytes": one.peak_bytes,
+        "host_bytes": one.host_bytes,
+        "estimated_seconds": round(one.seconds.total, 4),
+        "tokens_per_second": round(one.tokens_per_second, 1),
         "plan": {field.name: _plain(getattr(found.plan, field.name)) for field in dataclasses.fields(found.plan)},
-        "plan_in_words": words(found.plan),
+        "plan_in_words": repr(found.plan),
         "why": found.why,
+        "code": found.code,
         "alternatives": [
             {
-                "plan": words(e.plan),
+                "plan": repr(e.plan),
                 "estimated_bytes": e.peak_bytes,
                 "host_bytes": e.host_bytes,
                 "estimated_seconds": round(e.seconds.total, 4),
@@ -101,26 +138,21 @@ def _plain(value: Any) -> Any:
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
-def _say(line: str) -> None:
+def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _table(rows: Sequence[dict[str, Any]]) -> str:
-    cells: list[tuple[str, ...]] = [_HEAD]
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
+    verdicts = {NOTHING_FITS: "nothing fits", BAD_INPUT: "cannot be"}
+    cells: list[tuple[str, ...]] = []
     for row in rows:
         length = f"{row['batch_size']} x {row['seq_len']:,}" if row["seq_len"] else "any"
+        start = (row["model"], row["chip"], length)
         if not row["fits"]:
-            cells.append((row["model"], row["chip"], length, "nothing fits", "", "", "", ""))
+            cells.append((*start, "", "", "", "", "", verdicts[row["status"]]))
             continue
-        sizes = (row["peak_bytes"], row["capacity_bytes"], row["host_bytes"])
-        seconds = f"{row['estimated_seconds']:.2f}"
+        sizes = (row["peak_bytes"], row["capacity_bytes"] or 0, row["host_bytes"])
         shown = (f"{size / GiB:.2f}" for size in sizes)
-        cells.append((row["model"], row["chip"], length, *shown, seconds, row["plan_in_words"]))
-    widths = [max(len(line[i]) for line in cells) for i in range(len(_HEAD))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(w) if i in (0, 1, 7) else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in cells
-    )
+        speed = f"{row['estimated_seconds']:.2f}", f"{row['tokens_per_second']:,.0f}"
+        cells.append((*start, *shown, *speed, row["plan_in_words"]))
+    return Table(_HEAD, cells)

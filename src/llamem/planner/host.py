@@ -1,57 +1,60 @@
-"""What waits in the host's memory, and what of it crosses the link in a step."""
+"""What waits in the host's memory, what of it crosses the link in a step, and how much a host can hold."""
 
-from llamem.planner.share import Share, activation_bytes
+import os
+
+from llamem.memory import Chip, host_memory_limit
+from llamem.memory.measured import PINNED_POOL_BYTES
+from llamem.planner.share import Share
+
+_GPU_POOL_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # says more, or less, than XLA's own pool
 
 
 def host_bytes(share: Share) -> int:
-    """Bytes in the host's memory where most of it is in use."""
+    """Return the bytes in the host's memory where most of it is in use."""
     plan, p, c = share.plan, share.param_bytes, share.compute_bytes
-    layers, groups = (share.L, 0) if share.groups == 1 else (share.L // share.groups, share.groups)
-    total = layers * _offloaded(share) + groups * _group_input(share)
+    total = share.layers_at_work * _offloaded(share) + _group_inputs(share)
     if plan.moments == "host":
         total += 2 * p * share.matrices
-    if plan.weights == "host":
-        total += p * share.matrices + (c * share.head if _head_waits(share) else 0)
-        if plan.update == "after":
-            total += p * share.L * share.layer_weights + _table_gradients(share)
+    if plan.weights == "host":  # a tied head's gradient waits there for the embedding's
+        total += p * share.matrices + (c * share.head if share.tables == 1 else 0)
     return total
 
 
 def link_bytes(share: Share) -> int:
-    """Bytes that cross the link between the device and its host in a step, both ways."""
-    plan, p, passes = share.plan, share.param_bytes, share.backward_passes
-    nested = share.groups > 1
-    total = share.L * _offloaded(share) * (2 * passes if nested else 1 + passes)
-    total += share.groups * _group_input(share) * (1 + passes) if nested else 0
+    """Return the bytes that cross the link between the device and its host in a step, both ways."""
+    plan, p = share.plan, share.param_bytes
+    total = 2 * share.L * _offloaded(share) + 2 * _group_inputs(share)
     if plan.moments == "host":
         total += 2 * 2 * p * share.matrices  # there and back
-    if plan.weights == "host":
-        stack = p * share.L * share.layer_weights
-        reads = 1 + passes * (2 if nested else 1)  # forward and backward, a group twice
-        total += stack * reads + 2 * p * share.head  # and the embedding, the head
-        total += 2 * p * share.tables * share.head + stack  # changed: tables are read once more, layers are at hand
-        if plan.update == "after":  # layers are read once more, too; gradients go and come
-            total += stack + 2 * (stack + _table_gradients(share))
-        if _head_waits(share):
-            total += share.compute_bytes * share.head * (1 + (passes if share.tables == 1 else 1))
+    if plan.weights == "host":  # read forward and backward, in groups twice; written once; tables are read once more
+        stack, reads = p * share.L * share.layer_weights, 3 if share.groups > 1 else 2
+        total += (reads + 1) * stack + 2 * p * share.head + 2 * p * share.tables * share.head
+        if share.tables == 1:
+            total += 2 * share.compute_bytes * share.head
     return total
 
 
+def host_limit(chip: Chip, given: int | None) -> tuple[float, str]:
+    """Return how many bytes a run may keep on a chip's host, and what says so; infinity where nothing does.
+
+    `given` is what the user says that the host holds. On GPUs XLA's pool of pinned memory is a bound, and for the chip
+    at hand this machine's memory, or its container's.
+    """
+    limits = [(float(given), "the host")] if given is not None else []
+    if chip.platform == "cuda":
+        says = os.environ.get(_GPU_POOL_GB, "")
+        pool = int(says) * 10**9 if says.isdigit() else PINNED_POOL_BYTES
+        limits.append((float(pool), f"XLA's pool of host memory for GPUs, unless {_GPU_POOL_GB} says more,"))
+    if not chip.absent and chip.platform != "cpu" and (here := host_memory_limit()):
+        limits.append((float(here), "this machine, or its container,"))
+    return min(limits, default=(float("inf"), ""))
+
+
 def _offloaded(share: Share) -> int:
-    """Bytes of a layer's activations that wait on the host."""
-    return sum(activation_bytes(share, name) for name in share.offloaded)
+    """Return the bytes of a layer's activations that wait on the host."""
+    return sum(map(share.activation_bytes, share.offloaded))
 
 
-def _group_input(share: Share) -> int:
-    """Bytes of what enters a group of layers, where it waits on the host: wherever anything does."""
-    return activation_bytes(share, "block_in") if share.offloaded else 0
-
-
-def _head_waits(share: Share) -> bool:
-    """Whether the head's gradient, with weights on the host, waits there for a backward pass over the layers."""
-    return share.tables == 1 or share.backward_passes > 1
-
-
-def _table_gradients(share: Share) -> int:
-    """Bytes of the gradients of embedding and head; a sum of both where they are one."""
-    return share.head * (share.param_bytes if share.tables == 1 else 2 * share.compute_bytes)
+def _group_inputs(share: Share) -> int:
+    """Return the bytes of what enters groups of layers, where it waits on the host: wherever anything does."""
+    return share.groups * share.activation_bytes("block_in") if share.offloaded and share.groups > 1 else 0

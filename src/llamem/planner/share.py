@@ -1,4 +1,4 @@
-"""What one device holds of a model and its batch: every size an estimate is made of, after plan, chip and mesh."""
+"""What one device holds of a model and its batch: every size that an estimate is made of, after plan, chip and mesh."""
 
 import dataclasses
 import functools
@@ -7,6 +7,7 @@ from typing import Any, Literal
 import numpy as np
 
 from llamem.layers.attention import SPLASH_BLOCK
+from llamem.layers.experts import MAX_GROUP
 from llamem.layers.remat import Policy, check_policy
 from llamem.layers.stack import group_count
 from llamem.layers.tiling import tile_size
@@ -14,7 +15,7 @@ from llamem.llama import ACTIVATIONS, LlamaConfig, MeshShape, Plan
 from llamem.llama.model import check_heads
 from llamem.losses import choose_tiles
 from llamem.memory import Chip
-from llamem.train.settings import Clip
+from llamem.planner.question import Question
 
 _LANES = 128  # a TPU stores the last axis of an array in rows of 128: Google Cloud's TPU architecture page
 # JAX's heuristics keep every product of matrices; these are the block's, by the names of what follows them.
@@ -31,25 +32,19 @@ _HEURISTICS = {
 class Share:
     """One device's part, in numbers unless a name says bytes: `N` tokens `B x T`, of heads `H` and `K`, of `F`, of `V`.
 
-    `split` is into how many parts each weight is cut along D; `param_bytes` and `compute_bytes` are those of a number.
     `saved` are the named activations of a layer that stay on the device, `offloaded` those on the host; `kept` says
-    whether everything stays, without rematerialisation. `loss_rows`, `loss_columns`: a tile of logits.
+    whether everything stays, without rematerialisation. `groups`: of layers, in a nested stack. `loss_rows`,
+    `loss_columns`: a tile of logits.
     """
 
-    config: LlamaConfig
+    question: Question
     plan: Plan
-    chip: Chip
-    mesh: MeshShape
     B: int
     T: int
-    N: int
     H: int
     K: int
     F: int
     V: int
-    split: int
-    param_bytes: int
-    compute_bytes: int
     attention: Literal["xla", "tiled", "splash", "cudnn"]
     saved: frozenset[str]
     offloaded: frozenset[str]
@@ -58,7 +53,31 @@ class Share:
     loss_axis: Literal["tokens", "vocab"]
     loss_rows: int
     loss_columns: int
-    backward_passes: int = 1
+
+    @property
+    def config(self) -> LlamaConfig:
+        """The model."""
+        return self.question.config
+
+    @property
+    def chip(self) -> Chip:
+        """The chip, or the chips."""
+        return self.question.chip
+
+    @property
+    def mesh(self) -> MeshShape:
+        """How the chips share the work."""
+        return self.plan.mesh
+
+    @property
+    def tpu(self) -> bool:
+        """Whether it is a TPU."""
+        return self.chip.platform == "tpu"
+
+    @property
+    def N(self) -> int:
+        """Tokens."""
+        return self.B * self.T
 
     @property
     def D(self) -> int:
@@ -77,8 +96,28 @@ class Share:
 
     @property
     def lanes(self) -> int:
-        """The head dimension as it lies in memory: a TPU fills it up to 128."""
-        return -(-self.h // _LANES) * _LANES if self.chip.platform == "tpu" else self.h
+        """The head dimension as it lies in memory: a TPU's kernel fills it up to 128."""
+        return -(-self.h // _LANES) * _LANES if self.tpu and self.attention == "splash" else self.h
+
+    @property
+    def param_bytes(self) -> int:
+        """Bytes of a stored number: of a weight, a gradient, a moment."""
+        return self.config.param_dtype.itemsize
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes of a number that products read."""
+        return self.config.compute_dtype.itemsize
+
+    @property
+    def split(self) -> int:
+        """Into how many parts each weight is cut along D."""
+        return self.mesh.fsdp * self.mesh.context
+
+    @property
+    def layers_at_work(self) -> int:
+        """Layers whose residuals exist together: all of them, or those of one group."""
+        return self.L // self.groups if self.groups > 1 else self.L
 
     @property
     def attention_weights(self) -> int:
@@ -87,8 +126,9 @@ class Share:
 
     @property
     def mlp_weights(self) -> int:
-        """Numbers in one layer's gate, up and down, whole along D."""
-        return 3 * self.D * self.F
+        """Numbers in one layer's gate, up and down, those of all experts, and their router, whole along D."""
+        experts = self.config.n_experts
+        return 3 * max(experts, 1) * self.D * self.F + experts * self.D
 
     @property
     def layer_weights(self) -> int:
@@ -125,93 +165,88 @@ class Share:
         """Those of them that can wait on the host: all but the norms' scales."""
         return self.params - self.vectors
 
+    def mlp_rows(self, tokens: int) -> int:
+        """Return the rows that a feed-forward multiplies: the tokens, or each of them for k experts, in full groups."""
+        experts, choices = self.config.n_experts, tokens * self.config.experts_per_token
+        if not experts:
+            return tokens
+        group = min(MAX_GROUP, 8 * -(-choices // (8 * experts)))  # as `llamem.layers.experts` pads them
+        return group * (choices // group + min(experts, choices))
 
-def share_of(
-    config: LlamaConfig, plan: Plan, chip: Chip, seq_len: int, batch_size: int, clip: Clip = "global"
-) -> Share:
-    """The sizes for one device. Raises ValueError for a mixture of experts, and for what does not divide."""
-    if config.n_experts:
-        raise ValueError(
-            f"n_experts={config.n_experts}: estimates know dense feed-forwards only. Ask the compiler for a mixture: "
-            "llamem.compile_report(step, state, batch, donate_argnums=(0,), chip=...)."
-        )
-    mesh = plan.mesh
+    def activation_bytes(self, name: str) -> int:
+        """Return the bytes of one named activation of one layer, as it lies in memory."""
+        if name == "router":
+            return 4 * self.N * self.config.n_experts
+        if name in ("gate", "up"):
+            return self.mlp_rows(self.N) * self.F * self.compute_bytes
+        width = {"q": self.H, "attn": self.H, "k": self.K, "v": self.K}.get(name, 0) * self.lanes or self.D
+        logsumexp = 4 * self.N * self.H if name == "attn" and self.attention != "xla" else 0
+        return self.N * width * self.compute_bytes + logsumexp
+
+
+def share_of(question: Question, plan: Plan) -> Share:
+    """Return the sizes for one device. Raises ValueError for what does not divide."""
+    config, chip, mesh = question.config, question.chip, plan.mesh
     if mesh.devices != chip.devices:
         raise ValueError(
             f"the plan's mesh {mesh.axes or '{}'} has {mesh.devices} devices, and {chip.name} has {chip.devices}: "
             f"expected a mesh of {chip.devices}, such as mesh={{'fsdp': {chip.devices}}}."
         )
-    _divides("batch_size", batch_size, mesh.data * mesh.fsdp, "data x fsdp")
-    _divides("seq_len", seq_len, 2 * mesh.context if mesh.context > 1 else 1, "2 x context")
-    for name in ("n_heads", "n_kv_heads", "d_ff", "vocab_size"):
-        _divides(name, getattr(config, name), mesh.tensor, "tensor")
+    B = _divided("batch_size", question.batch_size, mesh.data * mesh.fsdp, "data x fsdp")
+    if mesh.context > 1:
+        _divided("seq_len", question.seq_len, 2 * mesh.context, "2 x context")
+    T = question.seq_len // mesh.context
+    H = _divided("n_heads", config.n_heads, mesh.tensor, "tensor")
+    K = _divided("n_kv_heads", config.n_kv_heads, mesh.tensor, "tensor")
+    F = _divided("d_ff", config.moe_d_ff if config.n_experts else config.d_ff, mesh.tensor, "tensor")
+    V = _divided("vocab_size", config.vocab_size, mesh.tensor, "tensor")
     check_heads(config, plan)
-    B, T = batch_size // (mesh.data * mesh.fsdp), seq_len // mesh.context
-    V = config.vocab_size // mesh.tensor
-    axis, rows, columns = _loss_tile(plan, chip, B * T, config.d_model, V, config.compute_dtype, mesh.tensor > 1)
+    axis, rows, columns = _loss_tile(plan, chip, B * T, config.d_model, V, config.compute_dtype)
     saved, offloaded, kept = _kept_names(plan)
-    weights = 2 * config.d_model * (config.n_heads + config.n_kv_heads) * config.head_dim // mesh.tensor
-    weights += 3 * config.d_model * config.d_ff // mesh.tensor
-    size, param_size = np.dtype(config.compute_dtype).itemsize, np.dtype(config.param_dtype).itemsize
-    nested = plan.mode == "nested" and config.n_layers > 0
-    return Share(
-        config=config,
+    share = Share(
+        question=question,
         plan=plan,
-        chip=chip,
-        mesh=mesh,
         B=B,
         T=T,
-        N=B * T,
-        H=config.n_heads // mesh.tensor,
-        K=config.n_kv_heads // mesh.tensor,
-        F=config.d_ff // mesh.tensor,
+        H=H,
+        K=K,
+        F=F,
         V=V,
-        split=mesh.fsdp * mesh.context,
-        param_bytes=param_size,
-        compute_bytes=size,
         attention=_implementation(plan, chip, T),
         saved=saved,
         offloaded=offloaded,
         kept=kept,
-        groups=group_count(config.n_layers, B * T * config.d_model * size, weights * param_size) if nested else 1,
+        groups=1,
         loss_axis=axis,
         loss_rows=rows,
         loss_columns=columns,
-        backward_passes=2 if plan.update == "in_backward" and clip == "global" else 1,
     )
+    if plan.mode != "nested" or not config.n_layers:
+        return share
+    carry, layer = share.activation_bytes("block_in"), share.layer_weights * share.param_bytes
+    return dataclasses.replace(share, groups=group_count(config.n_layers, carry, layer))
 
 
-def activation_bytes(share: Share, name: str) -> int:
-    """Bytes of one named activation of one layer, as it lies in memory."""
-    per_token = {
-        "q": share.H * share.lanes,
-        "k": share.K * share.lanes,
-        "v": share.K * share.lanes,
-        "attn": share.H * share.lanes,
-        "gate": share.F,
-        "up": share.F,
-    }.get(name, share.D)
-    logsumexp = 4 * share.N * share.H if name == "attn" and share.attention != "xla" else 0
-    return share.N * per_token * share.compute_bytes + logsumexp
-
-
-def _divides(name: str, size: int, parts: int, over: str) -> None:
+def _divided(name: str, size: int, parts: int, over: str) -> int:
     if size < 1 or size % parts:
         raise ValueError(
             f"{name}={size} does not divide among {parts} ({over}): choose a multiple of {parts}, or another mesh."
         )
+    return size // parts
 
 
 def _implementation(plan: Plan, chip: Chip, T: int) -> Any:
+    """Return what "auto" takes in `llamem.layers.attention`, and in `llamem.layers.context` where T is split."""
     if plan.attention != "auto":
         return plan.attention
-    if chip.platform == "tpu" and T % SPLASH_BLOCK == 0:
+    block = SPLASH_BLOCK * (2 if plan.mesh.context > 1 else 1)
+    if chip.platform == "tpu" and T % block == 0:
         return "splash"
     return "tiled" if T > 1024 else "xla"
 
 
 def _kept_names(plan: Plan) -> tuple[frozenset[str], frozenset[str], bool]:
-    """Which activations stay on the device, which go to the host, and whether simply everything stays."""
+    """Return which activations stay on the device, which go to the host, and whether simply everything stays."""
     policy = check_policy(plan.policy)
     offload = frozenset(plan.offload)
     if plan.remat is None or plan.remat == "everything_saveable":
@@ -228,13 +263,14 @@ def _kept_names(plan: Plan) -> tuple[frozenset[str], frozenset[str], bool]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _chosen(tokens: int, d_model: int, vocab: int, dtype: Any, axis: Any, chip: str) -> tuple[Any, int]:
+def _chosen(tokens: int, d_model: int, vocab: int, dtype: np.dtype, axis: Any, chip: str) -> tuple[Any, int]:
     choice = choose_tiles(tokens, d_model, vocab, dtype=dtype, axis=axis, chip=chip)
     return choice.axis, choice.num_tiles
 
 
-def _loss_tile(plan: Plan, chip: Chip, N: int, D: int, V: int, dtype: Any, split: bool) -> tuple[Any, int, int]:
-    """The axis that the loss is cut along, and the rows and columns of a tile of logits."""
+def _loss_tile(plan: Plan, chip: Chip, N: int, D: int, V: int, dtype: Any) -> tuple[Any, int, int]:
+    """Return the axis that the loss is cut along, and the rows and columns of a tile of logits."""
+    split = plan.mesh.tensor > 1
     if plan.loss_tiles is None and not split:
         return "tokens", N, V
     axis: Any = "vocab" if split else plan.loss_axis

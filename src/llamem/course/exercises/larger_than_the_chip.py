@@ -10,7 +10,7 @@ import numpy as np
 from llamem.course.exercises import grade
 from llamem.memory import CHIPS, matmul_flops
 from llamem.memory.jaxprs import equations
-from llamem.planner.seconds import HOST_LINK, PRODUCTS
+from llamem.planner import HOST_LINK, PRODUCTS
 
 L, N, D, F = 5, 6, 8, 12  # layers, tokens and widths of the stack that exercises 2 and 3 are tried on
 

@@ -11,7 +11,8 @@ from llamem.course.exercises import grade
 from llamem.llama import PRESETS, LlamaConfig, Plan
 from llamem.memory.jaxprs import equations
 from llamem.planner import Estimate, estimate
-from llamem.planner.candidates import words
+from llamem.planner.share import share_of
+from llamem.planner.sums import feed_forward, residuals
 
 GiB = 2**30
 # Exercise 3: a plan that fits and wastes time, for this model, chip and length.
@@ -41,14 +42,14 @@ def check_ledger_lines(fn: Callable[..., Any]) -> None:
             found = fn(config, tokens, plan)
             if not isinstance(found, dict) or set(found) != {"residuals", "feed-forward"}:
                 raise AssertionError("return a dictionary of two numbers of bytes, 'residuals' and 'feed-forward'")
-            lines = estimate(config, plan, CHIP, seq_len=tokens).moments["a layer's backward pass, feed-forward"]
-            for line in lines:
-                if line.name in found and found[line.name] != line.bytes:
+            share = share_of(estimate(config, plan, CHIP, seq_len=tokens).question, plan)
+            for line in (residuals(share), feed_forward(share)):
+                if found[line.name] != line.bytes:
                     questions = _residuals if line.name == "residuals" else _feed_forward
                     hint = questions(config, tokens, plan, line.bytes).get(found[line.name])
                     raise AssertionError(
                         f"{config.n_layers} layers, D={config.d_model}, F={config.d_ff}, in {config.compute_dtype}, "
-                        f"{tokens:,} tokens, {words(plan)}, {line.name}: yours is {found[line.name] / GiB:.3f} GiB, "
+                        f"{tokens:,} tokens, {plan}, {line.name}: yours is {found[line.name] / GiB:.3f} GiB, "
                         f"the estimate's {line.bytes / GiB:.3f}. {hint or 'What is there at this moment?'}"
                     )
         return "Two tools, two lines: you know what each buys before anything is compiled."
@@ -164,7 +165,7 @@ def check_better_plan(fn: Callable[[], Plan]) -> None:
                 (line for line in found.lines if line.name not in ("weights", "moments")), key=lambda x: x.bytes
             )
             raise AssertionError(
-                f"{words(plan)} needs {found.peak_bytes / GiB:.2f} of {(found.capacity_bytes or 0) / GiB:.2f} GiB. The "
+                f"{plan} needs {found.peak_bytes / GiB:.2f} of {(found.capacity_bytes or 0) / GiB:.2f} GiB. The "
                 f"largest line beside weights and moments is {largest.name!r}. Which tool makes that one smaller?"
             )
         if found.seconds.total > 0.9 * given.seconds.total:

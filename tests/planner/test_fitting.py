@@ -1,0 +1,99 @@
+"""`find_fitting`, `options` and `largest`: what is asked, what is returned, what is said where nothing fits."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import llamem
+from llamem import NothingFits, find_fitting, largest, options
+from llamem.planner import fitting
+
+MiB = 2**20
+V5E = llamem.CHIPS["v5e-1"]
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """A compiler that reads a program's peak, in GiB, off its first argument; 0 kills it."""
+    said = []
+
+    def compile_report(step, size, *others, donate_argnums, chip):
+        assert step == "step" and donate_argnums == (0,) and chip == "v5e-1"
+        said.append(size)
+        if not size:
+            raise RuntimeError("the compiler died\nof something")
+        return llamem.Report(V5E, 0, 0, 0, 0, int(size * 2**30), 0, 0, 0.0)
+
+    monkeypatch.setattr(fitting, "compile_report", compile_report)
+    monkeypatch.setattr(fitting, "find_chip", lambda name: V5E)
+    return said
+
+
+def make_step(batch=8, kept=1.0):
+    return "step", batch * kept
+
+
+def test_the_first_that_fits_is_found_with_all_that_was_asked(asked):
+    found = find_fitting(options(make_step, batch=[16, 8], kept=[3, 0, 1]), "v5e-1", progress=None)
+    assert asked == [48, 0, 16, 24, 0, 8]
+    assert found.how == {"batch": 8, "kept": 1} and found.name == "batch=8, kept=1" and found.report.fits
+    text, page = str(found), found._repr_html_()
+    assert text.count("does not fit") == 3 and "no answer: the compiler died" in text and "<table>" in page
+    own = find_fitting({"mine": lambda: ("step", 2)}, "v5e-1", progress=None)
+    assert own.name == "mine" and own.how == {}
+
+
+@pytest.mark.parametrize("first", range(33))
+def test_bisection_finds_what_a_walk_finds_with_fewer_questions(asked, first):
+    sizes = [20 + n for n in range(first, 0, -1)] + [15 - n / 10 for n in range(32 - first)]
+    if first == 32:
+        with pytest.raises(NothingFits) as error:
+            find_fitting(options(make_step, kept=sizes, batch=[1]), "v5e-1", bisect=True, progress=None)
+        assert error.value.closest.peak_bytes == 21 * 2**30
+        return
+    found = find_fitting(options(make_step, kept=sizes, batch=[1]), "v5e-1", bisect=True, progress=None)
+    assert found.how["kept"] == sizes[first] and len(asked) <= 6
+
+
+def test_the_largest_number_that_fits(asked):
+    for kept, at_most, multiple_of, expected in ((1.0, 2**20, 1, 15), (0.011, 2**20, 8, 1424), (0.001, 100, 1, 100)):
+        found = largest(
+            lambda batch, kept=kept: ("step", batch * kept),
+            "batch",
+            "v5e-1",
+            at_most=at_most,
+            multiple_of=multiple_of,
+            progress=None,
+        )
+        assert found.how == {"batch": expected} and found.report.fits, kept
+    with pytest.raises(NothingFits, match="nothing fits on v5e-1"):
+        largest(lambda batch: ("step", 20 * batch), "batch", "v5e-1", progress=None)
+
+
+def test_what_cannot_be_asked_is_no_nothing_fits(asked, as_a_user):
+    for wrong in ({}, [make_step], {"one": ("step", 1)}):
+        with pytest.raises(ValueError, match="expected programs by name"):
+            find_fitting(wrong, "v5e-1")  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(ValueError, match="none of these programs could be compiled") as error:
+        find_fitting({"dead": lambda: ("step", 0)}, "v5e-1", progress=None)
+    assert not isinstance(error.value, NothingFits)
+
+
+def test_a_chip_without_a_limit_has_no_largest():
+    with pytest.raises(ValueError, match="nothing limits this chip's memory"):
+        largest(make_step, "batch", "local")
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.slow
+def test_a_step_of_ones_own_on_a_real_compiler():
+    if not llamem.available("v5e-1"):
+        pytest.skip("no compiler for v5e-1 here")
+
+    def make(rows):
+        x_ND = jax.ShapeDtypeStruct((rows * 2**20, 1024), jnp.float32)
+        return lambda x_ND: jnp.tanh(x_ND) * 2, x_ND
+
+    found = largest(make, "rows", "v5e-1", progress=None)
+    assert found.how == {"rows": 3}  # 4 GiB each, donated
+    assert find_fitting(options(make, rows=[8, 4, 2]), "v5e-1", progress=None).how == {"rows": 2}
