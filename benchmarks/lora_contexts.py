@@ -2,7 +2,7 @@
 
 Adapters of rank 16 on all seven projections, f32 with AdamW, over a base in bf16; one sequence. What fits is asked of
 each chip's compiler, by bisection, without the chip. The second plan cuts attention and feed-forward into tiles, and
-keeps the layers' inputs in the host's memory.
+keeps the layers' inputs in the host's memory. The third has the base's matrices in blocks of four bits.
 """
 
 import argparse
@@ -17,19 +17,25 @@ import jax
 import jax.numpy as jnp
 
 import llamem
+from llamem.llama.quantized import Kind
 
 TABLE = Path(__file__).parent / "lora_contexts.md"
 CHIPS = ("v6e-1", "l4", "v5e-1", "t4")
 LEAST, STEP, MOST = 256, 1024, 131_072  # tokens
 TOOLS: dict[str, Any] = {"head_groups": 8, "mlp_tiles": 32, "offload": ("block_in",)}
-PLANS = {"default": llamem.Plan(), "tiles, offload": llamem.Plan(**TOOLS)}
+PLANS: dict[str, tuple[llamem.Plan, Kind | None]] = {
+    "default": (llamem.Plan(), None),
+    "tiles, offload": (llamem.Plan(**TOOLS), None),
+    "default, q4_0": (llamem.Plan(), "q4_0"),
+}
 
 
-def report_of(chip: str, plan: llamem.Plan, seq_len: int, model: str, rank: int) -> llamem.Report:
-    """What the compiler says of one step."""
-    config = llamem.LlamaConfig.from_name(model, param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
-    settings = llamem.TrainSettings(batch_size=1, seq_len=seq_len)
-    step, *shapes = llamem.abstract_lora_step(config, settings, plan, llamem.LoraConfig(ranks=(rank,)))
+def report_of(chip: str, plan: llamem.Plan, bits: Kind | None, seq_len: int, model: str, rank: int) -> llamem.Report:
+    """What the compiler says of one step; a T4 has no units for bf16."""
+    dtype = jnp.float16 if chip == "t4" else jnp.bfloat16
+    config = llamem.LlamaConfig.from_name(model, param_dtype=dtype, compute_dtype=dtype)
+    settings, lora = llamem.TrainSettings(batch_size=1, seq_len=seq_len), llamem.LoraConfig(ranks=(rank,))
+    step, *shapes = llamem.abstract_lora_step(config, settings, plan, lora, quantize=bits)
     return llamem.compile_report(step, *shapes, donate_argnums=(0,), chip=chip)
 
 
@@ -59,7 +65,8 @@ def main() -> None:
         f"# The longest context for LoRA of {chosen.model} on one chip",
         "",
         f"{datetime.date.today()}, jax {jax.__version__}, libtpu {libtpu}, {platform.machine()}, by",
-        "`benchmarks/lora_contexts.py`: compiled for each chip, nothing ran on one. Base and products bf16; adapters",
+        "`benchmarks/lora_contexts.py`: compiled for each chip, nothing ran on one. Base and products in 16 bits (t4:",
+        "f16, else bf16); q4_0: the base's matrices in a GGUF's blocks of four bits; adapters",
         f"of rank {chosen.rank} on all seven projections, f32, with AdamW; one sequence, to the next {STEP:,} tokens,",
         f"{MOST:,} at most. GiB; the last column is what {STEP:,} tokens more would need.",
         "",
@@ -70,7 +77,7 @@ def main() -> None:
     ]
     for chip in chosen.chips:
         for name in chosen.plans:
-            ask = functools.partial(report_of, chip, PLANS[name], model=chosen.model, rank=chosen.rank)
+            ask = functools.partial(report_of, chip, *PLANS[name], model=chosen.model, rank=chosen.rank)
             tokens, fits, refused = longest(lambda seq_len, ask=ask: ask(seq_len))
             peak, room = fits.peak_bytes / 2**30, (fits.capacity_bytes or 0) / 2**30
             told = f"{tokens:,}" if tokens else f"not even {LEAST}"

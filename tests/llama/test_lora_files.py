@@ -204,7 +204,7 @@ TOLD = [
     ({"target_modules": ["q_proj"]}, r"leaves out: lm_head, model.embed_tokens, model.layers.0.mlp.down_proj"),
     ({"layers_to_transform": [0]}, r"leaves out: lm_head, model.embed_tokens, model.layers.1"),
     ({"exclude_modules": ["up_proj"]}, r"leaves out: model.layers.0.mlp.up_proj, model.layers.1.mlp.up_proj\. Both"),
-    ({"target_modules": r".*\.(q_proj|lm_head)"}, "leaves out: model.embed_tokens"),
+    ({"target_modules": r".*\.(q_proj|lm_head)"}, "leaves out: lm_head, model.embed_tokens"),
     ({"target_modules": "(a*)*b"}, r"names modules as '\(a\*\)\*b'"),
 ]
 

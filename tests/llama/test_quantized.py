@@ -159,6 +159,21 @@ def test_no_program_holds_a_dequantised_stack(chip):
     assert report.argument_bytes < 4 * (218e6 * 4.5 / 8) + 2 * 2 * 4096 * 4096 + 3 * 4 * 4 * 3e6
 
 
+@pytest.mark.weekly
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@pytest.mark.gpu_compile
+@pytest.mark.parametrize(("chip", "gib"), [("v5e-1", 10.3), ("t4", 10.5), ("l4", 10.6)])
+def test_8b_over_four_bits_on_small_chips(chip, gib):
+    """Compiled to code: adapters of rank 16 on all seven matrices, AdamW, 8,192 tokens, nothing on the host."""
+    dtype = jnp.float16 if chip == "t4" else jnp.bfloat16
+    config = llamem.LlamaConfig.from_name("llama3.1-8b", param_dtype=dtype, compute_dtype=dtype)
+    settings, lora = TrainSettings(batch_size=1, seq_len=8192), llamem.LoraConfig(ranks=(16,))
+    step, *shapes = llamem.abstract_lora_step(config, settings, llamem.Plan(), lora, quantize="q4_0")
+    report = llamem.compile_report(step, *shapes, donate_argnums=(0,), chip=chip, depth="code")
+    assert report.fits and report.peak_bytes < gib * 2**30 and not report.host_bytes, report
+
+
 def test_the_real_model_in_its_own_four_bits(smollm2, smollm2_blocks, smollm2_tokenizer):
     """Loss and every gradient of its adapters as over the dequantised numbers; quantised again, what it loses."""
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(smollm2_blocks.blocks))) < 64 * 2**20
