@@ -51,11 +51,11 @@ def find_plan(
     return best_plan(question, compiler, progress)
 
 
-def best_plan(question: Question, compiler: bool, progress: Progress) -> Found:
-    """Return what `find_plan` does, for a question."""
+def best_plan(question: Question, compiler: bool, progress: Progress, factor: float = 1.0) -> Found:
+    """Return what `find_plan` does; `factor` multiplies estimates until the compiler has been asked."""
     limit, who = host_limit(question.chip, question.host_bytes)
     try:
-        return _search(question, [e for e in estimates(question) if e.host_bytes <= limit], compiler, progress)
+        return _search(question, [e for e in estimates(question) if e.host_bytes <= limit], compiler, progress, factor)
     except NothingFits as nothing:
         if question.host_bytes is None:
             raise
@@ -75,10 +75,10 @@ def best_plan(question: Question, compiler: bool, progress: Progress) -> Found:
                 "one by one, too: say clip='layer'.",
                 closest,
             ) from None
-        return _search(question, [e for e in streamed if e.host_bytes <= limit], compiler, progress)
+        return _search(question, [e for e in streamed if e.host_bytes <= limit], compiler, progress, factor)
 
 
-def _search(question: Question, tried: Sequence[Estimate], compiler: bool, progress: Progress) -> Found:
+def _search(question: Question, tried: Sequence[Estimate], compiler: bool, progress: Progress, first: float) -> Found:
     capacity = question.chip.capacity_bytes or float("inf")
     by_plan = {e.plan: e for e in tried}
     if not compiler:
@@ -91,7 +91,7 @@ def _search(question: Question, tried: Sequence[Estimate], compiler: bool, progr
             return None
         best = [by_plan[plan].seconds.total for plan, answer in answers.items() if fits(answer)]
         limit = min(best, default=float("inf")) / ALIKE
-        factor = _correction(answers, by_plan)
+        factor = _correction(answers, by_plan) if answers else first
         fitting = [
             e for e in tried if e.plan not in answers and e.peak_bytes * factor <= capacity and e.seconds.total <= limit
         ]
@@ -179,7 +179,7 @@ def longest_context(
     best, shorter_by = None, 32  # an estimate that was too low is first taken to be so by little, then by more
     while count >= 1:
         try:
-            best = best_plan(of(count), compiler, progress)
+            best = best_plan(of(count), compiler, progress, factor)
         except NothingFits:
             too_long, shorter = count, count - max(1, count // shorter_by)
             shorter_by = max(2, shorter_by // 2)
