@@ -18,11 +18,12 @@ set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?start this with sbatch}"
 # Proxies stand between the processes on some clusters.
 unset http_proxy https_proxy HTTP_PROXY HTTPS_PROXY
-status=0
+set +e
 srun --kill-on-bad-exit=1 --label .venv/bin/python -u scale/train.py \
   --preset llama3.1-8b --mesh fsdp=32 --batch-size 64 --seq-len 8192 \
   --steps 10000 --warmup-steps 200 --eval-every 500 --snapshot-every 500 \
-  --output "$RUN" --report || status=$?
+  --output "$RUN" --report
+status=$?
 # 0: finished. 2: refused what it was asked for, as it would again. Else it goes on from its newest snapshot.
 if [ $status -ne 0 ] && [ $status -ne 2 ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "${RESTARTS:-20}" ]; then
   scontrol requeue "$SLURM_JOB_ID"
