@@ -66,7 +66,7 @@ def check_messages(cases, layers):
         # Once per step, per layer or per part of the batch; a tile of tokens, columns or attention meets nobody.
         parts = case["accumulate"]
         allowed = {1, parts, parts * layers}
-        assert max(case["loop trips"]) > layers, case  # a loop over tiles is there to be seen
+        assert max(case["loop trips"]) >= layers, case  # a loop is there to be seen: unrolled layers leave the tiles'
         wrong = {kind: runs for kind, runs in case["message runs"].items() if not set(runs) <= allowed}
         assert not wrong, (case["name"], wrong)
 
