@@ -173,7 +173,7 @@ BAD: dict[str, dict[str, Any]] = {
     "batch_size=2.0": {"batch_size": 2.0},
     "clip='x'": {"clip": "x"},
     "expected a llamem.LlamaConfig": {"config": "llama"},
-    "no chip is called 3": {"chip": 3},
+    "chip=3: expected a name": {"chip": 3},
     "mesh {'fsdp': 8} has 8 devices": {"plan": Plan(mesh={"fsdp": 8})},
     "has 1 devices, and v5e-8 has 8": {"chip": "v5e-8"},
     "head_groups=16) of a model with 8 key/value heads": {"plan": Plan(head_groups=16)},
