@@ -39,6 +39,12 @@ def dropout(layer, w, x, keys, remat=jax.checkpoint):
     return jax.lax.scan(lambda x, wk: (remat(layer)(wk[0], x, wk[1]), None), x, (w, keys))[0]
 
 
+def loop_with_keys(layer, w, x, keys):
+    for i, key in enumerate(keys):
+        x = layer(jax.tree.map(lambda leaf, i=i: leaf[i], w), x, key)
+    return x
+
+
 def split(key, w):
     return jax.random.split(key, len(w["up"]))
 
@@ -47,38 +53,18 @@ def divisors(n):
     return [g for g in range(1, n + 1) if n % g == 0]
 
 
-def line(depth, known):
-    (a, low), (b, high) = sorted(known.items())
-    return low + (high - low) * (depth - a) / (b - a)
-
-
 STACKS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
-    # The line. 400 and 360 for known {8: 100, 16: 180}, whose line holds 340 at depth 32.
-    "in proportion to the deeper": (stacks.check_peak_at, lambda d, k: d / max(k) * k[max(k)], "depth 0"),
-    "in proportion to the shallower": (stacks.check_peak_at, lambda d, k: d / min(k) * k[min(k)], "depth 0"),
-    "all layers on top of the deeper": (
-        stacks.check_peak_at,
-        lambda d, k: k[max(k)] + d * (k[max(k)] - k[min(k)]) / (max(k) - min(k)),
-        "How many are missing",
-    ),
-    "one layer too many": (stacks.check_peak_at, lambda d, k: line(d + 1, k), "not on the line"),
-    "the difference is one layer": (
-        stacks.check_peak_at,
-        lambda d, k: k[min(k)] + (d - min(k)) * (k[max(k)] - k[min(k)]),
-        "what one layer adds",
-    ),
-    "no number": (stacks.check_peak_at, lambda d, k: None, "one number"),
     # The stack.
     "a scan without a checkpoint": (stacks.check_remat_stack, scan, "no checkpoint of the layer"),
     "the checkpoint around the scan": (
         stacks.check_remat_stack,
         lambda layer, w, x: jax.checkpoint(partial(scan, layer))(w, x),
-        "running the whole stack again",
+        "or the whole stack",
     ),
     "a checkpoint around and inside": (
         stacks.check_remat_stack,
         lambda layer, w, x: jax.checkpoint(partial(remat_scan, layer))(w, x),
-        "running the whole stack again",
+        "or the whole stack",
     ),
     "a Python loop": (stacks.check_remat_stack, lambda layer, w, x: loop(jax.checkpoint(layer), w, x), "grows"),
     "a policy that keeps everything": (
@@ -101,7 +87,22 @@ STACKS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
         lambda layer, w, x: scan(jax.checkpoint(lambda _, x: layer(jax.tree.map(lambda a: a[0], w), x)), w, x),
         "each layer used once",
     ),
+    "unrolled by the scan": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: scan(jax.checkpoint(layer), w, x, unroll=True),
+        "left as a loop",
+    ),
+    "no gradient for x": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: remat_scan(layer, w, jax.lax.stop_gradient(x)),
+        "gradients of w or x",
+    ),
     # The groups.
+    "the divisor nearest to the formula's root": (
+        stacks.check_best_groups,
+        lambda n, x, w: min(divisors(n), key=lambda g: abs(g - (n * (1 + 2 * w / x)) ** 0.5)),
+        "less is possible|hold twice|How many groups",
+    ),
     "the square root": (
         stacks.check_best_groups,
         lambda n, x, w: min(divisors(n), key=lambda g: g + n // g),
@@ -126,6 +127,43 @@ STACKS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "no divisor": (stacks.check_best_groups, lambda n, x, w: math.isqrt(n) + 1, "does not divide"),
     "a fraction": (stacks.check_best_groups, lambda n, x, w: n**0.5, "does not divide"),
     # The keys.
+    "the same two keys by turns": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(layer, w, x, split(key, w)[jnp.arange(len(w["up"])) % 2]),
+        "two layers drew the same mask",
+    ),
+    "all but the first share a key": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(layer, w, x, split(key, w)[jnp.minimum(jnp.arange(len(w["up"])), 1)]),
+        "two layers drew the same mask",
+    ),
+    "the last layer reuses the first key": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(layer, w, x, split(key, w)[jnp.arange(len(w["up"])) % (len(w["up"]) - 1)]),
+        "two layers drew the same mask",
+    ),
+    "the first layer's weights everywhere": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(
+            layer, jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape), w), x, split(key, w)
+        ),
+        "weights|two layers drew",
+    ),
+    "weights from last to first": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(layer, jax.tree.map(lambda a: a[::-1], w), x, split(key, w)),
+        "first to last",
+    ),
+    "stopped between layers": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(lambda w, x, k: layer(w, jax.lax.stop_gradient(x), k), w, x, split(key, w)),
+        "gradient",
+    ),
+    "a loop with keys": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: loop_with_keys(jax.checkpoint(layer), w, x, split(key, w)),
+        "grows with depth",
+    ),
     "one key for all layers": (
         stacks.check_dropout_stack,
         lambda layer, w, x, key: scan(jax.checkpoint(lambda w, x: layer(w, x, key)), w, x),
@@ -335,7 +373,6 @@ def test_a_wrong_answer_is_refused_with_its_hint(name):
 @pytest.mark.parametrize(
     ("check", "answer"),
     [
-        (stacks.check_peak_at, line),
         (stacks.check_remat_stack, remat_scan),
         (stacks.check_remat_stack, partial(apply_stack, remat="nothing")),
         # Of two counts that hold the same either is right.

@@ -1,4 +1,4 @@
-"""Checks of notebook 03's exercises: a line, a stack, groups, and keys for each layer."""
+"""Checks of notebook 03's exercises: a stack, groups, and keys for each layer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,35 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
-from llamem.memory.jaxprs import equations
 from llamem.memory.residuals import saved_residuals
 
 _DEPTH, _TOKENS, _WIDTH = 6, 5, 3
 
 
-def check_peak_at(fn: Callable[[int, dict[int, int]], float]) -> None:
-    """Exercise 1: a line through two compiled peaks."""
-
-    def body() -> str:
-        for known in ({8: 100, 16: 180}, {16: 180, 8: 100}, {2: 50, 12: 70}):
-            (first, low), (second, high) = sorted(known.items())
-            slope, found = (high - low) / (second - first), fn(32, known)
-            assert found is not None and np.ndim(found) == 0, "return one number, the bytes at that depth"
-            if any(abs(found - 32 / depth * peak) < 1e-9 for depth, peak in known.items()):
-                raise AssertionError("That is in proportion to depth. What does the line hold at depth 0?")
-            if abs(found - (low + slope * 32)) < 1e-9 or abs(found - (high + slope * 32)) < 1e-9:
-                raise AssertionError("You add 32 layers to a program that has some already. How many are missing?")
-            assert abs(found - (low + slope * (32 - first))) < 1e-9, (
-                f"{known}: first find what one layer adds, then go on from either of the two; {found} is not on the "
-                "line through both"
-            )
-        return "Two small compilations stand for any depth."
-
-    grade(1, body)
-
-
 def check_remat_stack(fn: Callable[..., Any]) -> None:
-    """Exercise 2: a scan with a checkpoint, run and looked into."""
+    """Exercise 1: a scan with a checkpoint, run and looked into."""
     w, x_ND = _weights(_DEPTH), jax.random.normal(jax.random.key(2), (_TOKENS, _WIDTH))
 
     def body() -> str:
@@ -48,7 +26,8 @@ def check_remat_stack(fn: Callable[..., Any]) -> None:
             "the result is not that of a Python loop over the layers: is each layer used once, and from first to last?"
         )
         assert _written(fn, _weights(4 * _DEPTH), x_ND) == _written(fn, w, x_ND), (
-            "the program grows with depth: each layer is written into it. Which function of jax.lax writes one?"
+            "the lowered program grows with depth: each layer is written into it. Which function of jax.lax "
+            "writes one, and is it left as a loop?"
         )
         kept = [row for row in saved_residuals(lambda w: jnp.sum(fn(_layer, w, x_ND)), w).rows if not row.argument]
         inputs = _DEPTH * x_ND.nbytes
@@ -58,24 +37,36 @@ def check_remat_stack(fn: Callable[..., Any]) -> None:
             )
         if sum(row.bytes for row in kept) < inputs:
             raise AssertionError(
-                "nothing is kept for each layer. So the backward pass starts by running the whole stack again; what is "
-                "alive when that is done? Look at 'Inside or outside?'."
+                "less than one input for each layer is kept, so the backward pass starts by running several layers "
+                "again, or the whole stack; what is alive when that is done? Look at 'Inside or outside?'."
             )
-        gradients = [jax.grad(lambda w, s=s: jnp.sum(s(_layer, w, x_ND) ** 2))(w) for s in (fn, _loop)]
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *gradients)
+        gradients = [
+            jax.grad(lambda w, x, stack=stack: jnp.sum(stack(_layer, w, x) ** 2), (0, 1))(w, x_ND)
+            for stack in (fn, _loop)
+        ]
+        assert _close(*gradients), "the result is right, and the gradients of w or x are not: does one get lost?"
         return "One loop, one body, and of each layer its input alone."
 
-    grade(2, body)
+    grade(1, body)
 
 
 def check_best_groups(fn: Callable[[int, int, int], int]) -> None:
-    """Exercise 3: groups of a nested scan, by the formula."""
+    """Exercise 2: groups of a nested scan, by the formula."""
 
     def held(n_layers: int, groups: int, x: int, w: int) -> int:
         return (groups + n_layers // groups) * x + 2 * (n_layers // groups) * w
 
     def body() -> str:
-        for n_layers, x, w in ((64, 128, 116), (64, 8, 116), (36, 100, 1), (12, 7, 9), (80, 1000, 60), (7, 5, 5)):
+        for n_layers, x, w in (
+            (64, 128, 116),
+            (64, 8, 116),
+            (36, 100, 1),
+            (12, 7, 9),
+            (80, 1000, 60),
+            (7, 5, 5),
+            (7, 5, 1),
+            (28, 102, 748),
+        ):
             found = fn(n_layers, x, w)
             if not isinstance(found, int | np.integer) or found < 1 or n_layers % found:
                 raise AssertionError(f"{found} does not divide {n_layers}: all groups need the same number of layers.")
@@ -92,41 +83,64 @@ def check_best_groups(fn: Callable[[int, int, int], int]) -> None:
             raise AssertionError(f"{case}: by the formula {found} groups hold {costs[found]}; less is possible.")
         return "Not the square root: heavy weights want more groups, each of fewer layers."
 
-    grade(3, body)
+    grade(2, body)
 
 
 def check_dropout_stack(fn: Callable[..., Any]) -> None:
-    """Exercise 4: a scanned, rematerialised stack in which every layer draws its own random numbers."""
-    w, x_ND = _weights(_DEPTH), jnp.ones((40, _WIDTH))
+    """Exercise 3: a scanned, rematerialised stack in which every layer draws its own random numbers."""
+    w = _weights(_DEPTH) | {"bit": 2.0 ** jnp.arange(_DEPTH)}
+    x_ND = jax.random.normal(jax.random.key(5), (40, _WIDTH))
 
-    def mask(w: Any, x_ND: Any, key: Any) -> Any:
-        return x_ND + jax.random.bernoulli(key, 0.5, x_ND.shape)
+    def marked(w: Any, x_ND: Any, key: Any) -> Any:  # the sum tells which layer drew what
+        return x_ND + w["bit"] * jax.random.bernoulli(key, 0.5, x_ND.shape)
 
     def noisy(w: Any, x_ND: Any, key: Any) -> Any:
         return _layer(w, x_ND) * jax.random.bernoulli(key, 0.5, x_ND.shape)
 
-    def body() -> str:
-        out = fn(mask, w, x_ND, jax.random.key(3))
+    def masks(seed: int) -> np.ndarray:
+        out = fn(marked, w, jnp.zeros((40, _WIDTH)), jax.random.key(seed))
         assert getattr(out, "shape", None) == x_ND.shape, "return x as the last layer leaves it"
-        drawn = set(np.unique(np.asarray(out) - 1).astype(int).tolist())
-        assert not drawn <= {0, _DEPTH}, (
-            f"{_DEPTH} layers drew the same mask: each number was dropped by all of them or by none. How does a scan "
-            "hand something different to each turn of the loop?"
+        total = np.asarray(out)
+        assert np.all(total == np.round(total)) and total.max() < 2**_DEPTH, (
+            "some layers ran more than once in a forward pass, or with the weights of others"
         )
-        assert max(drawn) <= _DEPTH, "some layers ran more than once in a forward pass"
-        other = fn(mask, w, x_ND, jax.random.key(4))
-        assert not np.array_equal(out, other), "another key gives the same masks: your answer does not use its key"
-        again = fn(mask, w, x_ND, jax.random.key(3))
-        assert np.array_equal(out, again), "the same key must give the same masks, or nothing can be repeated"
-        rows = saved_residuals(lambda w: jnp.sum(fn(noisy, w, x_ND, jax.random.key(3))), w).rows
+        return (total.astype(int)[None] >> np.arange(_DEPTH)[:, None, None]) & 1
+
+    def body() -> str:
+        drawn = masks(3)
+        assert len(np.unique(drawn.reshape(_DEPTH, -1), axis=0)) == _DEPTH, (
+            "two layers drew the same mask. How does a scan hand something of its own to each turn of the loop?"
+        )
+        assert 0.2 < drawn.mean() < 0.8, "each layer must be used once, with its own weights"
+        assert not np.array_equal(drawn, masks(4)), "another key gives the same masks: your answer does not use its key"
+        assert np.array_equal(drawn, masks(3)), "the same key must give the same masks, or nothing can be repeated"
+
+        def answer(w: Any, x_ND: Any) -> Any:
+            return jnp.sum(fn(noisy, w, x_ND, jax.random.key(3)) ** 2)
+
+        def reference(w: Any, x_ND: Any) -> Any:
+            for i in range(_DEPTH):
+                x_ND = _layer(jax.tree.map(lambda leaf, i=i: leaf[i], w), x_ND) * drawn[i]
+            return jnp.sum(x_ND**2)
+
+        found, expected = (jax.value_and_grad(f, (0, 1))(w, x_ND) for f in (answer, reference))
+        assert _close(found, expected), (
+            "with these masks the result, or a gradient, is not that of a Python loop over the layers from first to "
+            "last: are the weights those of the layer that draws the mask, and does every gradient arrive?"
+        )
+        rows = saved_residuals(lambda w: answer(w, x_ND), w).rows
         kept = sum(row.bytes for row in rows if not row.argument)
-        assert kept <= 1.5 * _DEPTH * x_ND.nbytes, (
+        assert kept <= 1.5 * (_DEPTH + 1) * x_ND.nbytes, (
             "more than the layers' inputs is kept, masks among it: they can be drawn again from their keys"
         )
         assert kept >= _DEPTH * x_ND.nbytes, "the checkpoint stands around the loop, not around the layer"
+        deep = {name: jnp.concatenate([leaf] * 4) for name, leaf in w.items()}
+        assert len({_lines(lambda w: answer(w, x_ND), weights) for weights in (w, deep)}) == 1, (
+            "the lowered program grows with depth; the text asks for a scan"
+        )
         return "Keys are inputs of the scan; the recomputation draws the same masks from them."
 
-    grade(4, body)
+    grade(3, body)
 
 
 def _layer(w: Any, x_ND: Any) -> Any:
@@ -144,6 +158,15 @@ def _loop(layer: Callable[..., Any], w: Any, x_ND: Any) -> Any:
     return x_ND
 
 
+def _close(found: Any, expected: Any) -> bool:
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    return all(np.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in pairs)
+
+
+def _lines(loss: Callable[..., Any], w: Any) -> int:
+    """How many lines the lowered program of a gradient has: a loop that is unrolled there grows with its layers."""
+    return jax.jit(jax.grad(loss)).lower(w).as_text().count("\n")
+
+
 def _written(fn: Callable[..., Any], w: Any, x_ND: Any) -> int:
-    """How many operations the program of a stack has, those of a loop's body once."""
-    return sum(1 for _ in equations(jax.make_jaxpr(lambda w: fn(_layer, w, x_ND))(w).jaxpr))
+    return _lines(lambda w: jnp.sum(fn(_layer, w, x_ND)), w)
