@@ -1,6 +1,6 @@
 import pytest
 
-from llamem.course.claims import claims
+from llamem.course.prose import claims
 
 
 def test_a_claim_is_asserted_as_written_and_told_elsewhere(capsys):
