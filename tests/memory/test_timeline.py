@@ -18,7 +18,7 @@ import llamem
 from llamem.course import plots
 from llamem.memory.arguments import argument_names
 from llamem.memory.buffer_assignment import Allocation
-from llamem.memory.jaxprs import differentiation_pass
+from llamem.memory.name_stacks import differentiation_pass
 from llamem.memory.provenance import Provenance
 from llamem.memory.timeline import Timeline
 from llamem.memory.timeline_categories import CATEGORIES, named_category

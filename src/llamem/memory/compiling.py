@@ -30,7 +30,7 @@ from llamem.memory.hlo import optimised_text
 from llamem.memory.hlo_counts import describe
 from llamem.memory.jaxprs import callbacks_in, moved_to_host
 from llamem.memory.modules import with_arrays_alone
-from llamem.memory.notes import notes, query_notes
+from llamem.memory.notes import program_notes, query_notes
 from llamem.memory.provenance import find_provenance
 from llamem.memory.report import Buffer, Collective, Depth, Report
 from llamem.memory.report_cache import cached
@@ -219,5 +219,5 @@ def _report(
         refused="error" in answer,
     )
     unknown = "collectives" in answer and answer["collectives"] is None
-    warnings = [*notes(report, jaxpr, products, leaves, unknown), *slice_notes(answer.get("wrong_slices", ()))]
+    warnings = [*program_notes(report, jaxpr, products, leaves, unknown), *slice_notes(answer.get("wrong_slices", ()))]
     return dataclasses.replace(report, warnings=tuple(warnings))

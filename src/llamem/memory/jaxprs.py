@@ -6,7 +6,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -296,15 +296,3 @@ def constants_in(jaxpr: jex_core.ClosedJaxpr) -> Iterator[tuple[Any, str]]:
             if hasattr(value, "nbytes") and id(value) not in told:
                 told.add(id(value))
                 yield value, next((source_of(eqn) for eqn in closed.jaxpr.eqns if var in eqn.invars), "")
-
-
-def differentiation_pass(path: str) -> Literal["forward", "backward", "run again", ""]:
-    """Which pass an operation belongs to, by its `op_name`: JAX writes there how it was derived.
-
-    "" for an operation outside of anything differentiated, as an optimizer's are.
-    """
-    if "rematted_computation" in path:
-        return "run again"
-    if "transpose(" in path:
-        return "backward"
-    return "forward" if "jvp(" in path else ""

@@ -18,7 +18,7 @@ _WORKSPACE = {  # operations of XLA's CPU libraries, with the resident memory ov
 }
 
 
-def notes(
+def program_notes(
     report: Report,
     traced: jex_core.ClosedJaxpr,
     products: Products,

@@ -9,7 +9,8 @@ from jax.extend import core as jex_core
 
 from llamem.memory.arguments import Leaf
 from llamem.memory.control_flow import Branches, While
-from llamem.memory.jaxprs import control_flow, differentiation_pass
+from llamem.memory.jaxprs import control_flow
+from llamem.memory.name_stacks import differentiation_pass
 from llamem.memory.timeline_categories import Category, named_category
 
 # Operations that hand on what they are given, in another type, order, shape or place.

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from llamem.memory.buffer_assignment import Platform
 from llamem.memory.hlo import Instruction, parse
-from llamem.memory.jaxprs import differentiation_pass
+from llamem.memory.name_stacks import differentiation_pass
 from llamem.memory.timeline_dump import Value, read_files
 from llamem.memory.timeline_origin import Origins
 
