@@ -172,7 +172,8 @@ def _names_module(names: Any, path: str) -> bool:
     """Whether a list of modules' ends, or a pattern, names this module."""
     if isinstance(names, str):
         # PEFT takes any regular expression; one from a file could take forever to match, or not be one.
-        if not re.fullmatch(r"(\w|\.|\\\.|\.\*|[|()^$-]){1,300}", names) or names.count("*") > 3:
+        plain = re.fullmatch(r"(\w|\.|\\\.|\.\*|[|()^$?-]){1,300}", names)
+        if not plain or names.count("*") > 3 or names.count("?") > 3:
             raise ValueError(f"an adapter's config names modules as {names[:60]!r}: expected a list of their names.")
         return re.fullmatch(names, path) is not None
     return any(path == name or path.endswith(f".{name}") for name in names or [])
