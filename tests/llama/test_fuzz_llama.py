@@ -84,11 +84,11 @@ def test_models(model, value):
 @FEW
 @given(data=st.data())
 def test_generation(model, data):
-    good = {"prompt_BT": jnp.zeros((1, 2), int), "max_new_tokens": 1, "temperature": 0.5, "top_p": 0.9,
+    good = {"prompts": jnp.zeros((1, 2), int), "max_new_tokens": 1, "temperature": 0.5, "top_p": 0.9,
             "key": jax.random.key(0)}  # fmt: skip
     name = data.draw(st.sampled_from(sorted(good)))
     value = data.draw(junk())
     words = refused(llamem.generate, model, **{**good, name: value})
-    sizes = {"key": "key", "prompt_BT": "prompt"}
-    assert not words or sizes.get(name, name) in words or "tokens is longer" in words
-    assert refused(untyped.generate, value, good["prompt_BT"], 1)
+    sizes = {"key": "key", "prompts": "prompt"}
+    assert not words or sizes.get(name, name) in words or "new ones, are more than" in words
+    assert refused(untyped.generate, value, good["prompts"], 1)

@@ -17,7 +17,7 @@ from llamem.layers.offload import name_in_pieces
 from llamem.layers.parts import order_gradients
 from llamem.layers.tiling import tiled_map
 from llamem.llama.config import LlamaConfig
-from llamem.llama.heads import ATTENTION, Attention, Weights, rms_norm
+from llamem.llama.heads import ATTENTION, OUT, QKV, Attention, Weights, rms_norm
 from llamem.llama.lora_products import NO_ADAPTERS, LayerAdapters
 from llamem.llama.quantized import QuantizedMatrix
 from llamem.llama.sharding import MeshShape
@@ -86,13 +86,13 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "B T H h"], Float[Array, "B T K h"], Float[Array, "B T K h"]]:
         """Return queries `[B, T, H, h]`, keys and values `[B, T, K, h]`, rotated to their positions."""
         y_BTD = rms_norm(x_BTD, self.attn_norm[...], self.config.norm_eps)
-        return Attention(self.config).project_qkv(self._weights(ATTENTION), y_BTD, rope, lora)
+        return Attention(self.config).project_qkv(self._weights(QKV), y_BTD, rope, lora)
 
     def finish(
         self, x_BTD: Float[Array, "B T D"], attn_BTHh: Float[Array, "B T H h"], lora: LayerAdapters = NO_ADAPTERS
     ) -> Float[Array, "B T D"]:
         """Add what follows attention: output projection and feed-forward (SwiGLU, or experts)."""
-        attn_out_BTD = Attention(self.config).project_out(self._weights(ATTENTION), attn_BTHh, lora)
+        attn_out_BTD = Attention(self.config).project_out(self._weights(OUT), attn_BTHh, lora)
         return self._after_attention(x_BTD, attn_out_BTD, None, 1, lora)
 
     def _weights(self, names: tuple[str, ...]) -> Weights:

@@ -19,7 +19,8 @@ from llamem.llama.lora_products import NO_ADAPTERS, LayerAdapters
 from llamem.llama.sharding import MeshShape
 
 # A layer's weights that attention reads beside its first norm, and which of their axes has the heads.
-ATTENTION = ("wq", "wk", "wv", "wo", "q_norm", "k_norm")
+QKV, OUT = ("wq", "wk", "wv", "q_norm", "k_norm"), ("wo",)
+ATTENTION = QKV + OUT
 _HEADS = {"wq": 1, "wk": 1, "wv": 1, "wo": 0}
 Weights = Mapping[str, Any]  # arrays by name, in the types in which they are stored
 

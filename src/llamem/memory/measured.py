@@ -1,10 +1,11 @@
 """The peak memory of a call that really runs, as the device's allocator or the operating system counts it."""
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def measure(fn: Callable[..., Any], *args: Any, donate_argnums: tuple[int, ...] 
             "the device keeps no memory statistics, and this system offers no peak of resident memory that can be "
             f"reset ({error}). measure() works on GPUs, TPUs and on Linux CPUs; compile_report() works everywhere."
         ) from None
-    jax.block_until_ready(compiled(*args))
+    with _fresh_pages():
+        jax.block_until_ready(compiled(*args))
     return Measurement(_resident("VmHWM") - before, before, "resident set of this process")
 
 
@@ -92,6 +94,18 @@ def _limit(file: Path) -> int | None:
         return int(file.read_text())
     except (OSError, ValueError):
         return None
+
+
+@contextlib.contextmanager
+def _fresh_pages() -> Iterator[None]:
+    """Have glibc take large buffers from the system: what earlier calls freed is resident, and would hide a rise."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
+    mmap_threshold, started_with, grows_to = -3, 128 << 10, 32 << 20
+    set_option(mmap_threshold, started_with)
+    try:
+        yield
+    finally:
+        set_option(mmap_threshold, grows_to)
 
 
 def _resident(field: str) -> int:
