@@ -149,3 +149,17 @@ def test_a_small_difference_is_seen_or_said_to_be_unseen():
     proof = proved(Title.GRADIENTS, loss, WEIGHTS, X, True, False)
     assert "below 2e-02 of it is not seen in bfloat16" in proof.seen
     assert "in float32, too" in proved(Title.LOSS, by_policy(None), half(WEIGHTS), half(X), True, False).seen
+
+
+def test_a_gradient_that_is_zero_in_truth_is_told_apart():
+    def loss(w, x, remat):
+        def body(w, x):
+            return jax.nn.softmax(x @ w["k"] + w["shift"])  # which shifts all alike
+
+        x = x[::-1] if remat else x  # adds up in another order
+        return jnp.mean(jnp.sin(7 * (jax.checkpoint(body) if remat else body)(w, x)) ** 2)
+
+    weights = {"k": WEIGHTS["up"][0], "shift": jnp.float32(0.3)}
+    proof = proved(Title.GRADIENTS, loss, weights, X, True, None)
+    largest = float(proof.seen.split()[2])
+    assert proof.holds and 0 < largest < 1e-5 and "2 arrays, 1 nothing but rounding in both" in proof.seen, proof

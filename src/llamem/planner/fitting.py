@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import product
+from textwrap import shorten
 from typing import Any
 
 from llamem._checks import check_whole, show
@@ -133,7 +134,14 @@ def _table(answers: Mapping[str, Answer]) -> Table:
     for name, answer in answers.items():
         known = isinstance(answer, Report)
         largest = f"{answer.buffers[0].shape} {answer.buffers[0].source}" if known and answer.buffers else ""
-        rows.append((name, verdict(answer), f"{answer.matmul_flops / 1e12:.2f}" if known else "", largest))
+        rows.append(
+            (
+                name,
+                shorten(verdict(answer), 100, placeholder=" .."),
+                f"{answer.matmul_flops / 1e12:.2f}" if known else "",
+                largest,
+            )
+        )
     return Table(("program", "compiled", "TFLOP", "largest array"), rows)
 
 

@@ -63,7 +63,7 @@ def gradients_are_the_same(both: BothWays) -> Proof:
 
 
 def _compared_gradients(both: BothWays) -> Proof:
-    lost, off, judged, zero, not_finite = [], [], 0, 0, 0
+    lost, off, judged, zero, rounding, not_finite = [], [], 0, 0, 0, 0
     largest = 0.0
     found, expected = (jax.tree.leaves_with_path(way[2]) for way in (both.found, both.expected))
     for i, ((path, got), (_, want)) in enumerate(zip(found, expected, strict=True)):
@@ -78,8 +78,13 @@ def _compared_gradients(both: BothWays) -> Proof:
         rows = differing_rows(got, want, both.tolerance, _leaf_moved(both, 2, i))
         lost += [f"{name}{row.index}" for row in rows if row.size and not got[row.place].any()]
         off += [f"{name}{row.index} {_difference(row)}" for row in rows if not row.size or got[row.place].any()]
-        largest = max(largest, float(np.linalg.norm(got - want) / (np.linalg.norm(want) or 1.0)))
-    counted = [f"{zero} zero in both"] * bool(zero) + [f"{not_finite} not finite even without"] * bool(not_finite)
+        difference = float(np.linalg.norm(got - want) / (np.linalg.norm(want) or 1.0))
+        if difference > both.tolerance and not rows:  # zero in truth, as a bias of the keys before a softmax
+            rounding += 1
+        else:
+            largest = max(largest, difference)
+    counted = [f"{zero} zero in both"] * bool(zero) + [f"{rounding} nothing but rounding in both"] * bool(rounding)
+    counted += [f"{not_finite} not finite even without"] * bool(not_finite)
     seen = ", ".join([f"largest difference {largest:.1e} in {judged} arrays", *counted])
     if lost:
         seen, cause = f"no gradient at {', '.join(lost[:3])}", "A stop_gradient, or weights closed over and not passed."
