@@ -1,12 +1,12 @@
 """Proof that rematerialisation is on, right and worth it, for any loss: what was asked for, compiled and computed."""
 
 import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
 
-from llamem.memory.show import Table
+from llamem.memory.show import Shown, Table
 from llamem.verify.both_ways import BothWays
 from llamem.verify.proof import CannotGo, Proof, Title
 from llamem.verify.proofs import PROOFS
@@ -21,7 +21,7 @@ _NNX = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Verification:
+class Verification(Shown):
     """All proofs of one `verify_remat`; printed as a list, and as a table in notebooks."""
 
     proofs: tuple[Proof, ...]
@@ -39,9 +39,10 @@ class Verification:
     def __str__(self) -> str:
         return "\n".join(map(str, self.proofs))
 
-    def _repr_html_(self) -> str:
+    def parts_shown(self) -> Iterable[str | Table]:
+        """The table of a notebook."""
         rows = [(proof.mark, proof.name, proof.seen, proof.cause) for proof in self.proofs]
-        return Table(("", "proof", "seen", "usual cause"), rows)._repr_html_()
+        yield Table(("", "proof", "seen", "usual cause"), rows)
 
 
 def verify_remat(
