@@ -33,7 +33,7 @@ class Collective:
     bytes: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report(Shown):
     """One program on one chip, in bytes per device.
 
@@ -113,7 +113,7 @@ class Report(Shown):
         return _bar(self) + super()._repr_html_()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Comparison(Shown):
     """Several reports by name, printed as one table: peak and its parts, host memory, products as traced and left."""
 

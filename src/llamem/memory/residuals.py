@@ -29,7 +29,7 @@ class Residual:
     argument: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Residuals(Shown):
     """All residuals of a function, largest first; printed as a table. `bytes` counts those that are no arguments."""
 

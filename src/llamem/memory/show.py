@@ -51,9 +51,8 @@ class Shown:
     def __str__(self) -> str:
         return "\n".join(map(str, self.parts_shown()))
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """At IPython's prompt, and where a notebook shows no HTML."""
-        printer.text(str(self))
+    def __repr__(self) -> str:  # at a prompt, and where a notebook shows no HTML
+        return str(self)
 
     def _repr_html_(self) -> str:
         parts = self.parts_shown()

@@ -19,7 +19,7 @@ from llamem.planner.sums import Line, sums_of
 from llamem.train.settings import Clip
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Estimate(Shown):
     """The estimate of one training step under a plan, on one chip, or on each of several, in bytes and seconds.
 

@@ -16,7 +16,7 @@ from llamem.planner.asking import Answer, NothingFits, Progress, ask_in_turn, fi
 Program = Callable[[], tuple[Any, ...]]  # returns a step and the shapes of its arguments
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Fitting(Shown):
     """The program that was found, the compiler's report of it, and all answers, by name in the order of asking.
 

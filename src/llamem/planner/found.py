@@ -17,7 +17,7 @@ ALIKE = 1.02  # times within 2 %: of plans as fast as that the plainest is taken
 _LITTLE = 1.10  # a plan within 10 % of the time is told where it saves much memory
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Found(Shown):
     """A plan that the chip's compiler accepts, what it costs, and why it was taken.
 

@@ -20,7 +20,7 @@ _NNX = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Verification(Shown):
     """All proofs of one `verify_remat`; printed as a list, and as a table in notebooks."""
 
