@@ -43,7 +43,7 @@ NBVAL   := --nbval-lax --nbval-current-env --nbval-cell-timeout=600 --nbval-sani
 
 test: $(VENV)/test-is-ready ## everything CI runs: lint, types, tests, notebooks
 	$(MAKE) lint
-	$(BIN)/python -m pytest $(WORKERS) $(NBVAL) tests notebooks
+	$(BIN)/python -m pytest $(WORKERS) $(NBVAL) tests notebooks docs
 
 quick: $(VENV)/test-is-ready ## lint, types and the tests that take seconds; FOLDER=losses for those of one folder
 	$(MAKE) lint

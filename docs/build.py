@@ -78,11 +78,18 @@ def copy_pages() -> None:
         if name.endswith(".md"):
             text = text.replace("```mermaid", "```{mermaid}")
         (SITE / Path(name).name).write_text(text, encoding="utf-8")
+    for page in (*(ROOT / "docs").glob("*.ipynb"), *(ROOT / "docs").glob("*.md")):
+        shutil.copy(page, SITE / page.name)
+        if page.suffix == ".md":  # notebooks lie beside it there
+            (SITE / page.name).write_text(page.read_text(encoding="utf-8").replace("(../", "("), encoding="utf-8")
     (SITE / "api.md").write_text(api_page(), encoding="utf-8")
     chapters = [f"  - file: notebooks/{path.stem}" for path in sorted((SITE / "notebooks").glob("[0-9]*.ipynb"))]
     chapters += [f"  - file: {path.relative_to(SITE).with_suffix('')}" for path in SITE.glob("notebooks/*.md")]
     toc = ["format: jb-book", "root: README", "parts:", "- caption: Notebooks", "  chapters:", *chapters]
     toc += [
+        "- caption: Your own model",
+        "  chapters:",
+        *(f"  - file: {name}" for name in ("how_do_i", "flax_nnx", "flax_linen", "equinox", "any_pytree")),
         "- caption: Package",
         "  chapters:",
         *(f"  - file: {name}" for name in ("api", "CONTRIBUTING", "CHANGELOG")),

@@ -47,6 +47,9 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """Notebooks and files with slow tests first, so that no worker is left with one of them at the end."""
+    for item in items:
+        if item.path.parent.name == "docs" and item.path.name != "flax_nnx.ipynb":
+            item.add_marker("weekly")  # pages alike: one of them on every push
     if not config.getoption("--weekly"):
         weekly = [item for item in items if item.get_closest_marker("weekly")]
         items[:] = [item for item in items if item not in weekly]

@@ -1,6 +1,7 @@
-"""Run notebooks from a fresh kernel and store their outputs in place: `python tests/run_notebooks.py [NUMBER ...]`.
+"""Run notebooks from a fresh kernel and store their outputs: `python tests/run_notebooks.py [NUMBER or PAGE ...]`.
 
-Without a number all of them. A notebook that fails keeps its stored outputs; what it got to lies in build/ for a look.
+Without one all of them, those of docs/ as well. A notebook that fails keeps its stored outputs; what it got to lies in
+build/ for a look.
 """
 
 import os
@@ -76,10 +77,15 @@ def run(path: Path) -> str:
     return f"{path.name}: {seconds:.0f} s, peak {peak:.1f} GiB, {path.stat().st_size / 2**20:.2f} MiB"
 
 
+def names(path: Path) -> set[str]:
+    """What a notebook is chosen by: its number, or the name of a page."""
+    return {path.name[:2], path.stem}
+
+
 def main(numbers: list[str]) -> int:
     """Run the chosen notebooks one after the other; the exit status says whether all went well."""
-    paths = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
-    unknown = [number for number in numbers if not any(path.name.startswith(f"{number}_") for path in paths)]
+    paths = [*sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")), *sorted((ROOT / "docs").glob("*.ipynb"))]
+    unknown = [number for number in numbers if not any(number in names(path) for path in paths)]
     if unknown:
         print(f"There is no notebook {unknown[0]!r}. There are: {', '.join(path.name for path in paths)}.")
         return 2
@@ -88,7 +94,7 @@ def main(numbers: list[str]) -> int:
     # One process for each notebook, so that its children's peak memory is that notebook's own.
     with ProcessPoolExecutor(max_workers=1, max_tasks_per_child=1) as pool:
         for path in paths:
-            if numbers and path.name[:2] not in numbers:
+            if numbers and not names(path) & set(numbers):
                 continue
             try:
                 print(pool.submit(run, path).result(), flush=True)

@@ -158,9 +158,9 @@ def test_the_readme_lists_every_notebook_once():
 
 
 def test_what_the_prose_links_to_is_there():
-    for name in ("README.md", "CONTRIBUTING.md"):
+    for name in ("README.md", "CONTRIBUTING.md", "docs/how_do_i.md"):
         for link in re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", (ROOT / name).read_text()):
-            assert (ROOT / link).exists(), f"{name} links to {link}, which is not there"
+            assert (ROOT / name).parent.joinpath(link).exists(), f"{name} links to {link}, which is not there"
 
 
 def test_the_make_targets_that_the_prose_names_exist():
@@ -171,6 +171,15 @@ def test_the_make_targets_that_the_prose_names_exist():
 
 
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+@pytest.mark.gpu_compile
+def test_the_short_answers_run(tmp_path):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "how_do_i.md").read_text(), flags=re.DOTALL)
+    run = subprocess.run([sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, cwd=tmp_path)
+    assert not run.returncode and "'remat': 'nothing'}" in run.stdout, run.stdout + run.stderr
 
 
 def test_the_readme_has_a_snippet():
