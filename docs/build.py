@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -25,23 +25,26 @@ FOLDERS = ("layers", "losses", "llama", "train", "planner", "verify", "memory")
 
 
 def api_page() -> str:
-    """The public names: those at the top level, then what each folder shows beside them."""
+    """The public names by folder; what `import llamem` gives is called so."""
+    examples = [
+        block
+        for name in ("README.md", "docs/how_do_i.md")
+        for block in re.findall(r"```py(?:thon)?\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), flags=re.DOTALL)
+    ]
     parts = [
         "# The package",
-        "What `import llamem` gives, then what each of its folders shows beside that.",
-        "## llamem",
+        "The public names, by folder. Those called `llamem.name` come with `import llamem`.",
     ]
-    parts += [entry(llamem, name) for name in llamem.__all__]
     for folder in FOLDERS:
-        module = getattr(llamem, folder, None)
-        own = [name for name in getattr(module, "__all__", ()) if name not in llamem.__all__]
-        if module and own:
-            parts += [f"## llamem.{folder}", inspect.getdoc(module) or "", *(entry(module, name) for name in own)]
+        module = getattr(llamem, folder)
+        parts += [f"## llamem.{folder}", inspect.getdoc(module) or ""]
+        for name in sorted(module.__all__, key=lambda name: (name not in llamem.__all__, name.lower())):
+            parts.append(entry(llamem if name in llamem.__all__ else module, name, examples))
     return "\n\n".join(parts) + "\n"
 
 
-def entry(module: types.ModuleType, name: str) -> str:
-    """One name: how it is called, then its docstring, which is Markdown as it stands."""
+def entry(module: types.ModuleType, name: str, examples: Sequence[str]) -> str:
+    """One name: how it is called, its docstring, which is Markdown as it stands, and the shortest example with it."""
     value = getattr(module, name)
     parts = [f"### {module.__name__}.{name}"]
     if callable(value):
@@ -53,6 +56,8 @@ def entry(module: types.ModuleType, name: str) -> str:
             if member in vars(value) and not member.startswith("_") and function.__doc__:
                 call = f"```python\n.{member}{_signature(function)}\n```"
                 parts += [call, inspect.getdoc(function) or ""]
+    if found := [block for block in examples if re.search(rf"\b{name}\(", block)]:
+        parts += ["For example:", f"```python\n{min(found, key=len)}```"]
     return "\n\n".join(parts)
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import reference
 from flax import nnx
 
-from llamem import Llama, LlamaConfig, Plan, RopeScaling
+from llamem import Llama, LlamaConfig, Plan
+from llamem.llama import RopeScaling
 
 SMALL = LlamaConfig(
     vocab_size=101, d_model=24, n_layers=3, n_heads=6, n_kv_heads=2, head_dim=8, d_ff=40, max_seq_len=512

@@ -6,12 +6,10 @@ from llamem.layers import POLICIES, Policy, apply_stack, stack_layers, tiled_map
 from llamem.llama import (
     PRESETS,
     Adapters,
-    KVCache,
     Llama,
     LlamaConfig,
     LoraConfig,
     Plan,
-    RopeScaling,
     generate,
     generate_text,
     load_adapters,
@@ -21,8 +19,6 @@ from llamem.llama import (
     save_pretrained,
 )
 from llamem.losses import (
-    TileChoice,
-    choose_tiles,
     group_advantages,
     tiled_cross_entropy,
     tiled_dpo_loss,
@@ -30,10 +26,8 @@ from llamem.losses import (
     tiled_policy_loss,
     tiled_token_loss,
 )
-from llamem.memory import CHIPS, Comparison, Report, available, compare, compile_report, find_chip, saved_residuals
+from llamem.memory import CHIPS, Report, available, compare, compile_report, find_chip, saved_residuals
 from llamem.planner import (
-    Estimate,
-    Found,
     NothingFits,
     estimate,
     find_fitting,
@@ -50,10 +44,6 @@ __all__ = [
     "POLICIES",
     "PRESETS",
     "Adapters",
-    "Comparison",
-    "Estimate",
-    "Found",
-    "KVCache",
     "Llama",
     "LlamaConfig",
     "LoraConfig",
@@ -61,15 +51,12 @@ __all__ = [
     "Plan",
     "Policy",
     "Report",
-    "RopeScaling",
-    "TileChoice",
     "TrainSettings",
     "abstract_lora_step",
     "abstract_step",
     "apply_stack",
     "assert_remat",
     "available",
-    "choose_tiles",
     "compare",
     "compile_report",
     "estimate",

@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from llamem import PRESETS, Llama, LlamaConfig, RopeScaling
+from llamem import PRESETS, Llama, LlamaConfig
+from llamem.llama import RopeScaling
 
 PUBLISHED = {
     "llama3.2-1b": 1_235_814_400,

@@ -19,7 +19,8 @@ untyped: Any = llamem
 CONFIG = llamem.LlamaConfig(
     vocab_size=11, d_model=4, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=2, d_ff=3, max_seq_len=8
 )
-HF = CONFIG.replace(rope_scaling=llamem.RopeScaling(8.0)).to_hf()
+SCALING = llamem.llama.RopeScaling
+HF = CONFIG.replace(rope_scaling=SCALING(8.0)).to_hf()
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +40,9 @@ def test_configs(fields):
 
 
 @FEW
-@given(fields=st.dictionaries(st.sampled_from(sorted(llamem.RopeScaling.__dataclass_fields__)), junk(), min_size=1))
+@given(fields=st.dictionaries(st.sampled_from(sorted(SCALING.__dataclass_fields__)), junk(), min_size=1))
 def test_scaling(fields):
-    refused(untyped.RopeScaling, **{"factor": 8.0, **fields})
+    refused(untyped.llama.RopeScaling, **{"factor": 8.0, **fields})
 
 
 @FEW

@@ -6,7 +6,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from llamem import LlamaConfig, choose_tiles
+from llamem import LlamaConfig
+from llamem.losses import choose_tiles
 from llamem.planner import INSIDE, NETWORK, pace
 
 PODS = Path(__file__).parents[2] / "benchmarks" / "pods.md"

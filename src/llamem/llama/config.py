@@ -96,7 +96,7 @@ class LlamaConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False.")
         if not isinstance(self.rope_scaling, RopeScaling | None):
-            raise ValueError(f"rope_scaling={self.rope_scaling!r}: expected None or llamem.RopeScaling(factor=...).")
+            raise ValueError(f"rope_scaling={self.rope_scaling!r}: expected None or a llamem.llama.RopeScaling.")
 
     def replace(self, **changes: Any) -> "LlamaConfig":
         """A copy with some fields changed, validated again. Raises TypeError for a field that does not exist."""

@@ -32,8 +32,8 @@ class Plan:
 
     `mode` and `remat`: see `llamem.apply_stack`; what is kept for the backward pass. `attention`: see
     `llamem.layers.causal_attention`. `loss_tiles`: into how many tiles the loss cuts its logits; "auto" asks
-    `llamem.choose_tiles`, and None is the plain loss with all of them at once, for comparison. `loss_axis`: what the
-    tiles cut, "tokens" or "vocab". `mesh`: how many devices share the work and how, such as
+    `llamem.losses.choose_tiles`, and None is the plain loss with all of them at once, for comparison. `loss_axis`: what
+    the tiles cut, "tokens" or "vocab". `mesh`: how many devices share the work and how, such as
     `{"data": 2, "fsdp": 2, "tensor": 2, "context": 1}`, read as a `llamem.llama.MeshShape`, which says what each means;
     with "tensor" the vocabulary is split, and tiles cut what is left of it.
 
