@@ -81,7 +81,7 @@ def copy_pages() -> None:
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "docs/_config.yml"):
         text = (ROOT / name).read_text(encoding="utf-8")
         if name.endswith(".md"):
-            text = text.replace("```mermaid", "```{mermaid}")
+            text = text.replace("```mermaid", "```{mermaid}").replace("(docs/", "(")
         (SITE / Path(name).name).write_text(text, encoding="utf-8")
     for page in (*(ROOT / "docs").glob("*.ipynb"), *(ROOT / "docs").glob("*.md")):
         shutil.copy(page, SITE / page.name)
