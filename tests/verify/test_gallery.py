@@ -8,10 +8,11 @@ import pytest
 from attacked import BROKEN as ATTACKED
 from attacked import RIGHT
 from correct import CORRECT
+from flax import errors, linen
 from gallery import GALLERY
 from gallery_quiet import QUIET, small_and_undone
 from programs import KEYS, WEIGHTS, L, X, by_policy, half, proved
-from styles import STYLES, fixed_projection, names_of_each_layer
+from styles import STYLES, Block, fixed_projection, names_of_each_layer
 from unseen_broken import BROKEN
 from unseen_sound import SOUND
 
@@ -163,3 +164,21 @@ def test_a_gradient_that_is_zero_in_truth_is_told_apart():
     proof = proved(Title.GRADIENTS, loss, weights, X, True, None)
     largest = float(proof.seen.split()[2])
     assert proof.holds and 0 < largest < 1e-5 and "2 arrays, 1 nothing but rounding in both" in proof.seen, proof
+
+
+def test_linens_renamed_parameters_are_explained():
+    def loss(params, x, remat):
+        block = linen.remat(Block, prevent_cse=False) if remat else Block
+        stack = linen.scan(block, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": True}, length=2)
+
+        class Model(linen.Module):
+            @linen.compact
+            def __call__(self, x):
+                return stack()(x, None)[0]
+
+        keys = {"params": KEYS[0], "dropout": KEYS[1]}
+        return jnp.mean(Model().apply(params, x, rngs=keys) ** 2) if params else Model().init(keys, x)
+
+    with pytest.raises(errors.FlaxError) as raised:
+        verify_remat(loss, loss(None, X, None), X, remat=True)
+    assert 'name="blocks"' in raised.value.__notes__[0]

@@ -100,7 +100,7 @@ _RTX4090 = dataclasses.replace(_L4, cores=128, l2_bytes=75_497_472, clock_ghz=2.
 _RTX5090 = Gpu(102_400, 101_376, 1536, 170, 128, 100_663_296, 2.41, (12, 0))
 
 # TPU capacities: what the compiler (libtpu 0.0.51) says is available. Speeds: Google Cloud's TPU pages. A TPU7x has two
-# devices, each with half of its memory and speed; v7x-1 is one of them.
+# devices, each with half of its memory, speed and links; v7x-1 is one of them.
 # GPU memory, bandwidth and dense bf16 speeds, sums in f32: NVIDIA's data sheets; memory less what a driver keeps.
 # Host link, bytes/s one way. GPUs: the PCIe generation on NVIDIA's data sheet, 16 lanes, less a fifth for its packets.
 # TPUs: an assumption, PCIe 3 for v5e and PCIe 4 for later ones; Google publishes no number. Chip link: Google Cloud's
@@ -111,7 +111,7 @@ CHIPS: dict[str, Chip] = {
         ("v5e-1", "TPU v5 lite", 15.75, 197e12, 819e9, "v5e:1x1", 1, 16e9, 200e9),
         ("v6e-1", "TPU v6 lite", 31.24, 918e12, 1640e9, "v6e:1x1", 1, 32e9, 400e9),
         ("v5p-1", "TPU v5", 95.73, 459e12, 2765e9, "v5p:1x1x1", 2, 32e9, 600e9),
-        ("v7x-1", "TPU7x", 94.74, 1153e12, 3690e9, "tpu7x:1x1x1", 1, 32e9, 600e9),
+        ("v7x-1", "TPU7x", 94.74, 1153e12, 3690e9, "tpu7x:1x1x1", 1, 32e9, 300e9),
     )
 }
 CHIPS |= {

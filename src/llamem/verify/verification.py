@@ -19,6 +19,11 @@ _NNX = (
     "batch, merge them inside loss_fn, and return the changed state beside the loss."
 )
 
+_LINEN = (
+    "linen's nn.remat gives what it wraps another name, ScanCheckpointBlock_0 for ScanBlock_0, so that a model with it "
+    'does not find the parameters of one without: name the module, nn.scan(nn.remat(Block), ...)(name="blocks").'
+)
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Verification(Shown):
@@ -90,6 +95,8 @@ def verify_remat(
     except CannotGo as stop:
         found.append(stop.proof)
     except Exception as error:
+        if "remat(" in str(error) and type(error).__module__ == "flax.errors":
+            error.add_note(_LINEN)
         if "trace level" not in str(error):
             raise
         raise ValueError(_NNX) from error
