@@ -452,6 +452,11 @@ def test_several_chips_hold_their_shards_and_say_what_they_send(empty_cache, nam
     if name == "v5e-8":  # what has no sharding lies on every chip whole
         whole = llamem.compile_report(product, x, shape(2048, 8192, dtype=jnp.bfloat16), chip=name)
         assert whole.argument_bytes == 2 * (4096 * 2048 // 2 + 2048 * 8192)
+        rows = jax.sharding.NamedSharding(mesh, P("data"))
+        said = llamem.compile_report(
+            lambda x, w: product(jax.lax.with_sharding_constraint(x, rows), w), x, w, chip=name
+        )
+        assert any("open them around it" in note for note in whole.warnings) and "contexts" not in str(said)
 
 
 @needs_tpu_compiler

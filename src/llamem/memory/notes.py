@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import jax
 from jax.extend import core as jex_core
 
 from llamem.memory.arguments import Leaf, shard_bytes
@@ -50,6 +51,12 @@ def program_notes(
             if chip.platform != "cpu"
             else "arrays in the host's memory count as the device's: on a CPU that is the same, and nothing is gained."
         )
+    if not names & {"sharding_constraint", "shard_map"} and any(map(_is_cut_by_the_compiler, leaves)):
+        yield (
+            "its arguments are cut over a mesh and nothing inside is: how the work is shared, the compiler decides. A "
+            "model that says so itself may do it only inside its contexts (jax.set_mesh, flax's axis_rules): the "
+            "program is traced by this call, so open them around it."
+        )
     if chip.capacity_bytes and 0.85 * chip.capacity_bytes < report.peak_bytes <= chip.capacity_bytes:
         yield "close to the limit, where the compiler rematerialises on its own: judge your remat on a roomier chip."
 
@@ -63,6 +70,14 @@ def query_notes(chip: Chip, queries: Mapping[str, str]) -> Iterator[str]:
             f"what it chooses by that is not chosen for {chip.name}. `llamem.memory.compiling_for()` tells a model "
             "which chip it is compiled for; or choose with an option of the model."
         )
+
+
+def _is_cut_by_the_compiler(leaf: Leaf) -> bool:
+    """Whether an argument is cut over several devices of a mesh whose programs leave it to the compiler to go on."""
+    sharding = leaf.shape.sharding
+    if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.is_fully_replicated:
+        return False
+    return jax.sharding.AxisType.Auto in sharding.mesh.axis_types
 
 
 def _multiplies_bf16(traced: jex_core.ClosedJaxpr) -> bool:
