@@ -425,3 +425,35 @@ def test_numpy_s_wide_types_are_taken_as_a_scan_takes_them(mode):
     np.testing.assert_array_equal(out, apply_stack(layer, params, x, mode=mode))
     counted: Any = apply_stack(lambda p, i: i + p, np.arange(4), np.asarray(3), mode=mode)
     assert counted == 9 and jnp.result_type(counted) == jnp.int32
+
+
+def test_layers_of_two_kinds_in_turn():
+    """Five with a window and one without, as a list of layers computes them; nothing but their inputs is kept."""
+    kinds, params, x = [0, 0, 0, 0, 0, 1] * 2, stacked_params(12, 6), jax.random.normal(jax.random.key(3), (9, 6))
+
+    def mix(params, x, window):
+        scores = x @ params["w"] @ x.T
+        near = jnp.abs(jnp.arange(9)[:, None] - jnp.arange(9)) < window
+        return x + jnp.tanh(jax.nn.softmax(jnp.where(near, scores, -1e9)) @ x + params["b"])
+
+    branches = [lambda p, x: mix(p, x, 3), lambda p, x: mix(p, x, 9)]
+
+    def stack(params, remat="nothing"):
+        def layer(p, x, kind):
+            return jax.lax.switch(kind, branches, p, x)
+
+        return jnp.mean(apply_stack(layer, params, x, jnp.asarray(kinds), remat=remat) ** 2)
+
+    def loop(params):
+        y = x
+        for kind, one in zip(kinds, unstack_layers(params), strict=True):
+            y = branches[kind](one, y)
+        return jnp.mean(y**2)
+
+    (loss, grads), (expected, wanted) = jax.value_and_grad(stack)(params), jax.value_and_grad(loop)(params)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    for name in params:
+        error = np.linalg.norm((grads[name] - wanted[name]).reshape(12, -1), axis=1)
+        assert (error < 1e-2 * np.linalg.norm(wanted[name].reshape(12, -1), axis=1)).all(), (name, error)
+    kept = [row for row in llamem.saved_residuals(stack, params).rows if not row.argument]
+    assert sum(row.bytes for row in kept) <= 4 * 12 * 9 * 6 + 4 * 9 * 6 + 64
