@@ -8,9 +8,10 @@ from llamem.train.batches import Batches
 from llamem.train.chats import Chats, load_chats
 from llamem.train.data import Corpus, load_corpus, unigram_entropy
 from llamem.train.hosts import initialize
-from llamem.train.loop import Run, train
+from llamem.train.loop import train
 from llamem.train.lost_hosts import LostHost
 from llamem.train.optimizers import stochastically_rounded
+from llamem.train.run import Run
 from llamem.train.settings import TrainSettings
 from llamem.train.step import TrainState, abstract_state, abstract_step, init_state, make_model, make_train_step
 

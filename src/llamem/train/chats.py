@@ -47,6 +47,11 @@ class Chats:
         train, heldout = (PackedBatches(chats, *size, seed, vocab_size=vocab_size) for chats, seed in parts)
         return train, heldout
 
+    @property
+    def described(self) -> str:
+        """How much there is, in words."""
+        return f"{len(self.train):,} chats, {len(self.heldout):,} held out"
+
     def fingerprints(self) -> dict[str, str]:
         """Return short names for the tokens of the two parts."""
         parts = {"training data": self.train, "held-out data": self.heldout}

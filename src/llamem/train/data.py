@@ -147,6 +147,11 @@ class Corpus:
         train, heldout = (Batches(tokens, *size, seed, vocab_size=vocab_size) for tokens, seed in parts)
         return train, heldout
 
+    @property
+    def described(self) -> str:
+        """How much there is, in words."""
+        return f"{self.num_documents:,} documents, {len(self.train):,} tokens, {len(self.heldout):,} held out"
+
     def fingerprints(self) -> dict[str, str]:
         """Return short names for the two streams of tokens."""
         return {"training data": fingerprint([self.train]), "held-out data": fingerprint([self.heldout])}

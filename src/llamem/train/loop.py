@@ -24,6 +24,7 @@ from llamem.train.chats import Chats
 from llamem.train.data import Corpus
 from llamem.train.hosts import agreed, place_batch
 from llamem.train.interrupts import interruptible
+from llamem.train.run import Run
 from llamem.train.settings import TrainSettings
 from llamem.train.sharded_step import batch_spec, check_sizes
 from llamem.train.snapshots import OnChange, Snapshots
@@ -31,16 +32,6 @@ from llamem.train.step import Optimizer, TrainState
 from llamem.train.tasks import Init, Task, train_adapters, train_weights
 
 Data = Corpus | Chats | Sequence[Corpus | Chats]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A run: the model, its metrics (one dict per step), whether it reached its end, and the adapters it trained."""
-
-    model: Llama
-    metrics: list[dict[str, Any]]
-    finished: bool
-    adapters: Adapters | None = None
 
 
 def train(
@@ -98,7 +89,8 @@ def train(
     decides |= task.identity
     same = {"configuration": model, "settings": {**decides, **dataclasses.asdict(settings)}, "plan": plan}
     with agreed(same), Snapshots(output_dir, model, decides) as snapshots:
-        return _train(task, settings, plan, batches, heldout, snapshots, progress, on_change)
+        run = _train(task, settings, plan, batches, heldout, snapshots, progress, on_change)
+    return dataclasses.replace(run, described=_described(init, corpus, settings, plan))
 
 
 def _train(
@@ -273,6 +265,13 @@ def _identity(
     for i, one in enumerate(corpora):
         decides |= {f"{name} {i}" if len(corpora) > 1 else name: words for name, words in one.fingerprints().items()}
     return model, decides
+
+
+def _described(init: Init, corpus: Any, settings: TrainSettings, plan: Plan) -> dict[str, str]:
+    """What a run was, in words."""
+    base = {} if init is None or isinstance(init, Llama) else {"base": os.fspath(init)}
+    corpora = [corpus] if isinstance(corpus, Corpus | Chats) else corpus
+    return base | {"data": "; ".join(one.described for one in corpora), "settings": str(settings), "plan": str(plan)}
 
 
 def _progress_bar(first: int, steps: int, shown: bool) -> Any:
