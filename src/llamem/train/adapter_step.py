@@ -147,9 +147,14 @@ def losses_and_grads(
         model, lora = nnx.merge(graphdef, base), adapters.with_weights(weights)
         return summed_loss(model, weights_B, inputs_BT, targets_BT, *rest, adapters=lora, adapter_B=adapter_B)
 
-    losses_B, grads = loss_and_grads(loss, adapters.weights, weights_B, batch, settings.accumulate)
-    metrics = {"loss": mean(losses_B), "tokens": tokens_A}
-    return metrics, jax.tree.map_with_path(lambda path, g: _psum(g, _summed_over(path, mesh)), grads)
+    def divided(path: tuple[Any, ...], grad: Array, axis: int) -> Array:
+        return _psum(grad, _summed_over(path, mesh)) / _along(axis, grad, jnp.maximum(tokens_A, 1).astype(grad.dtype))
+
+    # Of the sum over tokens, divided at the end, in the adapters' own f32: one over the number of tokens would push
+    # what flows back through the layers below the smallest numbers of float16, whose loss scale this is.
+    losses_B, grads = loss_and_grads(loss, adapters.weights, jnp.ones_like(weights_B), batch, settings.accumulate)
+    grads = jax.tree.map_with_path(divided, grads, _axis_of_adapters(grads))
+    return {"loss": mean(losses_B), "tokens": tokens_A}, grads
 
 
 def lora_losses(graphdef: nnx.GraphDef, base: Any, adapters: Adapters, batch: Batch) -> Array:
@@ -209,9 +214,13 @@ def _axis_of_adapters(tree: Any) -> Any:
     return jax.tree.map_with_path(axis, tree)
 
 
+def _along(axis: int, array: Array, values_A: Array) -> Array:
+    """Values of the adapters, to be broadcast with an array whose axis of adapters is `axis`."""
+    return values_A.reshape([-1 if i == axis else 1 for i in range(array.ndim)])
+
+
 def _where_present(present_A: Array, new: Array, old: Array, axis: int) -> Array:
-    shape = [-1 if i == axis else 1 for i in range(new.ndim)]
-    return jnp.where(present_A.reshape(shape), new, old)
+    return jnp.where(_along(axis, new, present_A), new, old)
 
 
 def _check(settings: Any, plan: Plan) -> None:
