@@ -12,10 +12,12 @@ NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "01": ({"width": 256, "depth": 8}, {"chip": "v6e-1", "other_chip": "t4", "tokens": 5000}),
     "03": ({"seq_len": 1024}, {"tpu": "v6e-1", "gpu": "l4"}),
+    "12": ({"chip": "t4"}, {"model": "llama3.2-3b", "chip": "v6e-1", "tokens": 65_536}, {"short": 2048}),
 }
 # By notebook: a change that cannot be, and words of the sentence that says so.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "01": ({"depth": 6}, "groups of four"),
+    "12": ({"tokens": 262_144}, "reads up to 131,072"),
 }
 ON_EACH_PUSH = ("01",)
 ALL = [

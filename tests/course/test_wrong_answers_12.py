@@ -72,6 +72,48 @@ def updated_afterwards(layer, update, state, inputs_LND, dy_ND):
     return dx, jax.vmap(update)(state, grads)
 
 
+def updated_by_a_map_afterwards(layer, update, state, inputs_LND, dy_ND):
+    dx, grads = gradients(layer, state, inputs_LND, dy_ND)
+    return dx, jax.lax.map(lambda both: update(*both), (state, grads))
+
+
+def updated_by_a_loop_afterwards(layer, update, state, inputs_LND, dy_ND):
+    dx, grads = gradients(layer, state, inputs_LND, dy_ND)
+    for i in range(len(inputs_LND)):
+        state = put(state, update(take(state, i), take(grads, i)), i)
+    return dx, state
+
+
+def own_update(layer, update, state, inputs_LND, dy_ND):
+    return right(layer, larger_than_the_chip._update, state, inputs_LND, dy_ND)
+
+
+def dx_not_passed_on(layer, update, state, inputs_LND, dy_ND):
+    def visit(dx, state, i, x):
+        one = take(state, i)
+        grads, _ = jax.vjp(layer, one["w"], x)[1](dx)
+        return dx, put(state, update(one, grads), i)
+
+    return scanned(visit, dy_ND, state, inputs_LND)
+
+
+def in_a_python_loop(layer, update, state, inputs_LND, dy_ND):
+    for i in reversed(range(len(inputs_LND))):
+        one = take(state, i)
+        grads, dy_ND = jax.vjp(layer, one["w"], inputs_LND[i])[1](dy_ND)
+        state = put(state, update(one, grads), i)
+    return dy_ND, state
+
+
+def with_the_state_scanned(layer, update, state, inputs_LND, dy_ND):
+    def visit(dx, at):
+        one, x = at
+        grads, dx = jax.vjp(layer, one["w"], x)[1](dx)
+        return dx, update(one, grads)
+
+    return jax.lax.scan(visit, dy_ND, (state, inputs_LND), reverse=True)
+
+
 def state_not_returned(layer, update, state, inputs_LND, dy_ND):
     return right(layer, update, state, inputs_LND, dy_ND)[0], state
 
@@ -97,6 +139,22 @@ def clipped_by(factor_of):
         return jax.vmap(update)(state, jax.tree.map(lambda g: g * jnp.reshape(factor, (-1, 1, 1)), grads))
 
     return answer
+
+
+def clipped_in_a_map(layer, update, state, inputs_LND, dy_ND, max_norm):
+    _, grads = gradients(layer, state, inputs_LND, dy_ND)
+    factor = jnp.minimum(1.0, max_norm / jnp.sqrt(jnp.sum(norms(grads) ** 2)))
+    return jax.lax.map(lambda both: update(both[0], jax.tree.map(lambda g: factor * g, both[1])), (state, grads))
+
+
+def norm_computed_twice(layer, update, state, inputs_LND, dy_ND, max_norm):
+    def visit(dx, total, i, x):
+        grads, _ = jax.vjp(layer, take(state, i)["w"], x)[1](dx)
+        _, dx = jax.vjp(layer, take(state, i)["w"], 1.0 * x)[1](dx)
+        return dx, total + norms(grads) ** 2
+
+    norm = jnp.sqrt(scanned(visit, dy_ND, 0.0, inputs_LND)[1])
+    return right(layer, update, state, inputs_LND, jnp.minimum(1.0, max_norm / norm) * dy_ND)[1]
 
 
 def clipped_by_what_is_known(layer, update, state, inputs_LND, dy_ND, max_norm):
@@ -148,18 +206,32 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "frozen, and yet moved": (HIDDEN, hidden((7, 8), (7, 6)), "has to cross the link"),
     "frozen, as if trained": (HIDDEN, hidden((7, 8), (7, 8)), "has to cross the link"),
     "frozen, fetched once": (HIDDEN, hidden((7, 8), (1, 6)), "In which passes"),
-    "frozen, nothing recomputed": (HIDDEN, hidden((7, 8), (2, 4)), "was not kept"),
+    "frozen, nothing recomputed": (HIDDEN, hidden((7, 8), (2, 4)), "what runs once more"),
+    "frozen, and goes home": (HIDDEN, hidden((7, 8), (3, 6)), "Does a frozen weight go home"),
     "bits": (HIDDEN, lambda flops, link, size, trained: 8 * size * flops / link, "are not it"),
     "a list": (HIDDEN, lambda flops, link, size, trained: [1.0, 2.0], "one number"),
     "as it was given": (BACKWARD, new_weights_in_the_vjp, "whose weights"),
     "the layer computed twice": (BACKWARD, layer_computed_twice, "from one forward pass"),
     "forwards": (BACKWARD, forwards, "known first"),
     "updated after the scan": (BACKWARD, updated_afterwards, "Where must the update stand"),
+    "updated by a map after the scan": (BACKWARD, updated_by_a_map_afterwards, "Where must the update stand"),
+    "updated by a loop after the scan": (BACKWARD, updated_by_a_loop_afterwards, "Where must the update stand"),
+    "an update of one's own": (BACKWARD, own_update, "is it `update` that you call"),
+    "dx not passed on": (BACKWARD, dx_not_passed_on, "carried on"),
     "the old state": (BACKWARD, state_not_returned, "came back as it was"),
     "the state alone": (BACKWARD, state_alone, "return two things"),
     "not the input's gradient": (BACKWARD, wrong_dx, "first layer's input is not"),
     "the two swapped": (BACKWARD, lambda *args: right(*args)[::-1], "other names"),
     "gradients kept": (CLIPPED, clipped_by(lambda g, most: most / jnp.sqrt(jnp.sum(norms(g) ** 2))), "stand"),
+    "gradients kept, updated by a map": (CLIPPED, clipped_in_a_map, "Where must the update stand"),
+    "three ways back": (CLIPPED, norm_computed_twice, "two ways back"),
+    "the norm of dy": (
+        CLIPPED,
+        lambda layer, update, state, inputs, dy, most: right(
+            layer, update, state, inputs, dy * jnp.minimum(1.0, most / jnp.linalg.norm(dy))
+        )[1],
+        "norm of dy_ND|by another norm|differ from",
+    ),
     "each layer's own norm": (CLIPPED, clipped_by(lambda g, most: most / norms(g)), "norm of all of them"),
     "norms added up": (CLIPPED, clipped_by(lambda g, most: most / jnp.sum(norms(g))), "Of which numbers|differ from"),
     "no root": (CLIPPED, clipped_by(lambda g, most: most / jnp.sum(norms(g) ** 2)), "a root|differ from"),
@@ -209,7 +281,8 @@ def test_other_right_answers_are_accepted(capsys):
         norm = jnp.sqrt(scanned(visit, dy_ND, 0.0, inputs_LND)[1])
         return right(layer, update, state, inputs_LND, jnp.minimum(1.0, max_norm / norm) * dy_ND)[1]
 
-    BACKWARD(right)
+    for answer in (right, in_a_python_loop, with_the_state_scanned):
+        BACKWARD(answer)
     CLIPPED(smaller_from_the_start)
     HIDDEN(hidden((7, 8), (2, 6)))
-    assert capsys.readouterr().out.count("correct") == 3
+    assert capsys.readouterr().out.count("correct") == 5

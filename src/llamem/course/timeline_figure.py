@@ -57,6 +57,26 @@ def drawn_steps(found: Mapping[str, Timeline]) -> dict[str, int]:
     return dict.fromkeys(steps, most) if most <= 3 * min(steps.values()) else steps
 
 
+def passes_drawn(one: Timeline) -> list[tuple[str, int, int]]:
+    """The passes as they are told to a reader: a border inside a loop is moved to where that loop begins.
+
+    A loop that updates what it differentiates is one part of the program, "backward and optimizer". A loop that
+    begins with the program, over parts of a batch, holds all passes, and their borders stay.
+    """
+    inner = [loop for loop in one.loops if loop.first > 0.1 * one.steps]
+    starts: dict[int, list[str]] = {}
+    for name, first, _ in one.passes:
+        around = min((loop.first for loop in inner if loop.first < first < loop.end), default=first)
+        starts.setdefault(around, []).append(name)
+    ends = [*starts, one.steps][1:]
+    return [(" and ".join(names), first, end) for (first, names), end in zip(starts.items(), ends, strict=True)]
+
+
+def pass_drawn_at(one: Timeline, step: int) -> str:
+    """The part of the program that a step belongs to, as `passes_drawn` names it; "" where nothing is known."""
+    return next((name for name, first, end in passes_drawn(one) if first <= step < end), "")
+
+
 def largest_made(timeline: Timeline, count: int = 3) -> list[Span]:
     """The largest buffers at the peak that the program makes itself, beside what the caller holds."""
     return [buffer for buffer in timeline.at_peak() if buffer.name not in ("argument", "constant")][:count]
@@ -67,7 +87,8 @@ def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
 
     Where one schedule has over three times the steps of another, each stands on steps of its own; bytes stay equal.
     Passes are marked, and loops with how often they run; the dashed line is what the chip offers. At the peak stand
-    the three largest buffers that the program makes. Memory on the host, where there is any, is a line of its own.
+    the three largest buffers that the program makes. Memory on the host, where there is any, is a line of its own, or a
+    number where it lies far above the axis.
     Raises ValueError for a report without a timeline.
     """
     found = timelines(reports)
@@ -120,7 +141,8 @@ def timeline_alt(reports: Mapping[str, Report | Timeline]) -> str:
         parts = {category: row[one.peak_step] for category, row in one.by_category().items()}
         told = sorted(((size, category) for category, size in parts.items()), reverse=True)[:4]
         shares = ", ".join(f"{category} {size / n_bytes:.1f}" for size, category in told)
-        where = f" in the {one.pass_at(one.peak_step)} pass" if one.pass_at(one.peak_step) else ""
+        name_of_pass = pass_drawn_at(one, one.peak_step)
+        where = f" in the {name_of_pass} pass" if name_of_pass else ""
         sentence = f"{name}: highest at {one.peak_bytes / n_bytes:.1f}{where}, of it {shares}"
         if one.capacity_bytes:
             verdict = "more than" if one.over_capacity else "within"
@@ -150,7 +172,10 @@ def _areas(ax: Axes, one: Timeline, n_bytes: int) -> None:
         base = upper
     ax.step(steps, np.append(base, base[-1]), where="post", color="black", linewidth=0.7)
     host = one.curve("host")
-    if host.any():
+    if host.max(initial=0) / n_bytes > 2 * ax.get_ylim()[1]:
+        least, most = (f"{size / n_bytes:.0f}" for size in (host.min(), host.max()))
+        ax.text(0.98, 0.7, f"on the host: {least} to {most}", transform=ax.transAxes, ha="right", fontsize=8)
+    elif host.any():
         edge = np.append(host, host[-1]) / n_bytes
         ax.step(steps, edge, where="post", color="black", linestyle=":", linewidth=1.6, label=_HOST)
 
@@ -172,7 +197,7 @@ def _name_area(ax: Axes, category: str, lower: np.ndarray, upper: np.ndarray) ->
 
 def _passes(ax: Axes, one: Timeline) -> None:
     above = ax.get_xaxis_transform()
-    for name, first, end in one.passes:
+    for name, first, end in passes_drawn(one):
         if first:
             ax.axvline(first, color="black", linewidth=0.7, alpha=0.6)
         if end - first > 0.1 * ax.get_xlim()[1]:

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from llamem._files import write_whole
-from llamem.course.timeline_figure import COLOURS, UNITS, drawn_capacity, drawn_steps, timeline_alt, timelines, unit_of
+from llamem.course.timeline_figure import (
+    COLOURS,
+    UNITS,
+    drawn_capacity,
+    drawn_steps,
+    passes_drawn,
+    timeline_alt,
+    timelines,
+    unit_of,
+)
 from llamem.memory.report import Report
 from llamem.memory.timeline import CATEGORIES, Timeline
 
@@ -77,7 +86,7 @@ def _program(name: str, one: Timeline) -> dict[str, Any]:
         "capacity": one.capacity_bytes,
         "steps": one.steps,
         "peakStep": one.peak_step,
-        "passes": one.passes,
+        "passes": passes_drawn(one),
         "loops": [[loop.first, loop.end, loop.trips] for loop in one.loops],
         "steps_of": [texts.setdefault(operation, len(texts)) for operation in one.operations],
         "operations": list(texts),

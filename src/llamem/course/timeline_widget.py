@@ -7,7 +7,7 @@ from typing import Any
 import ipywidgets as widgets
 import numpy as np
 
-from llamem.course.timeline_figure import COLOURS, drawn_capacity, timelines
+from llamem.course.timeline_figure import COLOURS, drawn_capacity, pass_drawn_at, timelines
 from llamem.memory.report import Report
 from llamem.memory.show import size_text
 from llamem.memory.timeline import Span, Timeline
@@ -59,7 +59,8 @@ def _top(one: Timeline) -> float:
 
 def _step(one: Timeline, hill: str, step: int, largest: int) -> str:
     in_use = int(one.curve()[step])
-    where = f", {one.pass_at(step)} pass" if one.pass_at(step) else ""
+    name_of_pass = pass_drawn_at(one, step)
+    where = f", {name_of_pass} pass" if name_of_pass else ""
     turns = [loop.trips for loop in one.loops if loop.first <= step < loop.end]
     where += "".join(f", in a loop of {trips or 'an unknown number of'} turns" for trips in turns)
     operation = one.operations[step] if step < len(one.operations) else "the end: what the program puts out"

@@ -1,6 +1,7 @@
 """Checks of notebook 12's exercises: when a link is hidden, updates in a backward scan, clipping by the norm of all."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -9,10 +10,11 @@ import numpy as np
 
 from llamem.course.exercises import grade
 from llamem.memory import CHIPS, matmul_flops
-from llamem.memory.jaxprs import equations
+from llamem.memory.jaxprs import equations, inner_jaxprs
 from llamem.planner import HOST_LINK, PRODUCTS
 
 L, N, D, F = 5, 6, 8, 12  # layers, tokens and widths of the stack that exercises 2 and 3 are tried on
+ONCE = 3 * L * 2 * N * 2 * D * F  # FLOPs of one way back: the layer again, and two products for each of its own
 
 
 def check_hidden_from(fn: Callable[..., float]) -> None:
@@ -51,7 +53,7 @@ def _not_these(case: str, share: float, trained: bool) -> None:
             7 / 2 * 6 / 8: "adapters move, the frozen weights do not. What of a frozen layer has to cross the link?",
             7 / 2: "adapters move, the frozen weights do not. What of a frozen layer has to cross the link?",
             1 / 2: "weights are fetched once in your answer. In which passes are they needed?",
-            6 / 4: "what runs once more in the backward pass, because it was not kept?",
+            6 / 4: "half as many again. Does a frozen weight go home? And what runs once more in the backward pass?",
         },
     }
     for ratio, hint in mistakes[trained].items():
@@ -63,11 +65,14 @@ def _layer(w: Any, x_ND: Any) -> Any:
     return x_ND + jax.nn.silu(x_ND @ w["up"]) @ w["down"]
 
 
-def _update(state: Any, grads: Any) -> Any:
-    # Padded and cut again, so that an update of all layers at once shows in the program by its shapes.
+def _update(state: Any, grads: Any, decay: float = 0.9, rate: float = 0.5) -> Any:
+    # Padded and cut again, so that the program shows by shapes where an update stands, and of how many layers.
     seen = jax.tree.map(lambda g: jnp.pad(g, ((0, 1), (0, 0)))[:-1], grads)
-    m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, state["m"], seen)
-    return {"w": jax.tree.map(lambda w, m: w - 0.5 * m, state["w"], m), "m": m}
+    m = jax.tree.map(lambda m, g: decay * m + 0.1 * g, state["m"], seen)
+    return {"w": jax.tree.map(lambda w, m: w - rate * m, state["w"], m), "m": m}
+
+
+_other_update = functools.partial(_update, decay=0.6, rate=0.3)
 
 
 def _given() -> tuple[Any, Any, Any]:
@@ -103,6 +108,11 @@ def check_backward_scan(fn: Callable[..., Any]) -> None:
         _same_shapes(new, state)
         assert jnp.shape(dx_ND) == (N, D), f"first comes the gradient of the first layer's input, {(N, D)}"
         wrong = [i for i in range(L) if not _near(_one(new, i), _one(expected, i))]
+        if wrong == list(range(L - 1)) and _near(new, _update_all(state, _dx_not_passed_on(state))):
+            raise AssertionError(
+                f"layer {L - 1} is right, and every other one got dy_ND as it was given. The layer below needs the "
+                "gradient of this layer's input: it has to be carried on"
+            )
         if wrong == list(range(L - 1)):
             raise AssertionError(
                 f"layer {L - 1}, where you begin, is right, and every layer before it is a little off: something went "
@@ -113,12 +123,15 @@ def check_backward_scan(fn: Callable[..., Any]) -> None:
             raise AssertionError("you go through the layers forwards. Which one's gradient is known first?")
         assert not wrong, f"layers {wrong} are not those of autodiff and the same update, layer by layer"
         assert _near(dx_ND, d_first_ND), "the layers are right, the gradient of the first layer's input is not"
+        other = fn(_layer, _other_update, state, inputs_LND, dy_ND)[1]
+        assert _near(other, _update_all(state, grads, _other_update)), (
+            "with another `update` your layers are wrong: is it `update` that you call?"
+        )
         _no_gradients_of_all(fn, state, inputs_LND, dy_ND)
         flops = _flops(fn, state, inputs_LND, dy_ND)
-        once = 3 * L * 2 * N * 2 * D * F  # the layer again, and two products for each of its own
-        if flops > 1.1 * once:
+        if flops > 1.1 * ONCE:
             raise AssertionError(
-                f"the numbers are right, but the products take {flops:,} FLOPs where {once:,} are enough: the layer is "
+                f"the numbers are right, but the products take {flops:,} FLOPs where {ONCE:,} are enough: the layer is "
                 "computed more than once. Which call gives both gradients from one forward pass?"
             )
         return "Both gradients from the old weights, then the update: the order is all."
@@ -129,6 +142,9 @@ def check_backward_scan(fn: Callable[..., Any]) -> None:
             return dx, d_w
 
         return jax.lax.scan(step, dy_ND, (state["w"], inputs_LND))[1]
+
+    def _dx_not_passed_on(state: Any) -> Any:
+        return jax.vmap(lambda w, x_ND: jax.vjp(_layer, w, x_ND)[1](dy_ND)[0])(state["w"], inputs_LND)
 
     grade(2, body)
 
@@ -151,7 +167,12 @@ def check_clipped_scan(fn: Callable[..., Any]) -> None:
         limit = norm / 3
         tight = fn(_layer, _update, state, inputs_LND, dy_ND, limit)
         _same_shapes(tight, state)
-        assert not _near(tight, loose), f"with max_norm={limit:.2f} nothing changed: the gradients are not clipped"
+        assert not _near(tight, loose), (
+            f"with max_norm={limit:.2f}, a third of the norm of all the weights' gradients, nothing changed: they are "
+            "not clipped, or by another norm"
+        )
+        if _near(tight, _scaled(limit / float(jnp.linalg.norm(dy_ND)))):
+            raise AssertionError("that is the norm of dy_ND. Asked for was the norm of the weights' gradients")
         own = [min(1.0, limit / size) for size in layers]
         by_layer = jax.tree.map(lambda g: g * jnp.asarray(own)[:, None, None], grads)
         if _near(tight, _update_all(state, by_layer)):
@@ -168,11 +189,21 @@ def check_clipped_scan(fn: Callable[..., Any]) -> None:
                 "of all known, and what can you do until then?"
             )
         assert _near(tight, _scaled(limit / norm)), "all gradients are to be smaller by one factor, max_norm / norm"
+        other = fn(_layer, _other_update, state, inputs_LND, dy_ND, limit)
+        assert _near(other, _scaled(limit / norm, _other_update)), (
+            "with another `update` your layers are wrong: is it `update` that you call?"
+        )
         _no_gradients_of_all(fn, state, inputs_LND, dy_ND, limit)
+        flops = _flops(fn, state, inputs_LND, dy_ND, limit)
+        if flops > 2.2 * ONCE:
+            raise AssertionError(
+                f"the numbers are right, but the products take {flops:,} FLOPs where two ways back take {2 * ONCE:,}: "
+                "once for the norm and once for the update is enough"
+            )
         return "Two passes over the layers, and never the gradients of two layers at once."
 
-    def _scaled(factor: float) -> Any:
-        return _update_all(state, jax.tree.map(lambda g: factor * g, grads))
+    def _scaled(factor: float, update: Callable[..., Any] = _update) -> Any:
+        return _update_all(state, jax.tree.map(lambda g: factor * g, grads), update)
 
     grade(3, body)
 
@@ -191,22 +222,49 @@ def _same_shapes(new: Any, state: Any) -> None:
 
 
 def _no_gradients_of_all(fn: Callable[..., Any], *args: Any) -> None:
-    """Raises where the update is computed of all layers' gradients together: then they exist together."""
+    """Raises where gradients of several layers wait for their update, as the order of the traced program tells."""
     program = jax.make_jaxpr(lambda *args: fn(_layer, _update, *args))(*args).jaxpr
     shapes = {getattr(var.aval, "shape", ()) for eqn, _ in equations(program) for var in eqn.outvars}
-    if shapes & {(L, D + 1, F), (L, F + 1, D)}:
+    if shapes & {(L, D + 1, F), (L, F + 1, D)} or not _in_order(program):
         raise AssertionError(
-            "the numbers are right, but your update sees all layers together: the gradients of all of them exist at "
-            "once, and that room was to be saved. Where must the update stand?"
+            "the numbers are right, but gradients of several layers wait for their update: they exist at once, and "
+            "that room was to be saved. Where must the update stand?"
         )
+
+
+def _in_order(program: Any, in_loop: bool = False) -> bool:
+    """Whether between two updates a layer's gradient is computed: U for an update's mark, P for a product.
+
+    In a loop's body that updates, a product has to stand too.
+    """
+    letters = "".join(_letter(eqn) for eqn in _without_loops(program))
+    if "UU" in letters or (in_loop and set(letters) == {"U"}):
+        return False
+    loops = [eqn for eqn in _without_loops(program) if eqn.primitive.name in ("scan", "while")]
+    return all(_in_order(body, in_loop=True) for eqn in loops for body in inner_jaxprs(eqn))
+
+
+def _without_loops(program: Any) -> Iterator[Any]:
+    for eqn in program.eqns:
+        yield eqn
+        if eqn.primitive.name not in ("scan", "while"):
+            for inner in inner_jaxprs(eqn):
+                yield from _without_loops(inner)
+
+
+def _letter(eqn: Any) -> str:
+    if eqn.primitive.name == "dot_general":
+        return "P"
+    updates = eqn.primitive.name == "pad" and eqn.outvars[0].aval.shape[-2:] == (D + 1, F)
+    return "U" if updates else ""
 
 
 def _flops(fn: Callable[..., Any], *args: Any) -> int:
     return matmul_flops(jax.make_jaxpr(lambda *args: fn(_layer, _update, *args))(*args).jaxpr)
 
 
-def _update_all(state: Any, grads: Any) -> Any:
-    return jax.vmap(_update)(state, grads)
+def _update_all(state: Any, grads: Any, update: Callable[..., Any] = _update) -> Any:
+    return jax.vmap(update)(state, grads)
 
 
 def _one(tree: Any, i: int) -> Any:
