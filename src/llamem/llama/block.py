@@ -78,7 +78,8 @@ class Block(nnx.Module):
         if head_groups == 1:
             attn_out_BTD = attention.attend(weights, y_BTD, rope, segments_BT, lora)
         else:
-            attn_out_BTD = attention.attend_in_groups(weights, y_BTD, rope, segments_BT, lora, head_groups)
+            in_blocks = self._in_blocks(ATTENTION)
+            attn_out_BTD = attention.attend_in_groups(weights, y_BTD, rope, segments_BT, lora, head_groups, in_blocks)
         return self._after_attention(x_BTD, attn_out_BTD, mesh.tensor_axis, mlp_tiles, lora)
 
     def qkv(
@@ -104,11 +105,15 @@ class Block(nnx.Module):
 
         return {name: array(getattr(self, name)) for name in names if hasattr(self, name)}
 
+    def _in_blocks(self, names: tuple[str, ...]) -> frozenset[str]:
+        """Return which of these parameters are in blocks of few bits."""
+        return frozenset(name for name in names if isinstance(getattr(self, name, None), QuantizedMatrix))
+
     def _after_attention(
         self, x_BTD: Array, attn_out_BTD: Array, tensor_axis: str | None, tiles: int, lora: LayerAdapters
     ) -> Array:
         x_BTD = x_BTD + checkpoint_name(leave(attn_out_BTD, tensor_axis), "attn_out")
-        weights = self._weights(_FEED_FORWARD)
+        weights, in_blocks = self._weights(_FEED_FORWARD), self._in_blocks(_FEED_FORWARD)
 
         def norm(weights: Weights, x_BTD: Array) -> Array:
             return enter(rms_norm(x_BTD, weights["mlp_norm"], self.config.norm_eps), tensor_axis)
@@ -122,9 +127,9 @@ class Block(nnx.Module):
         if tiles == 1:
             return whole(weights, x_BTD, lora)
         if tensor_axis is None:
-            return _in_tiles(whole, weights, x_BTD, lora, tiles)
+            return _in_tiles(whole, weights, x_BTD, lora, tiles, in_blocks)
         # Devices meet once, and not once per tile.
-        return add(x_BTD, _in_tiles(self._feed_forward, weights, norm(weights, x_BTD), lora, tiles))
+        return add(x_BTD, _in_tiles(self._feed_forward, weights, norm(weights, x_BTD), lora, tiles, in_blocks))
 
     def _feed_forward(self, weights: Weights, y_BTD: Array, lora: LayerAdapters) -> Array:
         dtype = self.config.compute_dtype
@@ -146,21 +151,30 @@ def _in_tiles(
     x_BTD: Array,
     lora: LayerAdapters,
     tiles: int,
+    in_blocks: frozenset[str],
 ) -> Array:
-    """Return `fn(weights, x_BTD, lora)`, which works on tokens one by one, tile by tile."""
+    """Return `fn(weights, x_BTD, lora)`, which works on tokens one by one, tile by tile.
+
+    What is dequantised enters the loop over tiles outputs first, as its blocks lie: else XLA for GPUs would bring the
+    blocks of all layers into the other order before the loop over layers, in a copy.
+    """
+
+    def turned(weights: Weights) -> Weights:
+        return {name: w.swapaxes(-1, -2) if name in in_blocks else w for name, w in weights.items()}
+
     if not lora.a:
 
         def rows(weights: Weights, x_ND: Array) -> Array:
-            return fn(weights, x_ND[None], lora)[0]
+            return fn(turned(weights), x_ND[None], lora)[0]
 
-        return tiled_map(rows, weights, x_BTD.reshape(-1, x_BTD.shape[-1]), tiles).reshape(x_BTD.shape)
+        return tiled_map(rows, turned(weights), x_BTD.reshape(-1, x_BTD.shape[-1]), tiles).reshape(x_BTD.shape)
 
     def columns(params: Any, x_TBD: Array) -> Array:
         weights, lora = params
-        return fn(weights, x_TBD.swapaxes(0, 1), lora).swapaxes(0, 1)
+        return fn(turned(weights), x_TBD.swapaxes(0, 1), lora).swapaxes(0, 1)
 
     # Adapters belong to sequences: a tile is some tokens of each of them.
-    return tiled_map(columns, (weights, lora), x_BTD.swapaxes(0, 1), tiles).swapaxes(0, 1)
+    return tiled_map(columns, (turned(weights), lora), x_BTD.swapaxes(0, 1), tiles).swapaxes(0, 1)
 
 
 # What a block names; with experts also "router".

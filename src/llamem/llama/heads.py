@@ -129,12 +129,20 @@ class Attention:
         segments_BT: Int[Array, "B T"] | None,
         lora: LayerAdapters,
         groups: int,
+        in_blocks: frozenset[str] = frozenset(),
     ) -> Float[Array, "B T D"]:
         """Return what `attend` returns, at the memory of one group of heads: their results are summed in f32.
 
-        Each group is computed again in the backward pass. Gradients of what groups share grow in f32.
+        Each group is computed again in the backward pass. Gradients of what groups share grow in f32. The weights
+        `in_blocks`, dequantised, enter the loop over groups outputs first, as their blocks lie: else XLA for GPUs would
+        copy those of all layers.
         """
-        heads = {name: _cut(weights[name], axis, groups) for name, axis in _HEADS.items()}
+
+        def turned(name: str, w: Array, start: int, end: int) -> Array:  # D is the input of wq, the output of wo
+            start, end = (end, start) if name == "wo" else (start, end)
+            return jnp.moveaxis(w, start, end) if name in in_blocks else w
+
+        heads = {name: turned(name, _cut(weights[name], axis, groups), -3, -1) for name, axis in _HEADS.items()}
         norms = {name: weight for name, weight in weights.items() if name not in heads}
         channels = {name[1]: math.prod(weights[name].shape[1:]) for name in ("wq", "wk", "wv")}
         lora_heads, lora_shared = lora.in_groups_of_heads(groups, {**channels, "o": channels["q"]})
@@ -142,6 +150,7 @@ class Attention:
         def group(shared: Any, part: Any, dtype: Any) -> Array:
             (norms, lora_shared, y_BTD, rope, segments_BT), (heads, lora_heads) = shared, part
             mine = lora_heads.with_shared(lora_shared)
+            heads = {name: turned(name, w, -1, -3) for name, w in heads.items()}
             return self.attend({**norms, **heads}, y_BTD, rope, segments_BT, mine, one_product=True, dtype=dtype)
 
         return sum_parts(group, (norms, lora_shared, y_BTD, rope, segments_BT), (heads, lora_heads), y_BTD.dtype)

@@ -32,37 +32,51 @@ STREAMED: tuple[dict[str, Any], ...] = (
     {"update": "in_backward", "moments": "host"},
     {"update": "in_backward", "moments": "host", "weights": "host"},
 )
+# The same of adapters: moments are too small to move, and where the head is frozen tiles of tokens are the fastest.
+ADAPTER_LOSS_TILES: tuple[tuple[str, int] | None, ...] = (None, ("plain", 0))
+ADAPTER_STREAMED: tuple[dict[str, Any], ...] = ({"weights": "host"},)
 
 
 @functools.lru_cache(maxsize=8)
 def estimates(question: Question) -> tuple[Estimate, ...]:
-    """Return an estimate of every plan that is tried, in the order in which they are. The last few answers are kept."""
-    meshes = (question.mesh,) if question.mesh is not None else _meshes(question.config.d_model, question.chip.devices)
-    tried = (plan for mesh in meshes for plan in _plans(question.config, mesh))
-    return tuple(_estimated(question, tried))
+    """Return an estimate of every plan that is tried, in the order in which they are. The last few answers are kept.
+
+    Raises ValueError where the sizes divide among the chips in no way.
+    """
+    trained = question.lora is None
+    return _estimated(question, [plan for mesh in _meshes(question) for plan in _plans(question.config, mesh, trained)])
 
 
 @functools.lru_cache(maxsize=8)
 def streamed_estimates(question: Question) -> tuple[Estimate, ...]:
     """Return estimates of plans that update layers in the backward pass, or fetch them from the host, or both.
 
-    None for several chips, which share the weights out instead.
+    None for several chips, which share the weights out instead, and for a host that nobody told of.
     """
-    return () if question.chip.devices > 1 else tuple(_estimated(question, _streamed_plans(question.config)))
+    if question.chip.devices > 1 or question.host_bytes is None:
+        return ()
+    return _estimated(question, _streamed_plans(question.config, question.lora is None))
 
 
-def _meshes(d_model: int, devices: int) -> Iterator[MeshShape]:
+def _meshes(question: Question) -> Iterator[MeshShape]:
     """Yield ways to lay a model on chips: FSDP first, then with tensor or context parallelism."""
-    for other in (size for size in range(1, devices + 1) if devices % size == 0):
-        for axis in ("tensor", "context") if other > 1 else ("tensor",):
-            mesh = MeshShape(fsdp=devices // other, **{axis: other})
-            if d_model % (mesh.fsdp * mesh.context) == 0:
-                yield mesh
+    d_model, devices = question.config.d_model, question.chip.devices
+    if question.mesh is not None:
+        yield question.mesh
+    elif question.quantize:  # blocks are not split
+        yield MeshShape(data=devices)
+    else:
+        for other in (size for size in range(1, devices + 1) if devices % size == 0):
+            for axis in ("tensor", "context") if other > 1 else ("tensor",):
+                mesh = MeshShape(fsdp=devices // other, **{axis: other})
+                if d_model % (mesh.fsdp * mesh.context) == 0:
+                    yield mesh
 
 
 @functools.lru_cache(maxsize=32)
-def _plans(config: LlamaConfig, mesh: MeshShape) -> tuple[Plan, ...]:
-    choices = product(KEPT, _head_groups(config, mesh), MLP_TILES, OFFLOADS, MOMENTS, LOSS_TILES)
+def _plans(config: LlamaConfig, mesh: MeshShape, trained: bool) -> tuple[Plan, ...]:
+    moments, loss_tiles = (MOMENTS, LOSS_TILES) if trained else (("device",), ADAPTER_LOSS_TILES)
+    choices = product(KEPT, _head_groups(config, mesh), MLP_TILES, OFFLOADS, moments, loss_tiles)
     return _made(
         {
             "mode": mode,
@@ -80,8 +94,9 @@ def _plans(config: LlamaConfig, mesh: MeshShape) -> tuple[Plan, ...]:
 
 
 @functools.lru_cache(maxsize=8)
-def _streamed_plans(config: LlamaConfig) -> tuple[Plan, ...]:
-    choices = product(STREAMED, _head_groups(config, MeshShape()), MLP_TILES, ((), ("block_in",)), LOSS_TILES)
+def _streamed_plans(config: LlamaConfig, trained: bool) -> tuple[Plan, ...]:
+    ways, loss_tiles = (STREAMED, LOSS_TILES) if trained else (ADAPTER_STREAMED, ADAPTER_LOSS_TILES)
+    choices = product(ways, _head_groups(config, MeshShape()), MLP_TILES, ((), ("block_in",)), loss_tiles)
     return _made(
         {"head_groups": heads, "mlp_tiles": rows, "offload": offload, **way, **_loss(loss, config, MeshShape())}
         for way, heads, rows, offload, loss in choices
@@ -99,12 +114,16 @@ def _made(tried: Iterable[dict[str, Any]]) -> tuple[Plan, ...]:
     return tuple(plans)
 
 
-def _estimated(question: Question, plans: Iterable[Plan]) -> Iterator[Estimate]:
+def _estimated(question: Question, plans: Iterable[Plan]) -> tuple[Estimate, ...]:
+    found, why = [], None
     for plan in plans:
         try:
-            yield estimate_plan(question, plan)
-        except ValueError:  # a mesh that does not divide the sizes
-            continue
+            found.append(estimate_plan(question, plan))
+        except ValueError as error:  # a mesh that does not divide the sizes
+            why = error
+    if why is not None and not found:
+        raise why
+    return tuple(found)
 
 
 def _head_groups(config: LlamaConfig, mesh: MeshShape) -> list[int]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from llamem.llama import LlamaConfig, MeshShape
-from llamem.memory import CHIPS, GiB
+from llamem.llama import LlamaConfig, LoraConfig, MeshShape
+from llamem.memory import CHIPS, Chip, GiB
 from llamem.memory.show import Table
 from llamem.planner.asking import NothingFits
 from llamem.planner.question import chip_called
@@ -30,12 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return FITS
     try:
-        configs = {name: _config(name, given.param_dtype) for name in given.models}
-        chips = list(CHIPS) if given.chip == ["all"] else [chip_called(name).name for name in given.chip]
+        configs = {name: _config(name) for name in given.models}
+        chips = [chip_called(name) for name in (_all(given.quantize) if given.chip == ["all"] else given.chip)]
+        stored = None if given.param_dtype is None else jnp.dtype(given.param_dtype)
+        lora = None if given.lora is None else LoraConfig(ranks=tuple(given.lora))
     except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
-    rows = [_answer(model, config, chip, given) for model, config in configs.items() for chip in chips]
+    rows = [
+        _answer(model, config.replace(**_types(chip, lora, stored)), chip.name, lora, given)
+        for model, config in configs.items()
+        for chip in chips
+    ]
     for row in rows:
         if row["status"] == BAD_INPUT:
             print(f"error: {row['model']} on {row['chip']}: {row['why']}", file=sys.stderr)
@@ -62,7 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--chip", nargs="+", default=["v5e-1"], help=chips)
     plan.add_argument("--tokens", type=int, help="of one sequence; without it, the longest context that fits")
     plan.add_argument("--batch", type=int, default=1, help="sequences of one step, over all chips; default 1")
-    plan.add_argument("--param-dtype", default="bfloat16", help="of weights and moments; default bfloat16")
+    plan.add_argument(
+        "--lora", nargs="+", type=int, metavar="RANK", help="train adapters of these ranks, not the model"
+    )
+    plan.add_argument("--quantize", metavar="KIND", help="of the frozen layers under adapters: q4_0, q4_1 or q8_0")
+    types = "of weights, and of their moments; default bfloat16 (under adapters float16 on chips without bfloat16)"
+    plan.add_argument("--param-dtype", help=types)
     plan.add_argument("--host-gib", type=_gib, help="what the host can hold of a run: weights may wait there")
     plan.add_argument(
         "--clip", choices=("global", "layer"), default="global", help="gradients by the norm of all, or layer by layer"
@@ -79,12 +90,24 @@ def _gib(text: str) -> int:
     return int(value * GiB)
 
 
-def _config(name: str, param_dtype: str) -> LlamaConfig:
-    types = {"param_dtype": jnp.dtype(param_dtype), "compute_dtype": jnp.bfloat16}
-    return LlamaConfig.from_hf(name, **types) if name.endswith(".json") else LlamaConfig.from_name(name, **types)
+def _config(name: str) -> LlamaConfig:
+    return LlamaConfig.from_hf(name) if name.endswith(".json") else LlamaConfig.from_name(name)
 
 
-def _answer(model: str, config: LlamaConfig, chip: str, given: argparse.Namespace) -> dict[str, Any]:
+def _all(quantize: str | None) -> list[str]:
+    """Return the names of all chips; of single ones for blocks, which are not split."""
+    return [name for name, chip in CHIPS.items() if quantize is None or chip.devices == 1]
+
+
+def _types(chip: Chip, lora: LoraConfig | None, stored: Any) -> dict[str, Any]:
+    """Return the types of weights and products: of 16 bits, which the chip has units for where the model is frozen."""
+    products = jnp.bfloat16 if lora is None or chip.has_bf16 else jnp.float16
+    return {"param_dtype": stored or products, "compute_dtype": products}
+
+
+def _answer(
+    model: str, config: LlamaConfig, chip: str, lora: LoraConfig | None, given: argparse.Namespace
+) -> dict[str, Any]:
     """Return what was found for one model on one chip, as JSON has it. What cannot be asked is a row as well."""
     how: dict[str, Any] = {
         "batch_size": given.batch,
@@ -92,6 +115,8 @@ def _answer(model: str, config: LlamaConfig, chip: str, given: argparse.Namespac
         "progress": _tell,
         "host_bytes": given.host_gib,
         "clip": given.clip,
+        "lora": lora,
+        "quantize": given.quantize,
     }
     row: dict[str, Any] = {"model": model, "chip": chip, "batch_size": given.batch, "seq_len": given.tokens}
     try:

@@ -7,8 +7,9 @@ Bytes are three sums and a margin (`llamem.planner.sums`). Seconds are a rooflin
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from llamem.llama import LlamaConfig
+from llamem.llama import LlamaConfig, LoraConfig
 from llamem.llama.plan import Plan
+from llamem.llama.quantized import Kind
 from llamem.memory import Chip, GiB, Report
 from llamem.memory.show import Shown, Table
 from llamem.planner.host import host_bytes, link_bytes
@@ -115,14 +116,18 @@ def estimate(
     seq_len: int,
     batch_size: int = 1,
     clip: Clip = "global",
+    lora: LoraConfig | None = None,
+    quantize: Kind | None = None,
 ) -> Estimate:
     """Return what one AdamW step will need on a chip or a slice, in microseconds, without a compiler.
 
-    The step is that of `llamem.abstract_step`, its state donated. With several chips the plan's mesh says who holds
-    what, and bytes are those of one. Raises ValueError for an unknown chip and for sizes that do not divide; TypeError
-    for what is no config or plan.
+    The step is that of `llamem.abstract_step`, its state donated; with `lora` that of `llamem.abstract_lora_step`, over
+    matrices in blocks with `quantize`. With several chips the plan's mesh says who holds what, and bytes are those of
+    one. Raises ValueError for an unknown chip and for sizes that do not divide; TypeError for what is no config, plan
+    or `LoraConfig`.
     """
-    return estimate_plan(ask(config, chip, seq_len, batch_size, compiler=False, clip=clip), plan)
+    asked = ask(config, chip, seq_len, batch_size, compiler=False, clip=clip, lora=lora, quantize=quantize)
+    return estimate_plan(asked, plan)
 
 
 def estimate_plan(question: Question, plan: Plan) -> Estimate:

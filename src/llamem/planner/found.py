@@ -6,7 +6,7 @@ from typing import Any
 
 from llamem._extras import import_extra
 from llamem.layers import Policy
-from llamem.llama import Plan
+from llamem.llama import LoraConfig, Plan
 from llamem.memory import GiB, Report
 from llamem.memory.show import Shown, Table
 from llamem.planner.candidates import frontier
@@ -50,12 +50,28 @@ class Found(Shown):
 
     @property
     def code(self) -> str:
-        """The lines of Python that train with this plan, `config` being the model's, `text` a file or folder."""
-        question = self.estimate.question
+        """The lines of Python that train with this plan: `config` is the model's, `text`, `chats` a file or folder.
+
+        Adapters are trained over the weights in `folder`.
+        """
+        question, config = self.estimate.question, self.estimate.config
         clip = "" if question.clip == "global" else f", clip={question.clip!r}"
-        return (
+        settings = (
             f"settings = llamem.TrainSettings(batch_size={question.batch_size}, seq_len={question.seq_len}{clip})\n"
-            f"llamem.train.train(config, llamem.train.load_corpus(text), settings, 'run', plan=llamem.{self.plan})"
+        )
+        if question.lora is None:
+            return (
+                f"{settings}llamem.train.train(config, llamem.train.load_corpus(text), settings, 'run', "
+                f"plan=llamem.{self.plan})"
+            )
+        bits = f", quantize={question.quantize!r}" if question.quantize else ""
+        types = f"dtype={config.param_dtype.name!r}, compute_dtype={config.compute_dtype.name!r}{bits}"
+        return (
+            f"{settings}plan = llamem.{self.plan}\n"
+            f"model = llamem.load_pretrained(folder, {types}, plan=plan)\n"
+            "data = llamem.train.load_chats(chats, llamem.train.Tokenizer(folder))\n"
+            f"lora = llamem.{_lora_in_code(question.lora)}\n"
+            "llamem.train.train(model.config, data, settings, 'run', init=model, lora=lora, plan=plan)"
         )
 
     def parts_shown(self) -> Iterable[str | Table]:
@@ -132,16 +148,37 @@ def in_words(plan: Plan) -> str:
     return ", ".join(words)
 
 
+def _lora_in_code(lora: LoraConfig) -> str:
+    """Return the call that makes these adapters, without what it fills in by itself."""
+    defaults = LoraConfig(ranks=lora.ranks)
+    names = (
+        "ranks",
+        *(name for name in ("alphas", "target_modules") if getattr(lora, name) != getattr(defaults, name)),
+    )
+    return f"LoraConfig({', '.join(f'{name}={getattr(lora, name)!r}' for name in names)})"
+
+
+def _types(one: Estimate) -> str:
+    """Return what is trained, and in which types everything is."""
+    p, c, question = one.config.param_dtype.name, one.config.compute_dtype.name, one.question
+    if question.lora is None:
+        return f"Weights, gradients and both moments are {p}, products {c}."
+    ranks = ", ".join(map(str, question.lora.ranks))
+    frozen = (
+        f"Frozen layers are in {question.quantize}, tables and norms" if question.quantize else "Frozen weights are"
+    )
+    return f"Adapters of rank {ranks} and both moments are float32. {frozen} {p}, products {c}."
+
+
 def explain(one: Estimate, report: Report | None, tried: Sequence[Estimate], asked: int) -> Found:
     """Return what was found, why in words, and the plans beside it."""
     capacity = one.capacity_bytes
     of = f" of {capacity / GiB:.2f}" if capacity else ""
     peak, who = (report.peak_bytes, "compiled") if report else (one.peak_bytes, "estimated, not compiled")
-    p, c = one.config.param_dtype.name, one.config.compute_dtype.name
     lines = [
         f"{one.plan}: {peak / GiB:.2f}{of} GiB on {one.chip.name} ({who}), {one.host_bytes / GiB:.2f} GiB on the host, "
         f"{one.seconds.total:.2f} s a step (estimated) for {one.batch_size} x {one.seq_len:,} tokens.",
-        f"It {in_words(one.plan)}. Weights, gradients and both moments are {p}, products {c}.",
+        f"It {in_words(one.plan)}. {_types(one)}",
     ]
     faster = [e for e in tried if e.seconds.total < one.seconds.total / ALIKE]
     if faster:

@@ -11,12 +11,12 @@ _GPU_POOL_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # says more, or less, than X
 
 def host_bytes(share: Share) -> int:
     """Return the bytes in the host's memory where most of it is in use."""
-    plan, p, c = share.plan, share.param_bytes, share.compute_bytes
+    plan, c = share.plan, share.compute_bytes
     total = share.layers_at_work * _offloaded(share) + _group_inputs(share)
     if plan.moments == "host":
-        total += 2 * p * share.matrices
+        total += 2 * share.matrix_bytes
     if plan.weights == "host":  # a tied head's gradient waits there for the embedding's
-        total += p * share.matrices + (c * share.head if share.tables == 1 else 0)
+        total += share.matrix_bytes + (c * share.head if share.trained and share.tables == 1 else 0)
     return total
 
 
@@ -25,12 +25,12 @@ def link_bytes(share: Share) -> int:
     plan, p = share.plan, share.param_bytes
     total = 2 * share.L * _offloaded(share) + 2 * _group_inputs(share)
     if plan.moments == "host":
-        total += 2 * 2 * p * share.matrices  # there and back
+        total += 2 * 2 * share.matrix_bytes  # there and back
     if plan.weights == "host":  # read forward and backward, in groups twice; written once; tables are read once more
-        stack, reads = p * share.L * share.layer_weights, 3 if share.groups > 1 else 2
-        total += (reads + 1) * stack + 2 * p * share.head + 2 * p * share.tables * share.head
-        if share.tables == 1:
-            total += 2 * share.compute_bytes * share.head
+        tables, reads = p * share.tables * share.head, 3 if share.groups > 1 else 2
+        total += (reads + share.trained) * (share.matrix_bytes - tables) + 2 * p * share.head
+        if share.trained:
+            total += 2 * tables + (2 * share.compute_bytes * share.head if share.tables == 1 else 0)
     return total
 
 

@@ -26,11 +26,13 @@ def received(share: Share) -> dict[str, float]:
 
     A layer's weights are gathered for each forward pass, the first, the one again and a nested scan's third, and their
     gradients are summed once. The head is gathered and summed once; rows of the embedding are looked up where they lie.
+    Of a frozen model there are no gradients; those of adapters are summed over all devices with other tokens.
     """
     mesh, c = share.mesh, share.compute_bytes
     again = 0 if share.kept else 1 if share.groups == 1 else 2
     forward = 1 + again
-    weights = (forward + 1) * share.L * share.layer_weights + 2 * share.head
+    sums = 1 if share.trained else 0
+    weights = (forward + sums) * share.L * share.layer_weights + (1 + sums) * share.head
     stream = share.activation_bytes("block_in")
     keys_values = 2 * share.B * share.T * mesh.context * share.K * share.h * c
 
@@ -43,6 +45,8 @@ def received(share: Share) -> dict[str, float]:
         "tensor": 2 * others(mesh.tensor) * (4 + again) * share.L * stream,
         # Keys and values of the whole sequence for each forward pass, and their gradients.
         "context": others(mesh.context) * (forward + 1) * share.L * keys_values,
-        "data": 2 * others(mesh.data) * share.params * c,
+        "data": 2 * others(mesh.data) * share.params * c
+        if share.trained
+        else 2 * others(mesh.devices // mesh.tensor) * 4 * share.adapters,
     }
     return {axis: size for axis, size in found.items() if size}

@@ -5,10 +5,12 @@ import math
 from collections.abc import Mapping
 
 from llamem._checks import check_one_of, check_whole, show
-from llamem.llama import LlamaConfig, MeshShape, Plan
+from llamem.llama import LlamaConfig, LoraConfig, MeshShape, Plan
+from llamem.llama.quantized import Kind, check_kinds
 from llamem.memory import Chip, Report, compile_report
 from llamem.memory.chips import find_chip, known_chip
-from llamem.train import TrainSettings, abstract_step
+from llamem.train import TrainSettings, abstract_lora_step, abstract_step
+from llamem.train.adapter_step import check_adapter_plan
 from llamem.train.settings import Clip
 
 
@@ -18,7 +20,8 @@ class Question:
 
     `seq_len` and `batch_size` are those of the whole batch, over all devices. `mesh`: how several chips share the work;
     None lets a search try ways. `clip`: see `llamem.TrainSettings`. `host_bytes`: what the chip's host can hold of a
-    run; None where no plan may put weights there.
+    run; None where no plan may put weights there. `lora`: the adapters that are trained over a frozen model, None where
+    all of it is trained; `quantize`: the kind of blocks that the frozen matrices are in, such as "q4_0".
 
     Raises, when it is made, TypeError for what is no config and ValueError for sizes that cannot be.
     """
@@ -30,6 +33,8 @@ class Question:
     mesh: MeshShape | None = None
     clip: Clip = "global"
     host_bytes: int | None = None
+    lora: LoraConfig | None = None
+    quantize: Kind | None = None
 
     def __post_init__(self):
         if not isinstance(self.config, LlamaConfig):
@@ -40,6 +45,7 @@ class Question:
         check_whole("seq_len", self.seq_len)
         check_whole("batch_size", self.batch_size)
         check_one_of("clip", self.clip, ("global", "layer"))
+        _check_trained(self.config, self.clip, self.lora, self.quantize)
         host = self.host_bytes
         if host is not None and not (isinstance(host, int | float) and math.isfinite(host) and host >= 0):
             raise ValueError(
@@ -61,8 +67,25 @@ class Question:
     def compile(self, plan: Plan) -> Report:
         """Return what the chip's compiler says of the step under a plan, its state donated."""
         settings = TrainSettings(batch_size=self.batch_size, seq_len=self.seq_len, clip=self.clip)
-        step, state, batch = abstract_step(self.config, settings, plan)
-        return compile_report(step, state, batch, donate_argnums=(0,), chip=self.chip.name)
+        if self.lora is None:
+            step, *shapes = abstract_step(self.config, settings, plan)
+        else:
+            step, *shapes = abstract_lora_step(self.config, settings, plan, self.lora, quantize=self.quantize)
+        return compile_report(step, *shapes, donate_argnums=(0,), chip=self.chip.name)
+
+
+def _check_trained(config: LlamaConfig, clip: Clip, lora: LoraConfig | None, quantize: Kind | None) -> None:
+    if not isinstance(lora, LoraConfig | None):
+        raise TypeError(f"lora={show(lora)}: expected adapters, such as llamem.LoraConfig(ranks=(16,)), or None.")
+    if quantize is not None:
+        check_kinds(config, quantize)
+    if quantize is not None and lora is None:
+        raise ValueError(
+            f"quantize={quantize!r} without lora: weights in blocks of four or eight bits have no gradient. Say which "
+            "adapters are trained over them, lora=llamem.LoraConfig(ranks=(16,)), or leave quantize out."
+        )
+    if lora is not None:
+        check_adapter_plan(TrainSettings(clip=clip), Plan())
 
 
 def ask(
@@ -75,6 +98,8 @@ def ask(
     mesh: Mapping[str, int] | None = None,
     clip: Clip = "global",
     host_bytes: int | None = None,
+    lora: LoraConfig | None = None,
+    quantize: Kind | None = None,
 ) -> Question:
     """Return the question about a chip by its name. With `compiler` that chip's compiler must be installed.
 
@@ -82,7 +107,7 @@ def ask(
     """
     found = find_chip(chip) if compiler else chip_called(chip)
     shape = None if mesh is None else MeshShape.of(mesh)
-    return Question(config, found, seq_len, batch_size, shape, clip, host_bytes)
+    return Question(config, found, seq_len, batch_size, shape, clip, host_bytes, lora, quantize)
 
 
 def chip_called(name: str) -> Chip:

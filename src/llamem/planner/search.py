@@ -1,9 +1,11 @@
 """Find the plan for a model, a chip and a length: estimates propose, the chip's own compiler has the last word."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from llamem._checks import check_whole
-from llamem.llama import LlamaConfig, Plan
+from llamem.llama import LlamaConfig, LoraConfig, Plan
+from llamem.llama.quantized import Kind
 from llamem.memory import GiB, Report
 from llamem.planner.asking import Answer, NothingFits, Progress, ask_in_turn, fits
 from llamem.planner.candidates import estimates, streamed_estimates
@@ -29,8 +31,13 @@ def find_plan(
     progress: Progress = print,
     host_bytes: int | None = None,
     clip: Clip = "global",
+    lora: LoraConfig | None = None,
+    quantize: Kind | None = None,
 ) -> Found:
     """Return the fastest plan, by estimate, that the chip's compiler accepts for an AdamW step of this model and batch.
+
+    `lora`: adapters that are trained over the frozen model, `llamem.LoraConfig(ranks=(16,))`, instead of all of it;
+    `quantize`: the blocks that its matrices are then in, "q4_0", "q4_1" or "q8_0", as `llamem.load_pretrained` has it.
 
     Every combination of a few settings of each tool is estimated; of those that should fit the fastest is compiled as
     far as its memory (`llamem.compile_report`). What the compiler says corrects the estimates of the others, up and
@@ -40,13 +47,14 @@ def find_plan(
 
     `host_bytes`: what the chip's host can hold of a run. Plans that need more are left out, and where nothing else
     fits, and on one chip, layers are updated in the backward pass, and weights wait on the host if they must:
-    `Plan(weights="host", update="in_backward")`, which needs `clip="layer"`. Without it no plan does that. On GPUs
-    nothing above XLA's pool of host memory is planned.
+    `Plan(weights="host", update="in_backward")`, which needs `clip="layer"`; frozen weights wait there without. Where
+    it is None no plan does that. On GPUs nothing above XLA's pool of host memory is planned.
 
     Raises NothingFits, a ValueError that names what comes closest; ValueError for bad sizes or an unknown chip;
     ImportError as `llamem.find_chip` does.
     """
-    question = ask(config, chip, seq_len, batch_size, compiler=compiler, mesh=mesh, clip=clip, host_bytes=host_bytes)
+    asked: dict[str, Any] = {"mesh": mesh, "clip": clip, "host_bytes": host_bytes, "lora": lora, "quantize": quantize}
+    question = ask(config, chip, seq_len, batch_size, compiler=compiler, **asked)
     question.check_length()
     return best_plan(question, compiler, progress)
 
@@ -57,19 +65,18 @@ def best_plan(question: Question, compiler: bool, progress: Progress, factor: fl
     try:
         return _search(question, [e for e in estimates(question) if e.host_bytes <= limit], compiler, progress, factor)
     except NothingFits as nothing:
-        if question.host_bytes is None:
-            raise
         streamed = [e for e in streamed_estimates(question) if e.fits]
         if not streamed:
             raise
         closest = min(streamed, key=lambda e: e.host_bytes)
         if closest.host_bytes > limit:
+            one_by_one = "layers updated one by one, and " if question.lora is None else ""
             raise NothingFits(
-                f"{nothing} With layers updated one by one, and weights on the host, it would fit, but {who} has "
+                f"{nothing} With {one_by_one}weights on the host it would fit, but {who} has "
                 f"{limit / GiB:.1f} GiB and would have to hold {closest.host_bytes / GiB:.1f}.",
                 closest,
             ) from None
-        if question.clip == "global":
+        if question.clip == "global" and question.lora is None:
             raise NothingFits(
                 f"{nothing} It would fit with layers updated one by one: {closest.plan}. Their gradients are clipped "
                 "one by one, too: say clip='layer'.",
@@ -151,6 +158,8 @@ def longest_context(
     progress: Progress = print,
     host_bytes: int | None = None,
     clip: Clip = "global",
+    lora: LoraConfig | None = None,
+    quantize: Kind | None = None,
 ) -> Found:
     """Return the plan for the longest sequences, in multiples of 1,024 up to `config.max_seq_len`, that fit a chip.
 
@@ -158,7 +167,8 @@ def longest_context(
     lengthens it. Arguments and errors as `find_plan`.
     """
     check_whole("batch_size", batch_size)
-    first = ask(config, chip, _STEP, batch_size, compiler=compiler, mesh=mesh, clip=clip, host_bytes=host_bytes)
+    asked: dict[str, Any] = {"mesh": mesh, "clip": clip, "host_bytes": host_bytes, "lora": lora, "quantize": quantize}
+    first = ask(config, chip, _STEP, batch_size, compiler=compiler, **asked)
     unit = _STEP * (first.mesh.context if first.mesh is not None else 1)
     most = max(1, config.max_seq_len // unit)
 
@@ -170,7 +180,8 @@ def longest_context(
         limit = host_limit(first.chip, host_bytes)[0]
 
         def possible(count: int) -> bool:
-            tried = estimates(of(count)) + (() if host_bytes is None else streamed_estimates(of(count)))
+            may_stream = clip == "layer" or lora is not None
+            tried = estimates(of(count)) + (streamed_estimates(of(count)) if may_stream else ())
             return any(e.peak_bytes <= capacity and e.host_bytes <= limit for e in tried)
 
         return bisect(possible, low, high)

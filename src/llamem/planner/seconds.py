@@ -78,9 +78,10 @@ def link_seconds(share: Share) -> dict[str, float]:
 def runs(share: Share) -> dict[str, float]:
     """Return how often a step runs each product, in units of its forward pass, gradients and recomputation included.
 
-    The gradients of a product are two more of its size. What is not known in the backward pass is computed again: in a
-    rematerialised layer what is not saved, in a tile or a group of heads what is made there, in nested scans everything
-    once more. Nothing reads the product `down` but the stream, so that a layer need not repeat it.
+    The gradients of a product are two more of its size, and one where its weight is frozen. What is not known in the
+    backward pass is computed again: in a rematerialised layer what is not saved, in a tile or a group of heads what is
+    made there, in nested scans everything once more. Nothing reads the product `down` but the stream, so that a layer
+    need not repeat it.
     """
     groups, tiles = share.plan.head_groups > 1, share.plan.mlp_tiles > 1
     known = share.saved | share.offloaded
@@ -90,16 +91,17 @@ def runs(share: Share) -> dict[str, float]:
     gate_up = 0 if (share.kept or known >= {"gate", "up"}) and not tiles else 1
     if groups:  # each group is computed again in its own backward pass
         qkv = attention = 1 if share.kept else 1 + out
+    own = 3 if share.trained else 2
     nested = 1 if share.groups > 1 and not share.kept else 0
     # Splash makes the scores twice in its backward pass (3 and 4 products for 2), others once.
     backward = {"splash": 3.5, "xla": 2.0}.get(share.attention, 2.5)
     return {
-        "qkv": 3 + qkv + nested,
-        "out": 3 + out + nested,
-        "gate_up": 3 + gate_up + nested,
-        "down": 3 + nested,
+        "qkv": own + qkv + nested,
+        "out": own + out + nested,
+        "gate_up": own + gate_up + nested,
+        "down": own + nested,
         "attention": 1 + backward + attention + nested,
-        "head": 4 if share.loss_axis == "vocab" else 3,
+        "head": own + (share.trained and share.loss_axis == "vocab"),
     }
 
 
@@ -109,7 +111,8 @@ def product_flops(share: Share) -> float:
     attention = times["qkv"] * (heads + 2 * share.K * share.h) + times["out"] * heads
     inner = (2 * times["gate_up"] + times["down"]) * share.F * share.mlp_rows(share.N)
     layer = share.D * (share.N * attention + inner)
-    return 2 * (share.L * layer + times["head"] * share.N * share.head)
+    adapters = share.N * (times["qkv"] + 1) * share.adapters
+    return 2 * (share.L * layer + times["head"] * share.N * share.head + adapters)
 
 
 def attention_flops(share: Share) -> float:
@@ -141,7 +144,9 @@ def _traffic(share: Share) -> float:
     passes = (times["qkv"] + times["out"] + times["gate_up"]) / 3
     layer = c * passes * (_STREAM_PASSES * N * D + _INNER_PASSES * share.mlp_rows(N) * share.F)
     layer += share.layer_weights * c * passes * max(1, share.plan.mlp_tiles / 2)
-    update = _UPDATE * share.param_bytes * share.params
+    if share.question.quantize:  # each pass writes the numbers that the blocks stand for, and reads them
+        layer += share.layer_weights * c * 2 * passes
+    update = _UPDATE * (share.param_bytes * share.params if share.trained else 4 * share.adapters)
     return share.L * layer + update + _loss_traffic(share)
 
 
@@ -153,4 +158,4 @@ def _loss_traffic(share: Share) -> float:
         tiles = -(-V // share.loss_columns)
         return tiles * N * D * (3 * c + 8) + logits + 3 * V * D * c
     tiles = -(-N // share.loss_rows)
-    return tiles * V * D * (2 * c + (8 if tiles > 1 else 0)) + logits
+    return tiles * V * D * (2 * c + (8 if tiles > 1 and share.trained else 0)) + logits

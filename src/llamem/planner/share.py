@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal
 
 import numpy as np
@@ -11,11 +12,14 @@ from llamem.layers.experts import MAX_GROUP
 from llamem.layers.remat import Policy, check_policy
 from llamem.layers.stack import group_count
 from llamem.layers.tiling import tile_size
-from llamem.llama import ACTIVATIONS, LlamaConfig, MeshShape, Plan
+from llamem.llama import ACTIVATIONS, LlamaConfig, LoraConfig, MeshShape, Plan
+from llamem.llama.lora import shape_of
 from llamem.llama.model import check_heads
 from llamem.losses import choose_tiles
 from llamem.memory import Chip
 from llamem.planner.question import Question
+from llamem.train import TrainSettings
+from llamem.train.adapter_step import check_adapter_plan
 
 _LANES = 128  # a TPU stores the last axis of an array in rows of 128: Google Cloud's TPU architecture page
 # JAX's heuristics keep every product of matrices; these are the block's, by the names of what follows them.
@@ -26,23 +30,32 @@ _HEURISTICS = {
     "dots_with_no_batch_dims_saveable": _DOTS,
     "offload_dot_with_no_batch_dims": (),
 }
+_BLOCK_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}  # of 32 numbers: see `llamem.llama.quantized`
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
     """One device's part, in numbers unless a name says bytes: `N` tokens `B x T`, of heads `H` and `K`, of `F`, of `V`.
 
+    `D`, `L` and `h` (the width of the stream, layers, channels of a head) are whole on every device.
     `saved` are the named activations of a layer that stay on the device, `offloaded` those on the host; `kept` says
     whether everything stays, without rematerialisation. `groups`: of layers, in a nested stack. `loss_rows`,
     `loss_columns`: a tile of logits.
     """
 
     question: Question
+    config: LlamaConfig
+    chip: Chip
     plan: Plan
+    mesh: MeshShape
     B: int
     T: int
+    N: int
+    D: int
+    L: int
     H: int
     K: int
+    h: int
     F: int
     V: int
     attention: Literal["xla", "tiled", "splash", "cudnn"]
@@ -55,44 +68,19 @@ class Share:
     loss_columns: int
 
     @property
-    def config(self) -> LlamaConfig:
-        """The model."""
-        return self.question.config
+    def trained(self) -> bool:
+        """Whether the model is trained, and not adapters over it."""
+        return self.question.lora is None
 
     @property
-    def chip(self) -> Chip:
-        """The chip, or the chips."""
-        return self.question.chip
-
-    @property
-    def mesh(self) -> MeshShape:
-        """How the chips share the work."""
-        return self.plan.mesh
+    def adapters(self) -> int:
+        """Numbers in all adapters, f32, whole on every device."""
+        return 0 if self.question.lora is None else _adapter_numbers(self.config, self.question.lora)
 
     @property
     def tpu(self) -> bool:
         """Whether it is a TPU."""
         return self.chip.platform == "tpu"
-
-    @property
-    def N(self) -> int:
-        """Tokens."""
-        return self.B * self.T
-
-    @property
-    def D(self) -> int:
-        """The width of the residual stream."""
-        return self.config.d_model
-
-    @property
-    def L(self) -> int:
-        """Layers."""
-        return self.config.n_layers
-
-    @property
-    def h(self) -> int:
-        """Channels of a head."""
-        return self.config.head_dim
 
     @property
     def lanes(self) -> int:
@@ -161,9 +149,13 @@ class Share:
         return self.stack + self.tables * self.head // self.split + self.D
 
     @property
-    def matrices(self) -> int:
-        """Those of them that can wait on the host: all but the norms' scales."""
-        return self.params - self.vectors
+    def matrix_bytes(self) -> int:
+        """Bytes of those of them that can wait on the host: all but the norms' scales."""
+        p, numbers, kind = self.param_bytes, self.params - self.vectors, self.question.quantize
+        if kind is None:
+            return p * numbers
+        in_blocks = self.L * (self.layer_weights - self.config.n_experts * self.D)  # a router stays as it is
+        return p * (numbers - in_blocks) + in_blocks * _BLOCK_BYTES[kind] // 32
 
     def mlp_rows(self, tokens: int) -> int:
         """Return the rows that a feed-forward multiplies: the tokens, or each of them for k experts, in full groups."""
@@ -201,15 +193,28 @@ def share_of(question: Question, plan: Plan) -> Share:
     F = _divided("d_ff", config.moe_d_ff if config.n_experts else config.d_ff, mesh.tensor, "tensor")
     V = _divided("vocab_size", config.vocab_size, mesh.tensor, "tensor")
     check_heads(config, plan)
-    axis, rows, columns = _loss_tile(plan, chip, B * T, config.d_model, V, config.compute_dtype)
+    if question.lora is not None:
+        check_adapter_plan(TrainSettings(), plan)
+    if question.quantize and mesh.devices > mesh.data:
+        raise ValueError(
+            f"the mesh {mesh.axes} would split blocks of {question.quantize}: give it a 'data' axis alone."
+        )
+    axis, rows, columns = _loss_tile(question, plan, B * T, V)
     saved, offloaded, kept = _kept_names(plan)
     share = Share(
         question=question,
+        config=config,
+        chip=chip,
         plan=plan,
+        mesh=mesh,
         B=B,
         T=T,
+        N=B * T,
+        D=config.d_model,
+        L=config.n_layers,
         H=H,
         K=K,
+        h=config.head_dim,
         F=F,
         V=V,
         attention=_implementation(plan, chip, T),
@@ -262,13 +267,22 @@ def _kept_names(plan: Plan) -> tuple[frozenset[str], frozenset[str], bool]:
     return saved - offload, offload, False
 
 
+@functools.lru_cache(maxsize=64)
+def _adapter_numbers(config: LlamaConfig, lora: LoraConfig) -> int:
+    total = 0
+    for target in lora.target_modules:
+        layers, experts, n_in, n_out = shape_of(config, target)
+        total += math.prod((*layers, *experts)) * (n_in + n_out)
+    return total * len(lora.ranks) * max(lora.ranks)
+
+
 @functools.lru_cache(maxsize=4096)
-def _chosen(tokens: int, d_model: int, vocab: int, dtype: np.dtype, axis: Any, chip: str) -> tuple[Any, int]:
-    choice = choose_tiles(tokens, d_model, vocab, dtype=dtype, axis=axis, chip=chip)
+def _chosen(tokens: int, d_model: int, vocab: int, dtype: np.dtype, head: Any, axis: Any, chip: str) -> tuple[Any, int]:
+    choice = choose_tiles(tokens, d_model, vocab, dtype=dtype, head=head, axis=axis, chip=chip)
     return choice.axis, choice.num_tiles
 
 
-def _loss_tile(plan: Plan, chip: Chip, N: int, D: int, V: int, dtype: Any) -> tuple[Any, int, int]:
+def _loss_tile(question: Question, plan: Plan, N: int, V: int) -> tuple[Any, int, int]:
     """Return the axis that the loss is cut along, and the rows and columns of a tile of logits."""
     split = plan.mesh.tensor > 1
     if plan.loss_tiles is None and not split:
@@ -276,8 +290,10 @@ def _loss_tile(plan: Plan, chip: Chip, N: int, D: int, V: int, dtype: Any) -> tu
     axis: Any = "vocab" if split else plan.loss_axis
     count = plan.loss_tiles or 1
     if count == "auto":
-        generation, of_a_slice, _ = chip.name.partition(":")
-        axis, count = _chosen(N, D, V, dtype, axis, f"{generation}-1" if of_a_slice else chip.name)
+        config, head = question.config, "trained" if question.lora is None else "frozen"
+        generation, of_a_slice, _ = question.chip.name.partition(":")
+        chip = f"{generation}-1" if of_a_slice else question.chip.name
+        axis, count = _chosen(N, config.d_model, V, config.compute_dtype, head, axis, chip)
     if axis == "vocab":
         return "vocab", N, tile_size(V, int(count), 128)
-    return "tokens", tile_size(N, int(count), 16), V
+    return "tokens", tile_size(N, int(count)), V

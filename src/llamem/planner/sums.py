@@ -16,6 +16,7 @@ MARGIN = {"tpu": 0.07, "cuda": 0.06, "cpu": 0.06}
 LINES = (
     "weights",
     "moments",
+    "adapters",
     "batch",
     "layer weights",
     "residuals",
@@ -57,13 +58,19 @@ def _margin(share: Share, lines: list[Line]) -> Line:
 def held(share: Share) -> list[Line]:
     """Return what is there from the first moment to the last: weights, moments, the batch."""
     p, plan = share.param_bytes, share.plan
-    weights = share.params if plan.weights == "device" else share.vectors
+    batch = Line("batch", 2 * _F32 * share.B * share.T * share.mesh.context, "tokens and targets, int32")
+    weights = p * share.vectors + (share.matrix_bytes if plan.weights == "device" else 0)
+    if not share.trained:
+        return [
+            Line("weights", weights, f"frozen, layers in {share.question.quantize or share.config.param_dtype.name}"),
+            Line("adapters", 3 * _F32 * share.adapters, f"{share.adapters:,} numbers and two moments of each, f32"),
+            batch,
+        ]
     moments = share.params if plan.moments == "device" else share.vectors
-    tokens = 2 * _F32 * share.B * share.T * share.mesh.context
     return [
-        Line("weights", p * weights, f"{weights:,} of {p} bytes"),
+        Line("weights", weights, f"of {p} bytes each"),
         Line("moments", 2 * p * moments, "two of AdamW's for each weight that is not on the host"),
-        Line("batch", tokens, "tokens and targets, int32"),
+        batch,
     ]
 
 
@@ -73,7 +80,7 @@ def copies(share: Share) -> list[Line]:
         return []
     if share.plan.layer_by_layer:
         return [Line("layer weights", share.compute_bytes * share.layer_weights, "of a layer, to be multiplied")]
-    one_by_one = not (share.tpu or share.kept)  # a GPU narrows a layer when it needs it
+    one_by_one = share.question.quantize or not (share.tpu or share.kept)  # a GPU narrows a layer when it needs it
     layers = share.layer_weights if one_by_one else share.stack
     size = share.compute_bytes * (layers + share.head // share.split)
     return [Line("layer weights", size, "in the type of the products")]
@@ -121,12 +128,13 @@ def _kept_per_token(share: Share) -> int:
 
 def loss(share: Share) -> list[Line]:
     """Return a tile of logits with its gradient, the head's gradient, and the stream around them."""
-    c, stream = share.compute_bytes, share.N * share.D
+    c, stream, head = share.compute_bytes, share.N * share.D, share.head if share.trained else 0
     logits = share.loss_rows * share.loss_columns
     if share.plan.loss_tiles is None and share.mesh.tensor == 1:
+        both = 1 if share.tpu and not share.trained else 2  # a TPU multiplies the gradient as it makes it
         return [
-            Line("loss tiles", 2 * _F32 * logits, "all logits and their gradient, f32"),
-            Line("head gradient", c * share.head, "in the type of the products"),
+            Line("loss tiles", both * _F32 * logits, "all logits and their gradient, f32"),
+            Line("head gradient", c * head, "in the type of the products"),
             Line("stream", 2 * c * stream, "the last layer's output, and its norm"),
         ]
     narrowed = 0 if share.tpu and (share.loss_axis == "vocab" or share.loss_rows <= 1024) else c
@@ -135,12 +143,12 @@ def loss(share: Share) -> list[Line]:
     )
     if share.loss_axis == "vocab":
         return [
-            Line("head gradient", c * share.head, "written tile by tile"),
+            Line("head gradient", c * head, "written tile by tile"),
             tile,
             Line("stream", (2 * c + _F32) * stream, "the last output, its norm, its f32 gradient"),
         ]
     return [
-        Line("head gradient", _F32 * share.head, "summed over tiles in f32"),
+        Line("head gradient", _F32 * head, "summed over tiles in f32"),
         tile,
         Line("stream", 3 * c * stream, "the last output, its norm, the norm's gradient"),
     ]
@@ -149,6 +157,20 @@ def loss(share: Share) -> list[Line]:
 def gradients(share: Share) -> list[Line]:
     """Return the gradients that exist while the backward pass goes over the layers, and weights of the one at work."""
     c, p, layer = share.compute_bytes, share.param_bytes, share.layer_weights
+    if not share.trained:
+        blocks, in_loops = share.question.quantize, share.plan.mlp_tiles > 1 or share.plan.head_groups > 1
+        at_work = 2 * share.mlp_weights // 3  # two matrices of the feed-forward
+        if in_loops or share.plan.weights == "host":  # loops over tiles and groups copy what they read
+            at_work = layer if share.tpu or blocks else 2 * layer
+        size = c * at_work
+        if share.groups > 1:  # a group's weights, sliced out for its loop
+            size += share.layers_at_work * (share.matrix_bytes - p * share.tables * share.head) // share.L
+        if share.kept and blocks:  # what they stand for is kept for the backward pass
+            size += c * share.stack
+        return [
+            Line("gradients", _F32 * share.adapters, "of the adapters, f32"),
+            Line("layer weights", size, "of the layer at work"),
+        ]
     head = Line("head gradient", c * share.head, "as the loss left it, until the optimizer takes it")
     if share.plan.layer_by_layer:  # updated at once: its weights and moments come and go
         homes = (share.plan.weights == "host") + 2 * (share.plan.moments == "host")
@@ -193,10 +215,11 @@ def feed_forward(share: Share) -> Line:
     """Return gate, up and a gradient for the rows of one tile, and where there are several the sums over them."""
     c, tiles = share.compute_bytes, share.plan.mlp_tiles
     rows = share.mlp_rows(-(-share.N // tiles))
-    size = 3 * c * rows * share.F
+    wide = 3 if share.trained else 4 if share.tpu else 5  # what adapters add is made by itself
+    size = wide * c * rows * share.F
     if share.config.n_experts:
         size += 3 * c * rows * share.D
-    if tiles > 1 or share.config.n_experts:
+    if share.trained and (tiles > 1 or share.config.n_experts):
         size += _F32 * share.mlp_weights
     return Line("feed-forward", size, f"gate, up, a gradient of {rows:,} rows")
 
@@ -231,6 +254,8 @@ def optimizer(share: Share) -> list[Line]:
     Where layers are updated one by one, the embedding is left: the pieces of its gradient, and their sum.
     """
     p, c = share.param_bytes, share.compute_bytes
+    if not share.trained:
+        return [Line("gradients", _F32 * share.adapters, "of the adapters, f32")]
     if share.plan.layer_by_layer:
         stream = Line("stream", 2 * c * share.N * share.D, "what the embedding's gradient is made of")
         return [Line("head gradient", (2 * p + c) * share.head, "the embedding's, its pieces, its table"), stream]

@@ -63,7 +63,7 @@ def make_lora_step(
     device, and lie as `abstract_lora_step` says. Metrics, each `[A]`: `loss` (mean over the adapter's tokens, nats; NaN
     where it has none, and for all where an id in `adapter_B` is none), `grad_norm`, `tokens`.
     """
-    _check(settings, plan)
+    check_adapter_plan(settings, plan)
     mesh, rule = plan.mesh, make_optimizer(settings, optimizer)
     peaks = None if learning_rates is None else _check_rates(learning_rates)
 
@@ -223,7 +223,8 @@ def _where_present(present_A: Array, new: Array, old: Array, axis: int) -> Array
     return jnp.where(_along(axis, new, present_A), new, old)
 
 
-def _check(settings: Any, plan: Plan) -> None:
+def check_adapter_plan(settings: Any, plan: Any) -> None:
+    """Raise ValueError for what a step of adapters cannot do, TypeError for what are no settings and no plan."""
     if not isinstance(settings, TrainSettings) or not isinstance(plan, Plan):
         raise TypeError(f"settings={settings!r}, plan={plan!r}: expected llamem.TrainSettings, llamem.Plan.")
     if settings.clip != "global" or settings.rounding != "nearest":
