@@ -1,5 +1,9 @@
 """Weights in blocks: `gguf`'s numbers, the loss and gradients of the numbers themselves, and never a whole stack."""
 
+import inspect
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import gguf
@@ -12,14 +16,19 @@ from gguf_models import model_file
 from models import MOE, SMALL, model_of
 
 import llamem
-from llamem.llama import Adapters, check_trainable, dequantize, quantize
+from llamem.llama import Adapters, check_trainable, dequantize, quantize, smollm2_file
 from llamem.llama.gguf_weights import GgufTensor
 from llamem.llama.quantized import KINDS, dequantize_rows, quantize_rows
-from llamem.train import TrainSettings
+from llamem.memory.compiling import matmul_flops
+from llamem.train import TrainSettings, init_lora_state, make_lora_step
 from llamem.train.adapter_step import losses_and_grads
 
 CONFIG = SMALL.replace(d_model=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=96)
 EXPERTS = MOE.replace(d_model=64, n_heads=4, head_dim=16, moe_d_ff=32)
+CHAT = [
+    {"role": "user", "content": "What is the capital of France?"},
+    {"role": "assistant", "content": "The capital of France is Paris."},
+]
 untyped: Any = llamem.llama  # for what is wrong on purpose
 KEPT = {"wq": "q4_0", "wk": "q4_1", "wv": "q4_1", "wo": "q8_0", "w_gate": "q8_0", "w_up": "q4_1", "w_down": "q8_0"}
 
@@ -157,6 +166,11 @@ def test_no_program_holds_a_dequantised_stack(chip):
         report.buffers
     )
     assert report.argument_bytes < 4 * (218e6 * 4.5 / 8) + 2 * 2 * 4096 * 4096 + 3 * 4 * 4 * 3e6
+    # Blocks are no products, and the loss over a frozen head takes two.
+    plain = llamem.abstract_lora_step(config, settings, llamem.Plan(), lora)
+    wider = llamem.abstract_lora_step(config.replace(vocab_size=2 * 4096), settings, llamem.Plan(), lora)
+    flops = [matmul_flops(jax.make_jaxpr(fn)(*args).jaxpr) for fn, *args in ((step, *shapes), plain, wider)]
+    assert flops[0] == flops[1] and flops[2] - flops[1] == 2 * 2 * 512 * 4096 * 4096
 
 
 @pytest.mark.weekly
@@ -174,30 +188,96 @@ def test_8b_over_four_bits_on_small_chips(chip, gib):
     assert report.fits and report.peak_bytes < gib * 2**30 and not report.host_bytes, report
 
 
-def test_the_real_model_in_its_own_four_bits(smollm2, smollm2_blocks, smollm2_tokenizer):
-    """Loss and every gradient of its adapters as over the dequantised numbers; quantised again, what it loses."""
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(smollm2_blocks.blocks))) < 64 * 2**20
-    chat = [{"role": "user", "content": "What is the capital of France?"},
-            {"role": "assistant", "content": "The capital of France is Paris."}]  # fmt: skip
-    ids, wrote = smollm2_tokenizer.chat(chat)
-    inputs, targets = (
-        jnp.asarray(ids[None, :-1], jnp.int32),
-        jnp.asarray(np.where(wrote, ids.astype(int), -100)[None, 1:]),
-    )
-    adapters = Adapters.create(smollm2.config, llamem.LoraConfig(ranks=(4,)), rngs=nnx.Rngs(0))
+def problem(tokenizer, config):
+    """One chat, loss on its answer, and adapters that are not zero: `gradients(model)`, to be compared."""
+    ids, wrote = tokenizer.chat(CHAT)
+    inputs = jnp.asarray(ids[None, :-1], jnp.int32)
+    batch = inputs, jnp.asarray(np.where(wrote, ids.astype(int), -100)[None, 1:]), jnp.zeros(1, jnp.int32)
+    adapters = Adapters.create(config, llamem.LoraConfig(ranks=(4,)), rngs=nnx.Rngs(0))
     adapters = adapters.with_weights(jax.tree.map(lambda x: x + 0.003, adapters.weights))
     settings = TrainSettings(batch_size=1, seq_len=inputs.shape[1])
 
     def gradients(model):
         graphdef, base = nnx.split(model)
-        batch = (inputs, targets, jnp.zeros(1, jnp.int32))
         return jax.jit(lambda base: losses_and_grads(graphdef, settings, base, adapters, batch))(base)
 
+    return gradients
+
+
+def test_the_real_model_in_its_own_four_bits(smollm2, smollm2_blocks, smollm2_tokenizer):
+    """Loss and every gradient of its adapters as over the dequantised numbers; the same answer."""
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(smollm2_blocks.blocks))) < 64 * 2**20
+    gradients = problem(smollm2_tokenizer, smollm2.config)
     (metrics, grads), (expected, wanted) = gradients(smollm2_blocks), gradients(smollm2)
     assert expected["loss"][0] < 3 and expected["tokens"][0] == 8
     np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
     for (path, g), w in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(wanted), strict=True):
         assert np.linalg.norm(w) > 0 and np.linalg.norm(g - w) <= 1e-6 * np.linalg.norm(w), path
-    prompt = smollm2_tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True)
+    prompt = smollm2_tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True)
     answer = llamem.generate(smollm2_blocks, jnp.asarray([prompt]), 8, temperature=0)[0]
     assert smollm2_tokenizer.decode(np.asarray(answer)) == "The capital of France is Paris.<|im_end|>"
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_over_blocks_in_16_bits_are_as_good_as_over_numbers(smollm2, smollm2_tokenizer, dtype):
+    gradients = problem(smollm2_tokenizer, smollm2.config)
+    blocks = llamem.load_pretrained(smollm2_file(), compute_dtype=dtype)
+    numbers = llamem.load_pretrained(smollm2_file(), dtype=dtype)
+    leaves = [jax.tree.leaves(gradients(model)[1]) for model in (blocks, numbers, smollm2)]
+    for found, plain, exact in zip(*leaves, strict=True):
+        error, least = (np.linalg.norm(grad - exact) / np.linalg.norm(exact) for grad in (found, plain))
+        assert np.isfinite(found).all() and error < 1.2 * least + 1e-4, (error, least)
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+def test_what_a_real_model_loses_in_four_bits_and_what_adapters_regain(smollm2, smollm2_tokenizer, capsys):
+    """Rounded to q4_0 a second time: its logits move, and adapters over it learn as those over the numbers do."""
+    config, rounded = smollm2.config, quantize(smollm2, "q4_0")
+    tokens = jnp.asarray([smollm2_tokenizer.encode(inspect.getdoc(textwrap) or "")[:97]])
+    logits, moved = smollm2(tokens), rounded(tokens)
+    error = float(jnp.linalg.norm(moved - logits) / jnp.linalg.norm(logits))
+    with capsys.disabled():
+        print(f"\nlogits of SmolLM2 after quantize(.., 'q4_0'): off by {error:.1%} of their norm")
+    assert 0.01 < error < 0.4
+    settings = TrainSettings(batch_size=1, seq_len=96, steps=20, warmup_steps=2, learning_rate=3e-3)
+    batch = tokens[:, :-1], tokens[:, 1:], jnp.zeros(1, jnp.int32)
+    step = jax.jit(make_lora_step(config, settings))
+    curves = []
+    for model in (smollm2, rounded):
+        adapters = Adapters.create(config, llamem.LoraConfig(ranks=(4,)), rngs=nnx.Rngs(0))
+        state, losses = init_lora_state(adapters, settings), []
+        for _ in range(20):
+            state, metrics = step(state, nnx.state(model), batch)
+            losses.append(float(metrics["loss"][0]))
+        curves.append(losses)
+    assert curves[0][-1] < 0.5 * curves[0][0] and abs(curves[1][-1] - curves[0][-1]) < 0.1 * curves[0][0], curves
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from /proc")
+def test_the_host_never_holds_the_sixteen_bit_model(tmp_path):
+    """Loaded from a folder into blocks: what the process takes at most is the blocks and a few tensors."""
+    sizes = {"n_heads": 8, "n_kv_heads": 8, "head_dim": 128, "d_ff": 4096, "max_seq_len": 64}
+    config = llamem.LlamaConfig(vocab_size=512, d_model=1024, n_layers=16, param_dtype="bfloat16", **sizes)
+    folder = llamem.save_pretrained(llamem.Llama(config, rngs=nnx.Rngs(0)), tmp_path / "model")
+    sixteen_bits = 2 * 16 * (4 * 1024**2 + 3 * 1024 * 4096)
+    code = f"""
+import threading, time, re, jax, jax.numpy as jnp, llamem
+def anonymous(): return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1])
+jax.block_until_ready(jnp.ones(8) + 1)
+before, most, done = anonymous(), [0], []
+def watch():
+    while not done: most[0] = max(most[0], anonymous()); time.sleep(0.002)
+thread = threading.Thread(target=watch); thread.start()
+model = llamem.load_pretrained({str(folder)!r}, quantize="q4_0")
+jax.block_until_ready(jax.tree.leaves(model)); done.append(1); thread.join()
+print(most[0] - before)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert not run.returncode, run.stderr
+    # A loop over the 4.5 bits a number, what one tensor becomes in f32 on its way, and compiled code.
+    assert int(run.stdout) < 0.75 * sixteen_bits, (int(run.stdout), sixteen_bits)
