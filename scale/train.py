@@ -29,10 +29,11 @@ def main() -> int:
     parser.add_argument("--output", required=True, type=Path, help="a folder that all hosts see")
     parser.add_argument("--preset", default="tiny", help="a name from llamem.PRESETS")
     parser.add_argument("--mesh", default="", help="axes and sizes, fsdp=16,tensor=4; default: fsdp over all devices")
-    parser.add_argument("--init", default="", help="folder or hub name of a model to begin with, in place of --preset")
+    parser.add_argument("--init", default="", help="folder, .gguf or hub name of a model, in place of --preset")
     parser.add_argument("--lora", type=int, default=0, help="train an adapter of this rank over the weights of --init")
     parser.add_argument("--corpus", default="python-standard-library", help="as llamem.train.load_corpus reads it")
     parser.add_argument("--chats", default="", help="a JSONL file of chats, in place of --corpus")
+    parser.add_argument("--save", default="", help="the first host writes what was trained there, for Hugging Face")
     parser.add_argument("--dtype", default="bfloat16", help="of parameters, moments and products")
     parser.add_argument("--report", action="store_true", help="the first host writes OUTPUT/report.ipynb, by papermill")
     for name, field in llamem.TrainSettings.__dataclass_fields__.items():
@@ -49,11 +50,14 @@ def main() -> int:
     corpus = load_chats(given.chats, tokenizer) if given.chats else load_corpus(given.corpus, tokenizer)
     init, lora = None, llamem.LoraConfig(ranks=(given.lora,)) if given.lora else None
     if given.init:
-        init = llamem.load_pretrained(given.init, dtype=dtype, compute_dtype=dtype, plan=plan)
+        stored = None if lora and given.init.endswith(".gguf") else dtype  # a file's blocks stay under adapters
+        init = llamem.load_pretrained(given.init, dtype=stored, compute_dtype=dtype, plan=plan)
         config = init.config
     else:
         config = llamem.LlamaConfig.from_name(given.preset, param_dtype=dtype, compute_dtype=dtype)
     run = train(config, corpus, settings, given.output, plan=plan, init=init, lora=lora)
+    if given.save and run.finished and jax.process_index() == 0:
+        run.save(given.save, tokenizer, base=given.init)
     if given.report and run.finished and jax.process_index() == 0:
         report = Path(__file__).with_name("report.ipynb")
         papermill = [sys.executable, "-m", "papermill", str(report), str(given.output / "report.ipynb")]

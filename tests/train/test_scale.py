@@ -15,6 +15,8 @@ import pytest
 import yaml
 
 import llamem
+from llamem.llama import smollm2_file
+from llamem.train import Tokenizer
 
 SCALE = Path(__file__).resolve().parents[2] / "scale"
 TEMPLATES = sorted([*SCALE.glob("*.sh"), *SCALE.glob("*.yaml")])
@@ -173,3 +175,20 @@ def test_what_is_refused_ends_with_a_status_of_its_own(tmp_path):
     done = subprocess.run(command, env=where, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and "longer than the model's max_seq_len" in done.stderr, done.stderr[-2000:]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+def test_adapters_over_a_gguf_on_chats_from_the_command_line(tmp_path):
+    chats = [{"prompt": f"What is {i} and {i}?", "completion": f"It is {2 * i}."} for i in range(12)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+    command = [sys.executable, SCALE / "train.py", "--output", tmp_path / "run", "--save", tmp_path / "saved"]
+    command += ["--init", smollm2_file(), "--lora", "4", "--chats", tmp_path / "chats.jsonl", "--dtype", "float32"]
+    command += ["--steps", "2", "--batch-size", "2", "--seq-len", "64", "--warmup-steps", "1", "--eval-every", "2"]
+    here = os.environ | {"JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=here)
+    assert not run.returncode, run.stderr
+    again = llamem.load_pretrained(smollm2_file(), compute_dtype="float32")
+    adapters = llamem.load_adapters(again, tmp_path / "saved")
+    assert adapters.count == 1 and Tokenizer(tmp_path / "saved").chat_template
+    assert "base_model: " in (tmp_path / "saved" / "README.md").read_text()
