@@ -93,8 +93,9 @@ def largest(
 ) -> Fitting:
     """Return the largest whole number for which `make_step(**{setting: number})` fits a chip, by its own compiler.
 
-    The number is a multiple of `multiple_of`, doubled until it does not fit, then bisected. `make_step` returns
-    `(step, *arguments)` of shapes. Raises as `find_fitting`, and ValueError where nothing limits the chip's memory.
+    The number is a multiple of `multiple_of`, doubled until it does not fit, then bisected; one that the compiler
+    cannot answer, as the table then says, counts as too large. `make_step` returns `(step, *arguments)` of shapes.
+    Raises as `find_fitting`, and ValueError where nothing limits the chip's memory.
     """
     most = check_whole("at_most", at_most, at_least=check_whole("multiple_of", multiple_of)) // multiple_of
     if find_chip(chip).capacity_bytes is None:

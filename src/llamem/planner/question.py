@@ -9,6 +9,7 @@ from llamem.llama import LlamaConfig, LoraConfig, MeshShape, Plan
 from llamem.llama.quantized import Kind, check_kinds
 from llamem.memory import Chip, Report, compile_report
 from llamem.memory.chips import find_chip, known_chip
+from llamem.memory.report import Depth
 from llamem.train import TrainSettings, abstract_lora_step, abstract_step
 from llamem.train.adapter_step import check_adapter_plan
 from llamem.train.settings import Clip
@@ -64,14 +65,14 @@ class Question:
                 "sequence, or config.replace(max_seq_len=..., rope_scaling=...)."
             )
 
-    def compile(self, plan: Plan) -> Report:
+    def compile(self, plan: Plan, depth: Depth = "memory") -> Report:
         """Return what the chip's compiler says of the step under a plan, its state donated."""
         settings = TrainSettings(batch_size=self.batch_size, seq_len=self.seq_len, clip=self.clip)
         if self.lora is None:
             step, *shapes = abstract_step(self.config, settings, plan)
         else:
             step, *shapes = abstract_lora_step(self.config, settings, plan, self.lora, quantize=self.quantize)
-        return compile_report(step, *shapes, donate_argnums=(0,), chip=self.chip.name)
+        return compile_report(step, *shapes, donate_argnums=(0,), chip=self.chip.name, depth=depth)
 
 
 def _check_trained(config: LlamaConfig, clip: Clip, lora: LoraConfig | None, quantize: Kind | None) -> None:

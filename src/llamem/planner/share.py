@@ -5,8 +5,6 @@ import functools
 import math
 from typing import Any, Literal
 
-import numpy as np
-
 from llamem.layers.attention import SPLASH_BLOCK
 from llamem.layers.experts import MAX_GROUP
 from llamem.layers.remat import Policy, check_policy
@@ -229,7 +227,11 @@ def share_of(question: Question, plan: Plan) -> Share:
     if plan.mode != "nested" or not config.n_layers:
         return share
     carry, layer = share.activation_bytes("block_in"), share.layer_weights * share.param_bytes
-    return dataclasses.replace(share, groups=group_count(config.n_layers, carry, layer))
+    return dataclasses.replace(share, groups=_groups(config.n_layers, carry, layer))
+
+
+_groups = functools.lru_cache(maxsize=4096)(group_count)
+_chosen = functools.lru_cache(maxsize=4096)(choose_tiles)
 
 
 def _divided(name: str, size: int, parts: int, over: str) -> int:
@@ -250,6 +252,7 @@ def _implementation(plan: Plan, chip: Chip, T: int) -> Any:
     return "tiled" if T > 1024 else "xla"
 
 
+@functools.lru_cache(maxsize=4096)
 def _kept_names(plan: Plan) -> tuple[frozenset[str], frozenset[str], bool]:
     """Return which activations stay on the device, which go to the host, and whether simply everything stays."""
     policy = check_policy(plan.policy)
@@ -276,12 +279,6 @@ def _adapter_numbers(config: LlamaConfig, lora: LoraConfig) -> int:
     return total * len(lora.ranks) * max(lora.ranks)
 
 
-@functools.lru_cache(maxsize=4096)
-def _chosen(tokens: int, d_model: int, vocab: int, dtype: np.dtype, head: Any, axis: Any, chip: str) -> tuple[Any, int]:
-    choice = choose_tiles(tokens, d_model, vocab, dtype=dtype, head=head, axis=axis, chip=chip)
-    return choice.axis, choice.num_tiles
-
-
 def _loss_tile(question: Question, plan: Plan, N: int, V: int) -> tuple[Any, int, int]:
     """Return the axis that the loss is cut along, and the rows and columns of a tile of logits."""
     split = plan.mesh.tensor > 1
@@ -290,10 +287,11 @@ def _loss_tile(question: Question, plan: Plan, N: int, V: int) -> tuple[Any, int
     axis: Any = "vocab" if split else plan.loss_axis
     count = plan.loss_tiles or 1
     if count == "auto":
-        config, head = question.config, "trained" if question.lora is None else "frozen"
+        c, head = question.config, "trained" if question.lora is None else "frozen"
         generation, of_a_slice, _ = question.chip.name.partition(":")
         chip = f"{generation}-1" if of_a_slice else question.chip.name
-        axis, count = _chosen(N, config.d_model, V, config.compute_dtype, head, axis, chip)
+        choice = _chosen(N, c.d_model, V, dtype=c.compute_dtype, head=head, axis=axis, chip=chip)
+        axis, count = choice.axis, choice.num_tiles
     if axis == "vocab":
         return "vocab", N, tile_size(V, int(count), 128)
     return "tokens", tile_size(N, int(count)), V
