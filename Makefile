@@ -45,9 +45,12 @@ test: $(VENV)/test-is-ready ## everything CI runs: lint, types, tests, notebooks
 	$(MAKE) lint
 	$(BIN)/python -m pytest $(WORKERS) $(NBVAL) tests notebooks docs
 
-quick: $(VENV)/test-is-ready ## lint, types and the tests that take seconds; FOLDER=losses for those of one folder
+# Only the files that hold such tests are imported.
+MARKED = $(shell grep -rl 'mark.quick' tests --include='test_*.py')
+
+quick: $(VENV)/test-is-ready ## lint, types and one test for each promise; FOLDER=losses: all of one folder that take seconds
 	$(MAKE) lint
-	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not tpu_compile and not gpu_compile" tests/$(FOLDER)
+	$(BIN)/python -m pytest $(WORKERS) -p no:nbval $(if $(FOLDER),-m "not slow and not tpu_compile and not gpu_compile" tests/$(FOLDER),-m quick $(MARKED))
 
 $(VENV)/parity-is-ready: $(VENV)/test-is-ready
 	$(PIP) --editable '.[parity]'

@@ -68,6 +68,7 @@ def unproved(notebook: dict[str, Any]) -> Iterator[str]:
                 yield f"{claim[0]} in '... {around} ...'"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_number_in_the_prose_is_printed(path):
     if path.stem in PENDING:

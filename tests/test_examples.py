@@ -32,6 +32,7 @@ def test_it_is_one_short_file_of_three_libraries():
     assert len(text.splitlines()) <= 300
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_its_loss_and_gradients_are_the_package_s(dtype):
     """Of random weights, with a count of tokens that the tiles do not divide, and targets that do not count."""

@@ -176,6 +176,7 @@ def _outputs(notebook: Notebook) -> Iterator[str]:
 LOCK = (ROOT / "requirements" / "lock.txt").read_text()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_notebook_follows_the_rules(path):
     assert re.fullmatch(r"\d\d_[a-z0-9_]+\.ipynb", path.name), "notebooks are called NN_words.ipynb"

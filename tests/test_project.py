@@ -22,6 +22,7 @@ README = (ROOT / "README.md").read_text()
 GRAPH = floors.graph()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("module", GRAPH)
 def test_a_folder_imports_from_lower_floors_only(module):
     here = floors.room(module)
@@ -31,6 +32,7 @@ def test_a_folder_imports_from_lower_floors_only(module):
     assert not wrong, f"{module} imports {wrong}, which do not lie below {here}"
 
 
+@pytest.mark.quick
 def test_no_module_imports_itself_through_others():
     surfaces = {module for module, path in floors.MODULES.items() if path.name == "__init__.py"}
     assert not floors.circle({module: others - surfaces for module, others in GRAPH.items()})
@@ -53,6 +55,7 @@ def test_the_picture_of_the_floors_is_that_of_the_imports():
     assert page == floors.with_picture(page), "CONTRIBUTING.md shows other imports: run `make floors`"
 
 
+@pytest.mark.quick
 def test_every_module_is_small_and_uses_public_jax():
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()

@@ -48,6 +48,7 @@ def claims(notebook: dict[str, Any]) -> Iterator[str]:
                 yield " ".join(sentence.split())
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_words_of_order_stand_beside_an_assert(path: Path):
     waived = WAIVED.get(path.name[:2], {})

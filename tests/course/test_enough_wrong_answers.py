@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 import test_exercises
 import test_wrong_answers_00_02 as first
 import test_wrong_answers_03_04 as second
@@ -35,6 +36,7 @@ def wrong_answers() -> Counter[str]:
     return found
 
 
+@pytest.mark.quick
 def test_every_exercise_has_its_wrong_answers():
     found = wrong_answers()
     exercises = [one for path in test_exercises.NOTEBOOKS for one in test_exercises.exercises_of(path)]

@@ -55,6 +55,7 @@ def test_values_and_gradients_equal_float64(T, K, implementation):
         assert np.linalg.norm(np.asarray(a, np.float64) - b) < 1e-5 * np.linalg.norm(b) + rounding
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("implementation", ["xla", "tiled"])
 def test_queries_at_given_positions(implementation):
     q, k, v, _ = arrays(7, S=20)

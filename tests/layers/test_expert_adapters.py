@@ -54,7 +54,8 @@ def run(fn, weights_BTD, ids, k, *args):
         out = fn(*args, ids, k)
         return jnp.sum(out * weights_BTD), out
 
-    (_, out), grads = jax.jit(jax.value_and_grad(value, argnums=range(4), has_aux=True))(*args)
+    gradients = jax.jit(jax.value_and_grad(value, argnums=range(4), has_aux=True))
+    (_, out), grads = jax.tree.map(np.asarray, gradients(*args))
     return out, grads
 
 

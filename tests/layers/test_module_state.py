@@ -104,7 +104,7 @@ def test_masks_differ_from_step_to_step_and_layer_to_layer_without_jit_too():
 
 
 def test_keys_among_the_inputs_of_layers_move_on_too():
-    params, streams = jnp.ones((L, 1)), nnx.Rngs(dropout=0).fork(split=L)
+    params, streams = jnp.ones((L, 1)), stack_layers([nnx.Rngs(dropout=i) for i in range(L)])
     draw = lambda p, x, rngs: x + p * jax.random.normal(rngs.dropout(), x.shape)  # noqa: E731
     one, other = (apply_stack(draw, params, jnp.zeros(3), streams) for _ in range(2))
     assert np.any(one != other)
@@ -115,6 +115,7 @@ def merged(graphdef):
     return lambda state, x: nnx.merge(graphdef, jax.tree.map(lambda a: a, state))(x)
 
 
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow")
 @pytest.mark.usefixtures("as_a_user")
 def test_state_that_would_be_lost_is_refused():
     module, x = stack_layers(layers()), jnp.ones((4, D))

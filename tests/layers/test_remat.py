@@ -42,6 +42,7 @@ NAMED = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("policy", NAMED, ids=str)
 def test_a_policy_of_names_keeps_these_arrays_and_no_other(remat3, policy):
     rows = [row for row in saved_residuals(loss(policy), W, X, C).rows if not row.argument]

@@ -132,6 +132,7 @@ def count_executions(mode, remat, differentiate=True):
     return len(calls)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("mode", "remat", "times"),
     [
@@ -174,6 +175,7 @@ def test_a_scanned_body_is_computed_once_more_and_no_other_operation_is():
     assert operations("unroll", "nothing")["dot_general"] == 3 * 6 - 1 + 5
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("mode", MODES)
 def test_dropout_is_the_same_in_both_passes_where_its_key_is_an_input(mode):
     params, keys = stacked_params(6), jax.random.split(jax.random.key(9), 6)
@@ -248,6 +250,7 @@ def stored_bytes(mode, remat, n_layers):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(pull))
 
 
+@pytest.mark.quick
 def test_what_is_stored_grows_as_each_mode_promises():
     x_bytes = inputs(64).nbytes
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(stacked_params(1, 64)))

@@ -98,6 +98,7 @@ def test_a_llamas_layers_cost_one_x_each_and_save_what_they_should(chip):
     assert report(8, None).parts["temporaries"] > 4 * low.parts["temporaries"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2e-2)])
 def test_gradients_are_the_same_in_every_mode(dtype, tolerance):
     keys = jax.random.split(jax.random.key(0), 3)

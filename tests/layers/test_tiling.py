@@ -46,6 +46,7 @@ def matrix_products(fn, *args) -> int:
     return str(jax.make_jaxpr(fn)(*args)).count("dot_general")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("num_tiles", [1, 2, 4, 13, 50])
 @pytest.mark.parametrize("outer", [lambda s: s, lambda s: -7.5 * s, lambda s: jnp.sin(s)], ids=["1", "-7.5", "sin"])
 def test_sum_and_every_gradient_equal_the_plain_ones(num_tiles, outer):

@@ -43,6 +43,7 @@ def gradients(config, adapters, tokens, ids=IDS, accumulate=1, model=None, **pla
     return jax.jit(partial(losses_and_grads, graphdef, settings))(base, adapters, batch_of(tokens, ids))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("tied", [False, True])
 def test_losses_and_every_gradient_equal_plain_models_in_float64(tied):
     """All nine targets, three ranks, four sequences; each way to compute it once."""

@@ -94,6 +94,7 @@ def test_eval_turns_rematerialisation_off_and_train_on():
     assert "checkpoint" not in program(train=False) and "remat" not in program(train=False)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["untied", "qwen3", "rope scaling"])
 @pytest.mark.parametrize("remat", [None, "nothing"])
 def test_decoding_with_the_cache_equals_reading_at_once(name, remat):

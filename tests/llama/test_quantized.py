@@ -41,6 +41,7 @@ def rows_of(rng, *shape):
     return rows.astype(np.float32)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("kind", KINDS)
 def test_blocks_are_those_of_gguf(kind):
     rows, type_ = rows_of(np.random.default_rng(0), 37, 160), gguf.GGMLQuantizationType[kind.upper()]

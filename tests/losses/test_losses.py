@@ -97,6 +97,7 @@ def test_frozen_head(axis, option, reduction):
     assert not dw.any()
 
 
+@pytest.mark.quick
 @BOTH_AXES
 @pytest.mark.parametrize(("tied", "weighted"), [(False, True), (True, False)])
 def test_training_through_two_layers(axis, tied, weighted):
@@ -249,6 +250,7 @@ def test_bias_of_minus_infinity_takes_ids_out(axis):
         np.testing.assert_allclose(a, w, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.quick
 @BOTH_AXES
 def test_an_id_outside_the_vocabulary_is_loud(axis):
     hidden, head = arrays(HIDDEN, HEAD)

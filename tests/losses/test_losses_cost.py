@@ -53,6 +53,7 @@ def loss_of(reduction: Any = "mean", **kwargs: Any):
 CASES: list[tuple[Any, Any]] = [("tokens", "mean"), ("vocab", "mean"), ("vocab", "none")]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("axis", "reduction"), CASES)
 def test_matrix_products(axis, reduction):
     fn, unit = loss_of(reduction, axis=axis, num_tiles=53 if axis == "tokens" else 3), 2 * N * D * V
@@ -185,6 +186,7 @@ def test_the_choice_knows_its_memory_on_a_cpu():
     assert found.num_tiles == 4 and 0.5 * found.workspace_bytes < measured < 1.15 * found.workspace_bytes
 
 
+@pytest.mark.quick
 def test_auto_never_has_all_logits_at_once_nor_more_for_more_tiles():
     """For odd counts of tokens, as `[:, :-1]` leaves them: 4 x 1,023 tokens and GPT-2's vocabulary."""
 

@@ -167,6 +167,7 @@ def test_float16_with_a_loss_scale_and_tiny_weights():
             close(np.asarray(actual, np.float64) / scale, wanted, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.quick
 def test_products_and_memory():
     """3 products over tokens, 4 over the vocabulary; with a frozen head "auto" takes 2 in any case."""
 

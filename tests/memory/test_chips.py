@@ -26,6 +26,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(ACCELERATOR or sys.platform != "linux", reason="an accelerator is there, and is looked for")
 def test_importing_is_silent_and_does_not_look_for_chips_that_are_not_there():
     done = python("import llamem, jax; print(jax.devices()[0].platform)")

@@ -62,6 +62,7 @@ def test_memory_that_is_assigned_without_a_text_of_the_program_is_an_answer(stan
     assert not answer["buffers"] and not answer["collectives"]
 
 
+@pytest.mark.quick
 @pytest.mark.skipif(os.name != "posix", reason="the script is one for a shell")
 @pytest.mark.parametrize(
     ("temporary", "total", "arguments", "said"),

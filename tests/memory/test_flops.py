@@ -18,6 +18,7 @@ def flops(fn, *args):
     return matmul_flops(jax.make_jaxpr(fn)(*args).jaxpr)
 
 
+@pytest.mark.quick
 def test_loops_are_multiplied_out():
     x, w = shape(11, 16), shape(5, 16, 16)
     unit = 2 * 11 * 16 * 16

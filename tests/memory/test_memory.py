@@ -78,6 +78,7 @@ def test_donating_an_argument_that_is_not_there(donate):
         llamem.compile_report(two_outputs, shape(3, 3), shape(3, 3), donate_argnums=donate)
 
 
+@pytest.mark.quick
 def test_the_largest_buffer_and_the_line_that_asked_for_it():
     def program(x, w):
         wide = jnp.sort(x @ w)  # a product that no fusion swallows
@@ -104,6 +105,7 @@ def closing_over(where, big):
     }[where]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("where", ["plain", "inner jit, in a loop", "custom_vjp", "scan"])
 def test_closed_over_arrays_count_and_are_named(where):
     big = np.random.default_rng(0).normal(size=(600, 600)).astype(np.float32)

@@ -111,6 +111,7 @@ def test_equinox_modules_whole():
     assert numbers(llamem.compile_report(update, shapes, opt_state, X, donate_argnums=(0, 1))) == numbers(expected)
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 def test_a_state_that_is_not_given_back_is_noted():
     params = {"w": jax.ShapeDtypeStruct((700, 700), jnp.float32)}
     opt_state = jax.eval_shape(TX.init, params)

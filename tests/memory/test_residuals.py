@@ -57,6 +57,7 @@ def test_the_same_as_jax_prints(capsys):
     assert len(printed) == len(saved_residuals(unrolled, X, W).rows)
 
 
+@pytest.mark.quick
 def test_checkpoint_keeps_inputs_and_named_values():
     inputs = saved_residuals(functools.partial(scanned, body=jax.checkpoint(layer)), X, W)
     assert [row.operation for row in inputs.rows if not row.argument] == ["the loop's input of each iteration"]

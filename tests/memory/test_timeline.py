@@ -35,6 +35,7 @@ def read(folder, names=("params['w']", "x")) -> Timeline:
     return Timeline.from_schedule(schedule, "v5e-1", 2800, names, Provenance(("weights", "other")))
 
 
+@pytest.mark.quick
 def test_every_byte_of_a_dump_counted_by_hand(tmp_path):
     timeline = read(write_dump(tmp_path))
     arguments, stack, row = 400 + 200, 1600, 400

@@ -34,6 +34,7 @@ def bytes_of(tree):
     return sum(map(one, jax.tree.leaves(tree)))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("name", "dtype", "chip", "mesh"),
     [

@@ -121,6 +121,7 @@ def test_a_peak_far_below_its_estimate_brings_faster_plans_back(compiler):
     assert find_plan(ONE_B, "v5e-1", seq_len=65_536, progress=None).plan == first.plan
 
 
+@pytest.mark.quick
 def test_nothing_that_the_compiler_refuses_is_returned(compiler):
     refusing = compiler(factor=100.0)
     with pytest.raises(NothingFits, match="nothing fits: 1 x 32,768 tokens on v5e-1") as error:
@@ -175,6 +176,7 @@ def test_the_longest_context_is_as_long_as_it_says():
         find_plan(ONE_HEAD, "v6e-1", seq_len=longer, **QUIETLY)
 
 
+@pytest.mark.quick
 def test_what_no_plan_holds_on_the_chip_goes_to_a_host_that_is_large_enough():
     sizes: Any = {"seq_len": 131_072, **QUIETLY}
     with pytest.raises(NothingFits) as without:

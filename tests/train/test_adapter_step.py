@@ -64,7 +64,7 @@ def test_together_as_one_by_one(count):
                 np.testing.assert_allclose(metrics[name][i], own[name][0], rtol=1e-5)
     for i, one in alone.items():
         together = state.params.select([i])
-        numbers, expected = (ravel_pytree(s.weights)[0].astype(np.float64) for s in (together, one.params))
+        numbers, expected = (np.asarray(ravel_pytree(s.weights)[0], np.float64) for s in (together, one.params))
         assert np.linalg.norm(numbers - expected) < 3e-6 * np.linalg.norm(expected)  # measured: 1.1e-6
         # AdamW divides by the gradient's own size: a gradient that is nearly 0 moves its number by its rounding. In a
         # small array one such number shows.

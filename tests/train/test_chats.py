@@ -31,6 +31,7 @@ def some_chats(count, seed=0, longest=20):
     return [chat() for _ in range(count)]
 
 
+@pytest.mark.quick
 def test_packed_chats_have_the_loss_and_gradients_of_each_alone():
     """Chats in one sequence do not see each other, and only the assistant's tokens count."""
     chats, model = some_chats(9), model_of(CONFIG)

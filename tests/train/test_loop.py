@@ -87,6 +87,7 @@ def finished(uninterrupted, whole_folder, tmp_path):
     return shutil.copytree(whole_folder, tmp_path / "finished")
 
 
+@pytest.mark.quick
 def test_it_learns(uninterrupted):
     assert uninterrupted.finished
     assert [row["step"] for row in uninterrupted.metrics] == list(range(1, 13))
@@ -154,6 +155,7 @@ def test_snapshots_of_another_run_are_refused(finished):
         train(CONFIG, corpus(), less, finished, progress=False, on_change="continue")
 
 
+@pytest.mark.quick
 def test_a_damaged_snapshot_is_named_and_the_one_before_it_taken(uninterrupted, finished):
     for file in (finished / "snapshots" / "12").rglob("*"):
         if file.is_file() and "identity" not in str(file):
@@ -225,6 +227,7 @@ def one_step(config=CONFIG, **changes):
     return step(init_state(config, settings), (tokens[:, :-1], tokens[:, 1:]))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("accumulate", [4])
 def test_accumulated_steps_equal_whole_ones(accumulate):
     (whole, a), (parts, b) = one_step(), one_step(accumulate=accumulate)

@@ -79,6 +79,7 @@ def test_no_flipped_bit_is_restored_as_other_numbers(folder):
     assert len(found) >= 10 and "its description is not what was written" in found[-1], found
 
 
+@pytest.mark.quick
 def test_a_torn_snapshot_is_named_and_the_one_before_it_is_taken(folder):
     with Snapshots(folder, MODEL, SETTINGS) as snapshots:
         snapshots.save(2, state_of(1))

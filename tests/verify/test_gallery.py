@@ -121,6 +121,7 @@ def test_what_is_skipped_is_shown_and_checked():
             assert_remat(by_policy(None), WEIGHTS, X, skip=wrong)
 
 
+@pytest.mark.quick
 def test_draws_are_followed_into_branches_and_shards():
     """What a run of the program would not see: a branch that this batch does not take, and a shard_map."""
     spec = jax.sharding.PartitionSpec()
@@ -140,6 +141,7 @@ def test_draws_are_followed_into_branches_and_shards():
         assert proof.holds == right, (keys, proof)
 
 
+@pytest.mark.quick
 def test_a_small_difference_is_seen_or_said_to_be_unseen():
     """16 bits are compared in float32; where the program itself casts, the answer says what it could not see."""
 

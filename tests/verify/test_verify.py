@@ -113,6 +113,7 @@ def test_on_eight_devices(which):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.quick
 def test_proofs_can_be_had_alone():
     both = BothWays(stack("scan"), WEIGHTS, X)
     proof = layer_runs_again(both)
@@ -139,6 +140,7 @@ def test_buffers_outlive_the_proof():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((WEIGHTS, X)))
 
 
+@pytest.mark.quick
 def test_donated_arguments_are_given_up():
     """By a step that returns them all; not by one that returns another type, or that was lowered without donating."""
 
@@ -181,6 +183,7 @@ def test_a_cache_that_differs_is_noticed():
         assert proved(Title.EVALUATION, stack("scan"), WEIGHTS, X, evaluate=how_evaluated).failed, how_evaluated
 
 
+@pytest.mark.quick
 def test_evaluation_is_told_from_training():
     """A model in eval mode checkpoints nothing, and the report says so."""
     model = model_of(SMALL)
