@@ -5,13 +5,12 @@ a test waited for: compilers of absent chips, kernels of notebooks, hosts of a r
 """
 
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from pathlib import Path
 
 import jax
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
 KINDS = ("importing", "tracing", "compiling here", "other processes", "the rest")
 EVENTS = {
     "/jax/core/compile/jaxpr_trace_duration": "tracing",
@@ -24,13 +23,13 @@ class CpuTable:
     """A plugin of pytest: each report carries its seconds, also from a worker, and the table is printed at the end."""
 
     def __init__(self) -> None:
-        self.spent: Counter[str] = Counter()
+        self.spent: dict[str, float] = defaultdict(float)
         self.before = 0.0, 0.0
         jax.monitoring.register_event_duration_secs_listener(self.count)
 
-    def count(self, event: str, duration: float, **_: object) -> None:
+    def count(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event in EVENTS:
-            self.spent[EVENTS[event]] += duration
+            self.spent[EVENTS[event]] += duration_secs
 
     def since(self) -> tuple[float, float]:
         """CPU seconds of this process, and of those that it waited for, since the last question."""
@@ -42,27 +41,28 @@ class CpuTable:
 
     def pytest_collection_finish(self) -> None:
         importing = sum(self.since())
-        self.spent = Counter({"importing": importing})
+        self.spent.clear()
+        self.spent["importing"] = importing
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item):
         report = yield
         here, elsewhere = self.since()
         known = self.spent["tracing"] + self.spent["compiling here"]
-        self.spent |= {"other processes": elsewhere, "the rest": max(0.0, here - known)}
-        report.user_properties.append(("cpu", dict(self.spent)))
-        self.spent = Counter()
+        kinds = dict(self.spent) | {"other processes": elsewhere, "the rest": max(0.0, here - known)}
+        report.user_properties.append(("cpu", kinds))
+        self.spent.clear()
         return report
 
     def pytest_terminal_summary(self, terminalreporter) -> None:
-        table: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        table: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(KINDS, 0.0))
         for report in (report for reports in terminalreporter.stats.values() for report in reports):
-            for name, seconds in getattr(report, "user_properties", ()):
+            for name, spent in getattr(report, "user_properties", ()):
                 if name == "cpu":
-                    folder = str(Path(report.nodeid.split("::")[0]).parent)
-                    table[folder] += Counter(seconds)
-                    table["all"] += Counter(seconds)
+                    for kind, seconds in spent.items():
+                        table[str(Path(report.nodeid.split("::")[0]).parent)][kind] += seconds
+                        table["all"][kind] += seconds
         terminalreporter.write_line(f"\n| CPU seconds | {' | '.join(KINDS)} | all |\n|---|{'---|' * (len(KINDS) + 1)}")
-        for folder, spent in sorted(table.items(), key=lambda row: -row[1].total()):
-            cells = [*(spent[kind] for kind in KINDS), spent.total()]
+        for folder, spent in sorted(table.items(), key=lambda row: -sum(row[1].values())):
+            cells = [*spent.values(), sum(spent.values())]
             terminalreporter.write_line(f"| {folder} | {' | '.join(f'{seconds:.0f}' for seconds in cells)} |")

@@ -20,7 +20,8 @@ class Layer(nnx.Module):
     """Dropout's counters, BatchNorm's statistics, and a variable of its own."""
 
     def __init__(self, rngs: nnx.Rngs):
-        self.linear = nnx.Linear(D, D, rngs=rngs)
+        # Without a bias: BatchNorm takes it out again, and what is left of its gradient is rounding.
+        self.linear = nnx.Linear(D, D, use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(D, rngs=rngs)
         self.dropout = nnx.Dropout(0.4, rngs=rngs)
         self.largest = nnx.Variable(jnp.zeros(()))
