@@ -48,7 +48,7 @@ def value_and_gradients(axis, hidden, targets, weights, **kwargs):
         return jnp.sum(loss * jnp.arange(1.0, N + 1)) if kwargs.get("reduction") == "none" else loss
 
     arguments = hidden, W, jnp.asarray(BIAS, jnp.float32), jnp.asarray(weights, jnp.float32)
-    return jax.value_and_grad(fn, argnums=(0, 1, 2, 3))(*arguments)
+    return jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2, 3)))(*arguments)
 
 
 AXES = [("tokens", "mean"), ("vocab", "mean"), ("vocab", "none")]

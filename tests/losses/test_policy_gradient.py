@@ -99,7 +99,7 @@ def test_loss_and_both_gradients(case):
 
 @pytest.mark.parametrize("tiles", [1, 64])
 def test_any_number_of_tiles(tiles):
-    grads = jax.grad(partial(policy, num_tiles=tiles, **ALL), argnums=(0, 1))(X, W)
+    grads = jax.jit(jax.grad(partial(policy, num_tiles=tiles, **ALL), argnums=(0, 1)))(X, W)
     for actual, wanted in zip(grads, reference(HIDDEN, HEAD, **ALL)[1], strict=True):
         close(actual, wanted)
 
@@ -163,7 +163,7 @@ def test_float16_with_a_loss_scale_and_tiny_weights():
         def fn(hidden, head, axis=axis):
             return scale * policy(hidden, head, normalizer=1e9, axis=axis)
 
-        for actual, wanted in zip(jax.grad(fn, argnums=(0, 1))(hidden, head), expected, strict=True):
+        for actual, wanted in zip(jax.jit(jax.grad(fn, argnums=(0, 1)))(hidden, head), expected, strict=True):
             close(np.asarray(actual, np.float64) / scale, wanted, rtol=1e-2, atol=1e-2)
 
 
