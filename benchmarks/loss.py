@@ -30,6 +30,7 @@ import optax
 import psutil
 
 import llamem
+from llamem.course.baseline import lean_loss
 from llamem.memory.report import GiB
 
 HERE = Path(__file__).resolve().parent
@@ -50,6 +51,7 @@ def mapped(x_ND: Any, head_VD: Any, targets_N: Any, num_tiles: int = 16) -> Any:
 def jax_losses() -> dict[str, Loss]:
     found: dict[str, Loss] = {
         "plain logits (optax)": plain,
+        "logits in the inputs' type, no tiles": lean_loss,
         "lax.map + checkpoint, 16 tiles": mapped,
         "llamem, tokens, 16 tiles": partial(llamem.tiled_cross_entropy, axis="tokens", num_tiles=16),
         "llamem, vocabulary, 64 tiles": partial(llamem.tiled_cross_entropy, axis="vocab", num_tiles=64),
