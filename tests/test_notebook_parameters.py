@@ -12,6 +12,7 @@ NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "01": ({"width": 256, "depth": 8}, {"chip": "v6e-1", "other_chip": "t4", "tokens": 5000}),
     "03": ({"seq_len": 1024}, {"tpu": "v6e-1", "gpu": "l4"}),
+    "10": ({"layers": 4, "width": 64}, {"tokens": 1024}),
     "12": ({"chip": "t4"}, {"model": "llama3.2-3b", "chip": "v6e-1", "tokens": 65_536}, {"short": 2048}),
 }
 # By notebook: a change that cannot be, and words of the sentence that says so.

@@ -15,7 +15,6 @@ from llamem.course.exercises import suspects
 from llamem.course.exercises import trust_but_verify as exercises
 from llamem.verify import Title
 
-policies = jax.checkpoint_policies
 ROOT = Path(__file__).resolve().parent.parent.parent
 OFF = {Title.CHECKPOINTS, Title.RUNS, Title.MEMORY}
 DIFFERENT = {Title.LOSS, Title.GRADIENTS}
@@ -33,23 +32,6 @@ def scan(body, w, x):
 
 def mean_square(x):
     return jnp.mean(x**2)
-
-
-def keeping(policy, keys_of=lambda key: jax.random.split(key, 6)):
-    """A stack with dropout whose layers keep what `policy` says, right but for that and for its keys."""
-
-    def answer(layer, w, x, key, remat):
-        body = jax.checkpoint(layer, policy=policy) if remat else layer
-        return mean_square(jax.lax.scan(lambda x, wk: (body(wk[0], x, wk[1]), None), x, (w, keys_of(key)))[0])
-
-    return answer
-
-
-def unrolled(layer, w, x, key, remat):
-    body = jax.checkpoint(layer, policy=policies.save_only_these_names("h")) if remat else layer
-    for i, own in enumerate(jax.random.split(key, 6)):
-        x = body(jax.tree.map(lambda a, i=i: a[i], w), x, own)
-    return mean_square(x)
 
 
 def dropped(keys_of):
@@ -162,25 +144,6 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "dropout without remat": (exercises.check_cured_dropout, dropout(lambda remat: None), "0 of them"),
     "dropout with remat always": (exercises.check_cured_dropout, dropout(lambda remat: "nothing"), "flag"),
     "dropout, around the loop": (exercises.check_cured_dropout, dropout_around, "memory falls"),
-    "no policy": (exercises.check_cured_policy, keeping(None), "not among the residuals"),
-    "another name": (exercises.check_cured_policy, keeping(policies.save_only_these_names("hidden")), "misspelled"),
-    "all but h": (
-        exercises.check_cured_policy,
-        keeping(policies.save_anything_except_these_names("h")),
-        "memory falls|not among|runs again",
-    ),
-    "everything": (exercises.check_cured_policy, keeping(policies.everything_saveable), "runs again|memory"),
-    "products without a batch axis": (
-        exercises.check_cured_policy,
-        keeping(policies.dots_with_no_batch_dims_saveable),
-        "save the name 'h' alone",
-    ),
-    "h, with one key": (
-        exercises.check_cured_policy,
-        keeping(policies.save_only_these_names("h"), lambda key: jnp.stack([key] * 6)),
-        "are copies",
-    ),
-    "h, unrolled": (exercises.check_cured_policy, unrolled, "compiler leaves|not among|memory"),
 }
 
 
