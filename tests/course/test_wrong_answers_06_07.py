@@ -90,6 +90,18 @@ def written_out(value_and_grad, params, batch_BD, parts):
     return jax.tree.map(lambda *leaves: sum(leaf.astype(jnp.float32) for leaf in leaves) / parts, *found)
 
 
+def stacked(value_and_grad, params, batch_BD, parts):
+    parts_BD = batch_BD.reshape(parts, -1, *batch_BD.shape[1:])
+    found = jax.lax.map(lambda part_BD: value_and_grad(params, part_BD), parts_BD)
+    return jax.tree.map(lambda a: a.astype(jnp.float32).mean(0).astype(a.dtype), found)
+
+
+def side_by_side(value_and_grad, params, batch_BD, parts):
+    parts_BD = batch_BD.reshape(parts, -1, *batch_BD.shape[1:])
+    found = jax.vmap(lambda part_BD: value_and_grad(params, part_BD))(parts_BD)
+    return jax.tree.map(lambda a: a.astype(jnp.float32).mean(0).astype(a.dtype), found)
+
+
 def widened(*arguments):
     value, grads = added_up(*arguments)
     return value, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
@@ -154,6 +166,9 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "the last part only": (train_llama3.check_accumulated, partial(added_up, only_last=True), "not that of the whole"),
     "added up in bfloat16": (train_llama3.check_accumulated, partial(added_up, dtype=None), "256"),
     "gradients in f32": (train_llama3.check_accumulated, widened, "another type"),
+    "all gradients kept": (train_llama3.check_accumulated, stacked, "memory grows"),
+    "all parts side by side": (train_llama3.check_accumulated, side_by_side, "memory grows|at a time"),
+    "constants": (train_llama3.check_rate, lambda s, *_: schedule(right_warmup)(s, 3e-3, 20, 120), "one schedule"),
     "gradients alone": (train_llama3.check_accumulated, lambda *a: added_up(*a)[1], "as a pair"),
     "moments in the weights' place": (
         train_llama3.check_standing_bytes,

@@ -38,6 +38,9 @@ def clipped(z, targets, advantages, old, epsilon, way="right"):
     ratio = jnp.exp(jnp.sum(jnp.log(p) * hit, 1) - old)
     bounded = jnp.clip(ratio, 1 - epsilon, 1 + epsilon)
     free = ratio * advantages <= bounded * advantages
+    if way == "log":
+        bounded = jnp.exp(jnp.clip(jnp.log(ratio), -epsilon, epsilon))
+        free = ratio * advantages <= bounded * advantages
     if way == "both sides":
         free = ratio == bounded
     if way == "the wrong side":
@@ -54,6 +57,16 @@ def clipped(z, targets, advantages, old, epsilon, way="right"):
     if way == "mean":
         g = g / len(g)
     return g[:, None] * (hit - p)
+
+
+def by_token(x, w, down, up, scale, adapter):
+    rows, own = x.reshape(-1, x.shape[2]), jnp.repeat(adapter, x.shape[1])
+    z_NR = jnp.einsum("ND,NDR->NR", rows, down[own]) * scale[own][:, None]
+    return x @ w + jnp.einsum("NR,NRF->NF", z_NR, up[own]).reshape(*x.shape[:2], -1)
+
+
+def merged_in_a_loop(x, w, down, up, scale, adapter):
+    return jax.lax.map(lambda one: one[0] @ (w + scale[one[1]] * down[one[1]] @ up[one[1]]), (x, adapter))
 
 
 def weights(mask):
@@ -88,16 +101,35 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "clipped on both sides": (rl.check_clipped_gradient, partial(clipped, way="both sides"), "holds it still"),
     "clipped on the wrong side": (rl.check_clipped_gradient, partial(clipped, way="the wrong side"), "holds it still"),
     "one row": (rl.check_clipped_gradient, partial(clipped, way="sum"), "for each logit"),
+    "one gather for each token": (rl.check_adapted, by_token, "you merge weights"),
+    "merged in a loop": (rl.check_adapted, merged_in_a_loop, "one by one|you merge weights"),
+    "nothing for the layers below": (
+        rl.check_adapted,
+        lambda x, w, *rest: jax.lax.stop_gradient(x @ w) + adapted(x, w, *rest) - x @ w,
+        "layers below|FLOPs",
+    ),
+    "epsilon fixed": (
+        rl.check_clipped_gradient,
+        lambda z, y, a, old, epsilon: clipped(z, y, a, old, 0.2),
+        "with 0.1 not",
+    ),
+    "two epsilons": (
+        rl.check_clipped_gradient,
+        lambda z, y, a, old, epsilon: clipped(z, y, a, old, 2 * epsilon),
+        "with 0.1 not|stand still|is clipped",
+    ),
+    "clipped in log space": (rl.check_clipped_gradient, partial(clipped, way="log"), "with 0.1 not"),
+    "divided by the length of the row": (rl.check_token_weights, lambda m: weights(m) * len(m) / m.shape[1], "sum to"),
     "a mean over tokens": (rl.check_token_weights, lambda m: m / m.sum(), "all tokens weigh the same"),
     "not a number": (rl.check_token_weights, lambda m: m / m.sum(1, keepdims=True) / len(m), "0 / 0"),
-    "a sum over sequences": (rl.check_token_weights, lambda m: weights(m) * len(m), "weigh a quarter"),
-    "empty ones not counted": (rl.check_token_weights, lambda m: weights(m) * 4 / 3, "weigh a quarter"),
+    "a sum over sequences": (rl.check_token_weights, lambda m: weights(m) * len(m), "weigh a third"),
+    "empty ones not counted": (rl.check_token_weights, lambda m: weights(m) * 3 / 2, "weigh a third"),
     "padding as well": (
         rl.check_token_weights,
         lambda m: jnp.broadcast_to(1 / jnp.maximum(m.sum(1, keepdims=True), 1) / len(m), m.shape),
         "outside the mask",
     ),
-    "by the longest": (rl.check_token_weights, lambda m: m / m.shape[1] / len(m), "quarter"),
+    "by the longest": (rl.check_token_weights, lambda m: m / m.shape[1] / len(m), "third"),
     "one number": (rl.check_token_weights, lambda m: weights(m).sum(), "a weight for each token"),
 }
 

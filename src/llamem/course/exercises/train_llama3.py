@@ -20,7 +20,7 @@ def check_standing_bytes(fn: Callable[..., Any]) -> None:
     """Exercise 1: weights, gradients and AdamW's moments."""
 
     def body() -> str:
-        for name, sizes in (("tiny", (4, 2)), ("llama3.1-8b", (2, 4)), ("llama3.2-1b", (2, 2))):
+        for name, sizes in (("tiny", (4, 3)), ("llama3.1-8b", (2, 4)), ("llama3.2-1b", (2, 2))):
             config = LlamaConfig.from_name(name)
             got = fn(config, *sizes)
             weights, moment = (config.n_params * size for size in sizes)
@@ -31,7 +31,7 @@ def check_standing_bytes(fn: Callable[..., Any]) -> None:
             assert got != 2 * weights + moment, "AdamW keeps two moments for each parameter."
             assert got != 4 * weights, "Moments may be stored in another type than weights."
             raise AssertionError(f"For {name} and {sizes} bytes, {got:,} is not all of it, or too much.")
-        return "All of it stands before the first activation, whatever remat and tiling do."
+        return "So much stands at the end of the backward pass, whatever remat and tiling do."
 
     grade(1, body)
 
@@ -51,6 +51,12 @@ def check_rate(fn: Callable[..., Any]) -> None:
             (120, "the end is a tenth of the peak"),
         ):
             assert np.isclose(fn(step, peak, warmup, steps), schedule(step), rtol=1e-5), f"At step {step}: {hint}."
+        peak, warmup, steps = 2e-4, 7, 52
+        schedule = optax.warmup_cosine_decay_schedule(peak / warmup, peak, warmup, steps, peak / 10)
+        for step in (0, 3, 7, 20, 41, 52):
+            assert np.isclose(fn(step, peak, warmup, steps), schedule(step), rtol=1e-5), (
+                f"Right for one schedule; with peak {peak}, warmup {warmup}, steps {steps} it is wrong at step {step}."
+            )
         return "This is the schedule that the notebook trained with."
 
     grade(2, body)
@@ -101,6 +107,16 @@ def check_accumulated(fn: Callable[..., Any]) -> None:
         wide = jax.tree.map(lambda a: a.astype(jnp.float32), params)
         return found, jax.value_and_grad(loss)(wide, x_BD.astype(jnp.float32)), seen, length
 
+    def answer_memory(parts: int) -> int:
+        """The bytes of temporaries, with parameters that are large beside the batch."""
+        params = {
+            name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in (("in", (64, 512)), ("out", (512, 2)))
+        }
+        x_BD = jax.ShapeDtypeStruct((8 * parts, 64), jnp.float32)
+        program = jax.jit(lambda params, x_BD: fn(jax.value_and_grad(loss), params, x_BD, parts))
+        analysis = program.lower(params, x_BD).compile().memory_analysis()
+        return 0 if analysis is None else analysis.temp_size_in_bytes
+
     def body() -> str:
         lengths = []
         for parts in (2, 6):
@@ -128,6 +144,11 @@ def check_accumulated(fn: Callable[..., Any]) -> None:
         assert max(errors) < 0.02, (
             "With 1,024 parts in bfloat16 the gradients are far off: in which type do you add them up? What is 256 + 1 "
             "with 8 significant bits?"
+        )
+        few, many = (answer_memory(parts) for parts in (8, 64))
+        assert many < 2 * few, (
+            f"The numbers are right, and the memory grows with the parts: {few:,} bytes of temporaries for 8 of eight "
+            f"rows, {many:,} for 64. Which arrays have one entry for each part, and must they all be alive at once?"
         )
         return "As many sequences as you like, for the memory of one part and one sum."
 
