@@ -10,6 +10,7 @@ import pytest
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 # By notebook: two or more natural changes. What cannot be is refused in a cell with a sentence: see REFUSED.
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
+    "04": ({"chip": "t4"}, {"tokens": 4096, "small_chip": "v6e-1", "other_chip": "l4"}),
     "01": ({"width": 256, "depth": 8}, {"chip": "v6e-1", "other_chip": "t4", "tokens": 5000}),
     "03": ({"seq_len": 1024}, {"tpu": "v6e-1", "gpu": "l4"}),
     "10": ({"layers": 4, "width": 64}, {"tokens": 1024}),
@@ -17,6 +18,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
 }
 # By notebook: a change that cannot be, and words of the sentence that says so.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "04": ({"tokens": 1000}, "multiple of 256"),
     "01": ({"depth": 6}, "groups of four"),
     "12": ({"tokens": 262_144}, "reads up to 131,072"),
 }

@@ -202,6 +202,10 @@ def softmax_minus(z, t, eps, *, share, own):
     return jax.nn.softmax(z) - wanted - share
 
 
+def overflowing(z):
+    return jnp.exp(z) / jnp.exp(z).sum(1, keepdims=True)
+
+
 def off_target(z, t, eps):
     hot = jax.nn.one_hot(t, z.shape[1])
     return jax.nn.softmax(z) - (1 - eps) * hot - eps / (z.shape[1] - 1) * (1 - hot)
@@ -255,6 +259,16 @@ TILES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
         lambda z, t, eps: -softmax_minus(z, t, eps, share=eps / z.shape[1], own=1 - eps),
         "with epsilon 0",
     ),
+    "the whole difference scaled": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: (1 - eps) * softmax_minus(z, t, eps, share=0, own=1),
+        "scaled the whole difference",
+    ),
+    "a softmax that overflows": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: overflowing(z) - (1 - eps) * jax.nn.one_hot(t, z.shape[1]) - eps / z.shape[1],
+        "exponential of 200",
+    ),
     "sums added as they are": (
         tiles.check_merge,
         lambda ma, sa, mb, sb: (jnp.maximum(ma, mb), sa + sb),
@@ -285,47 +299,6 @@ TILES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     ),
     "the maxima added": (tiles.check_merge, lambda ma, sa, mb, sb: (ma + mb, sa + sb), "first result"),
     "one array": (tiles.check_merge, lambda ma, sa, mb, sb: sa, "two arrays"),
-    "forgetful as it was": (tiles.check_repaired, lambda grads, g: (grads[0], g * grads[1], None), "hidden states"),
-    "forgetful about the head": (tiles.check_repaired, lambda grads, g: (g * grads[0], grads[1], None), "head"),
-    "divided by g": (tiles.check_repaired, lambda grads, g: (grads[0] / g, grads[1] / g, None), "under a mean"),
-    "divided by the tokens": (
-        tiles.check_repaired,
-        lambda grads, g: (grads[0] / 12, g * grads[1], None),
-        "under a sum",
-    ),
-    "multiplied twice": (
-        tiles.check_repaired,
-        lambda grads, g: (g * g * grads[0], g * g * grads[1], None),
-        "under a mean",
-    ),
-    "the sign lost": (
-        tiles.check_repaired,
-        lambda grads, g: (abs(g) * grads[0], abs(g) * grads[1], None),
-        "multiplied by -3",
-    ),
-    "two results for three arguments": (tiles.check_repaired, lambda grads, g: (g * grads[0], g * grads[1]), ""),
-    "rounded down": (
-        tiles.check_smallest_tile,
-        lambda d, r: int(12 * d * r / (6 * d - 16 * r)) if 6 * d > 16 * r else math.inf,
-        "fewer than R",
-    ),
-    "not rounded": (
-        tiles.check_smallest_tile,
-        lambda d, r: 12 * d * r / (6 * d - 16 * r) if 6 * d > 16 * r else math.inf,
-        "whole number",
-    ),
-    "always a number": (
-        tiles.check_smallest_tile,
-        lambda d, r: math.ceil(12 * d * r / (6 * d - 16 * r)),
-        "without end",
-    ),
-    "never a number": (tiles.check_smallest_tile, lambda d, r: math.inf, "large enough tile exists"),
-    "without the logits": (tiles.check_smallest_tile, lambda d, r: 2 * r, "fewer than R"),
-    "a tile too large": (
-        tiles.check_smallest_tile,
-        lambda d, r: 2 * math.ceil(12 * d * r / (6 * d - 16 * r)) if 6 * d > 16 * r else math.inf,
-        "one token less",
-    ),
     "make as it is": (tiles.check_frozen_loss, lambda make: make, "one number"),
     "only the value of make": (
         tiles.check_frozen_loss,
@@ -345,6 +318,15 @@ TILES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
             keep=lambda dx, *inputs: inputs,
         ),
         "2 times",
+    ),
+    "twelve bytes too many": (
+        tiles.check_frozen_loss,
+        partial(
+            frozen,
+            backward=lambda kept, g: right(kept[0], g),
+            keep=lambda dx, x, head, t: (dx.astype(x.dtype), jnp.ones(3)),
+        ),
+        "bytes are kept",
     ),
     "the head kept as well": (
         tiles.check_frozen_loss,
