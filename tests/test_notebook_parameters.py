@@ -14,12 +14,14 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "01": ({"width": 256, "depth": 8}, {"chip": "v6e-1", "other_chip": "t4", "tokens": 5000}),
     "03": ({"seq_len": 1024}, {"tpu": "v6e-1", "gpu": "l4"}),
     "10": ({"layers": 4, "width": 64}, {"tokens": 1024}),
+    "08": ({"tokens": 65_536}, {"chip": "t4"}, {"model": "llama3.2-3b", "chip": "v6e-1"}),
     "12": ({"chip": "t4"}, {"model": "llama3.2-3b", "chip": "v6e-1", "tokens": 65_536}, {"short": 2048}),
 }
 # By notebook: a change that cannot be, and words of the sentence that says so.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "04": ({"tokens": 1000}, "multiple of 256"),
     "01": ({"depth": 6}, "groups of four"),
+    "08": ({"chip": "v5e-8"}, "about one"),
     "12": ({"tokens": 262_144}, "reads up to 131,072"),
 }
 ON_EACH_PUSH = ("01",)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import llamem
 from llamem import Plan
 from llamem.course.exercises import long_context
 
@@ -25,6 +26,23 @@ def without_checkpoint(w, x_ND, tiles):
 
 def narrow_sum(w, x_ND, tiles):
     return jax.lax.map(jax.checkpoint(lambda x: one_tile(w, x)), rows_of(x_ND, tiles)).reshape(x_ND.shape)
+
+
+def by_rows(w, x_ND, tiles):
+    wide = {name: a.astype(jnp.float32) for name, a in w.items()}
+    tile = jax.checkpoint(lambda x: one_tile({name: a.astype(x.dtype) for name, a in wide.items()}, x))
+    return jax.lax.map(tile, rows_of(x_ND, tiles)).reshape(x_ND.shape)
+
+
+def written_out(w, x_ND, tiles):
+    wide = {name: a.astype(jnp.float32) for name, a in w.items()}
+    tile = jax.checkpoint(lambda x: one_tile({name: a.astype(x.dtype) for name, a in wide.items()}, x))
+    return jnp.concatenate([tile(x) for x in rows_of(x_ND, tiles)])
+
+
+def any_name_on_the_host(config, tokens, plan):
+    found = lines(config, tokens, plan)
+    return found | ({"residuals": 0} if plan.offload else {})
 
 
 def no_gate(w, x_ND, tiles):
@@ -90,13 +108,19 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "tiles without a checkpoint": (ROWS, without_checkpoint, "2048 x 64 numbers"),
     "a checkpoint around the loop": (ROWS, checkpoint_around_the_loop, "2048 x 64 numbers"),
     "rows summed in bfloat16": (ROWS, narrow_sum, "In which type is the sum"),
+    "always two tiles": (ROWS, lambda w, x, tiles: by_rows(w, x, 2), "How many rows"),
+    "always 16 tiles": (ROWS, lambda w, x, tiles: by_rows(w, x, 16), "How many rows"),
+    "one row at a time": (ROWS, lambda w, x, tiles: by_rows(w, x, len(x)), "How many rows"),
+    "a Python loop": (ROWS, written_out, "written out"),
+    "any name on the host": (LEDGER, any_name_on_the_host, "attn_out"),
+    "the estimate asked": (LEDGER, lambda c, n, p: llamem.estimate(c, p, "v5e-1", seq_len=n), "yourself"),
     "the gate left out": (ROWS, no_gate, "is not silu"),
     "rows left in tiles": (ROWS, lambda w, x, tiles: rows_of(x, tiles), "one row for every row"),
     "the same plan": (BETTER, lambda: long_context.GIVEN, "that is the plan"),
     "everything kept": (BETTER, lambda: Plan(remat=None), "Which tool makes that one smaller"),
     "no plan": (BETTER, lambda: {"mlp_tiles": 4}, "return a llamem.Plan"),
     "a name": (BETTER, lambda: "scan", "return a llamem.Plan"),
-    "the plain loss": (BETTER, lambda: Plan(loss_tiles=None), ""),
+    "the plain loss": (BETTER, lambda: Plan(loss_tiles=None), "Which tool"),
     "slower still": (BETTER, lambda: long_context.GIVEN.replace(mode="nested"), "that you can spare"),
 }
 
@@ -107,3 +131,10 @@ def test_a_wrong_answer_gets_the_hint_that_fits(answer):
     with pytest.raises(AssertionError, match=hint) as refused:
         check(fn)
     assert not any(told in str(refused.value) for told in ("3 *", "* 4", "d_model *")), "the hint is the answer"
+
+
+def test_right_answers_pass(capsys):
+    ROWS(by_rows)
+    LEDGER(lines)
+    BETTER(lambda: Plan(offload=("block_in",)))
+    assert "not yet" not in capsys.readouterr().out

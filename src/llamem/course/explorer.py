@@ -39,7 +39,7 @@ def estimate_bars(estimates: Mapping[str, Estimate]) -> Figure:
     left = [0.0] * len(names)
     for i, line in enumerate(LINES):
         sizes = [sum(part.bytes for part in one.lines if part.name == line) / GiB for one in estimates.values()]
-        if any(sizes):
+        if max(sizes) > 0.002 * max(one.peak_bytes for one in estimates.values()) / GiB:  # a line that can be seen
             hatch = plots.HATCHES[i % len(plots.HATCHES)]
             ax.barh(names, sizes, left=left, color=COLOURS[line], hatch=hatch, edgecolor="white", label=line)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
