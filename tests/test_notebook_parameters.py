@@ -10,18 +10,28 @@ import pytest
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 # By notebook: two or more natural changes. What cannot be is refused in a cell with a sentence: see REFUSED.
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
-    "04": ({"chip": "t4"}, {"tokens": 4096, "small_chip": "v6e-1", "other_chip": "l4"}),
+    "00": ({"tokens": 4096, "small_chip": "t4"}, {"roomy": "a100-80", "chips": ["v6e-1", "l4"]}),
     "01": ({"width": 256, "depth": 8}, {"chip": "v6e-1", "other_chip": "t4", "tokens": 5000}),
+    "02": ({"chip": "v6e-1", "other_chip": "a100-80"}, {"tokens": 4096}),
     "03": ({"seq_len": 1024}, {"tpu": "v6e-1", "gpu": "l4"}),
-    "10": ({"layers": 4, "width": 64}, {"tokens": 1024}),
+    "04": ({"chip": "t4"}, {"tokens": 4096, "small_chip": "v6e-1", "other_chip": "l4"}),
+    "07": (
+        {"compile_for": "t4", "steps": 24, "chat_steps": 3},
+        {"num_tiles": 8, "batch_size": 3, "seq_len": 100, "steps": 13},
+    ),
     "08": ({"tokens": 65_536}, {"chip": "t4"}, {"model": "llama3.2-3b", "chip": "v6e-1"}),
+    "09": ({"chip": "t4", "colab_tokens": 4096, "steps": 4, "rounds": 1}, {"seed": 7, "steps": 3, "rounds": 2}),
+    "10": ({"layers": 4, "width": 64}, {"tokens": 1024}),
+    "11": ({"compile_for": "v5p:4x4x4"}, {"hosts": 4, "steps": 9}),
     "12": ({"chip": "t4"}, {"model": "llama3.2-3b", "chip": "v6e-1", "tokens": 65_536}, {"short": 2048}),
 }
 # By notebook: a change that cannot be, and words of the sentence that says so.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "04": ({"tokens": 1000}, "multiple of 256"),
     "01": ({"depth": 6}, "groups of four"),
+    "04": ({"tokens": 1000}, "multiple of 256"),
     "08": ({"chip": "v5e-8"}, "about one"),
+    "09": ({"colab_tokens": 200_000}, "131,072 that Llama 3.1"),
+    "11": ({"hosts": 3}, "take 2 or 4"),
     "12": ({"tokens": 262_144}, "reads up to 131,072"),
 }
 ON_EACH_PUSH = ("01",)

@@ -18,19 +18,19 @@ from llamem.memory.compiling import matmul_flops
 
 # By module and check: what no hint may hold, and the wrong answers by the mistake that they make.
 WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
-    ("where_the_memory_goes", "check_layer_input_bytes"): (
-        ("itemsize", "n_layers *", "1,006,632", "786,432,000", "786432000"),
+    ("where_the_memory_goes", "check_peak_with_logits"): (
+        ("itemsize", "n_layers *", "3 *", "33,812"),
         {
-            "always 16 bits": "lambda c, B, T: 2 * c.n_layers * B * T * c.d_model",
-            "always 32 bits": "lambda c, B, T: 4 * c.n_layers * B * T * c.d_model",
-            "the weights' type": "lambda c, B, T: c.n_layers * B * T * c.d_model * c.param_dtype.itemsize",
-            "elements": "lambda c, B, T: c.n_layers * B * T * c.d_model",
-            "one layer": "lambda c, B, T: B * T * c.d_model * c.compute_dtype.itemsize",
-            "one sequence": "lambda c, B, T: c.n_layers * T * c.d_model * c.compute_dtype.itemsize",
-            "the result as well": "lambda c, B, T: (c.n_layers + 1) * B * T * c.d_model * c.compute_dtype.itemsize",
-            "all heads": "lambda c, B, T: c.n_layers * B * T * c.n_heads * c.head_dim * c.compute_dtype.itemsize",
-            "the feed-forward": "lambda c, B, T: c.n_layers * B * T * c.d_ff * c.compute_dtype.itemsize",
-            "the weights": "lambda c, B, T: c.n_params * c.compute_dtype.itemsize",
+            "three numbers for each weight and no more": "lambda c, B, T: 8 * c.n_params",
+            "no moments": "lambda c, B, T: tower(c, B, T) - 4 * c.n_params",
+            "one moment": "lambda c, B, T: tower(c, B, T) - 2 * c.n_params",
+            "gradients as well": "lambda c, B, T: tower(c, B, T) + 2 * c.n_params",
+            "no inputs": "lambda c, B, T: tower(c, B, T) - 2 * c.n_layers * B * T * c.d_model",
+            "logits once": "lambda c, B, T: tower(c, B, T) - 4 * B * T * c.vocab_size",
+            "logits in 16 bits": "lambda c, B, T: tower(c, B, T) - 4 * B * T * c.vocab_size",
+            "one sequence": "lambda c, B, T: tower(c, 1, T)",
+            "8,000 tokens written in": "lambda c, B, T: tower(c, B, 8000)",
+            "16 layers written in": "lambda c, B, T: tower(c, B, T) + 2 * (16 - c.n_layers) * B * T * c.d_model",
         },
     ),
     ("where_the_memory_goes", "check_kept_bytes"): (
@@ -58,6 +58,8 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "(c.compute_dtype.itemsize * c.vocab_size) + 1",
             "weights in 32 bits": "lambda c: 4 * c.n_params // (4 * c.vocab_size) + 1",
             "weights in 16 bits": "lambda c: 2 * c.n_params // (4 * c.vocab_size) + 1",
+            "as many as the weights": "lambda c: -(-c.n_params * c.param_dtype.itemsize // (4 * c.vocab_size))",
+            "rounded": "lambda c: round(c.n_params * c.param_dtype.itemsize / (4 * c.vocab_size))",
             "one too many": "lambda c: c.n_params * c.param_dtype.itemsize // (4 * c.vocab_size) + 2",
             "no whole number": "lambda c: c.n_params * c.param_dtype.itemsize / (4 * c.vocab_size)",
             "the head alone": "lambda c: c.d_model * c.param_dtype.itemsize // 4 + 1",
@@ -166,6 +168,7 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "elements": "lambda c, N, names: elements(c, N, names)",
             "one layer": "lambda c, N, names: c.compute_dtype.itemsize * elements(c, N, names) // c.n_layers",
             "names without a type": "lambda c, N, names: c.n_layers * N * c.d_model * c.compute_dtype.itemsize",
+            "a thousand tokens written in": "lambda c, N, names: c.compute_dtype.itemsize * elements(c, 1000, names)",
             "keys of one head": "lambda c, N, names: c.compute_dtype.itemsize * "
             "elements(c, N, names, k=c.head_dim, v=c.head_dim)",
         },
@@ -234,6 +237,11 @@ def first_nested(layer, w, x, size):
     """The first group as asked; the others keep everything when they run again."""
     x = groups(jax.checkpoint(layer), layer, w[:size], x, size)
     return groups(layer, layer, w[size:], x, size)
+
+
+def tower(c, sequences, length):
+    tokens = sequences * length
+    return 6 * c.n_params + 2 * c.n_layers * tokens * c.d_model + 8 * tokens * c.vocab_size
 
 
 def size(tree):

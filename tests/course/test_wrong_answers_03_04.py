@@ -267,7 +267,7 @@ TILES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "a softmax that overflows": (
         tiles.check_smoothed_gradient,
         lambda z, t, eps: overflowing(z) - (1 - eps) * jax.nn.one_hot(t, z.shape[1]) - eps / z.shape[1],
-        "exponential of 200",
+        "exp of 200",
     ),
     "sums added as they are": (
         tiles.check_merge,

@@ -181,7 +181,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
         lambda dw, axis: own_columns(lax.psum(dw, axis), axis),
         "thrown away",
     ),
-    "the columns of a neighbour": (mesh.check_transpose, next_device, "not those that this device holds"),
+    "the columns of a neighbour": (mesh.check_transpose, next_device, "not those of the columns"),
     "another gather": (
         mesh.check_transpose,
         lambda dw, axis: lax.all_gather(dw, axis, axis=1, tiled=True),
@@ -250,7 +250,7 @@ def ring(dw, axis):
     ("check", "answer"),
     [
         (mesh.check_merge_devices, merged),
-        (mesh.check_transpose, lambda dw, axis: lax.all_to_all(dw, axis, 1, 0, tiled=True).reshape(4, 5, 2).sum(0)),
+        (mesh.check_transpose, lambda dw, axis: lax.all_to_all(dw, axis, 1, 0, tiled=True).reshape(4, 12, 2).sum(0)),
         (mesh.check_transpose, ring),
         (mesh.check_target_logit, logit),
         (mesh.check_bytes_that_arrive, lambda line, n, trips: round(arriving(line, n, trips))),

@@ -69,8 +69,16 @@ def merged_in_a_loop(x, w, down, up, scale, adapter):
     return jax.lax.map(lambda one: one[0] @ (w + scale[one[1]] * down[one[1]] @ up[one[1]]), (x, adapter))
 
 
-def weights(mask):
-    return mask / jnp.maximum(mask.sum(1, keepdims=True), 1) / len(mask)
+def blocks(values, scale, dtype, way="right", minus=8, low=15):
+    halves = [values & low, values >> 4]
+    q = jnp.concatenate(halves[::-1] if way == "high" else halves, axis=-1)
+    if way == "stack":
+        q = jnp.stack(halves, axis=-1).reshape(*values.shape[:2], 32)
+    if way == "halves":
+        q = jnp.concatenate(halves, axis=1).reshape(*values.shape[:2], 32)
+    kept = dtype if way == "early" else jnp.float32
+    numbers = (q.astype(kept) - minus) * scale.astype(kept)[..., None]
+    return numbers.reshape(len(values), -1).astype(dtype)
 
 
 WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
@@ -119,18 +127,15 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
         "with 0.1 not|stand still|is clipped",
     ),
     "clipped in log space": (rl.check_clipped_gradient, partial(clipped, way="log"), "with 0.1 not"),
-    "divided by the length of the row": (rl.check_token_weights, lambda m: weights(m) * len(m) / m.shape[1], "sum to"),
-    "a mean over tokens": (rl.check_token_weights, lambda m: m / m.sum(), "all tokens weigh the same"),
-    "not a number": (rl.check_token_weights, lambda m: m / m.sum(1, keepdims=True) / len(m), "0 / 0"),
-    "a sum over sequences": (rl.check_token_weights, lambda m: weights(m) * len(m), "weigh a third"),
-    "empty ones not counted": (rl.check_token_weights, lambda m: weights(m) * 3 / 2, "weigh a third"),
-    "padding as well": (
-        rl.check_token_weights,
-        lambda m: jnp.broadcast_to(1 / jnp.maximum(m.sum(1, keepdims=True), 1) / len(m), m.shape),
-        "outside the mask",
-    ),
-    "by the longest": (rl.check_token_weights, lambda m: m / m.shape[1] / len(m), "third"),
-    "one number": (rl.check_token_weights, lambda m: weights(m).sum(), "a weight for each token"),
+    "no sign": (rl.check_dequantized, partial(blocks, minus=0), "two signs"),
+    "bytes as numbers": (rl.check_dequantized, lambda v, s, t: blocks(v, s, t, low=255), "two numbers"),
+    "neighbours in a byte": (rl.check_dequantized, partial(blocks, way="stack"), "16 further on"),
+    "halves of the row": (rl.check_dequantized, partial(blocks, way="halves"), "which axis"),
+    "high bits first": (rl.check_dequantized, partial(blocks, way="high"), "another order"),
+    "computed in the type": (rl.check_dequantized, partial(blocks, way="early"), "rounded twice"),
+    "always float32": (rl.check_dequantized, lambda v, s, t: blocks(v, s, jnp.float32), "asked for bfloat16"),
+    "one scale for all": (rl.check_dequantized, lambda v, s, t: blocks(v, 0 * s + s[0, 0], t), "its own scale"),
+    "blocks left apart": (rl.check_dequantized, lambda v, s, t: blocks(v, s, t).reshape(len(v), -1, 32), "a row of"),
 }
 
 
@@ -159,8 +164,7 @@ def by_groups(x, w, down, up, scale, adapter):
         (rl.check_adapted, adapted),
         (rl.check_adapted, by_groups),
         (rl.check_clipped_gradient, clipped),
-        (rl.check_token_weights, weights),
-        (rl.check_token_weights, lambda m: jnp.where(m > 0, m / m.sum(1, keepdims=True), 0) / len(m)),
+        (rl.check_dequantized, blocks),
     ],
 )
 def test_a_right_answer_is_accepted(check, answer, capsys):

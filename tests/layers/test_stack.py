@@ -103,7 +103,7 @@ def test_per_layer_inputs_aux_and_pytree_carry(mode):
     for i in range(6):
         noise = jax.random.normal(keys[i], x.shape)
         np.testing.assert_allclose(hidden[0][i], expected, rtol=1e-5, atol=1e-5)
-        np.testing.assert_array_equal(aux["noise"][i], noise)
+        np.testing.assert_allclose(aux["noise"][i], noise, rtol=1e-5, atol=1e-6)  # drawn in a program and out of it
         expected = layer(jax.tree.map(lambda leaf, i=i: leaf[i], params), expected) + noise
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
     assert count == 6
@@ -112,7 +112,7 @@ def test_per_layer_inputs_aux_and_pytree_carry(mode):
     assert len({float(noise[0, 0]) for noise in aux["noise"]}) == 6
     grads = [jax.grad(lambda p, r=r: jnp.mean(run(p, r)[0][0] ** 2))(params) for r in (None, "nothing")]
     for a, b in zip(*map(jax.tree.leaves, grads), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
 def count_executions(mode, remat, differentiate=True):

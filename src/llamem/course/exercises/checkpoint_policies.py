@@ -71,7 +71,8 @@ def check_best_policy(fn: Callable[..., Any]) -> None:
                 f"{config.n_layers} layers of width {config.d_model}, {tokens:,} tokens: {policy.save} keeps "
                 f"{kept / MiB:,.0f} of {budget / MiB:,.0f} MiB"
             )
-            assert kept <= budget, f"{told}. That is more than there is. Of how many layers are the table's bytes?"
+            question = "Of how many layers are the table's bytes?" if budget else "Which policy keeps nothing at all?"
+            assert kept <= budget, f"{told}. That is more than there is. {question}"
             if spared < best:
                 least = min(n_bytes for n_bytes, flops in sums if flops == best)
                 question = "Which name would you give back, to make use of the room that is left?"
@@ -94,23 +95,29 @@ def check_residual_bytes(fn: Callable[..., Any]) -> None:
         llama = LlamaConfig.from_name("llama3-8b", compute_dtype=jnp.bfloat16)
         # Its heads are wider together than its residual stream; and it is stored in another type than it computes in.
         qwen = LlamaConfig.from_name("qwen3-0.6b", compute_dtype=jnp.bfloat16, param_dtype=jnp.float32)
-        for config, names, think in (
-            (llama, (), "What does a layer keep that saves no name at all?"),
-            (llama, ("attn",), "The attention's output has all its heads."),
-            (llama, ("k", "v"), "Do keys and values have as many heads as queries?"),
-            (llama, ("gate", "up", "q"), "How wide is a feed-forward inside?"),
-            (qwen, ("q", "attn"), "Are all heads together always as wide as the residual stream?"),
-            (llama.replace(compute_dtype=jnp.float32), ("up",), "How many bytes has one element?"),
+        for i, (config, names, think) in enumerate(
+            (
+                (llama, (), "What does a layer keep that saves no name at all?"),
+                (llama, ("attn",), "The attention's output has all its heads."),
+                (llama, ("k", "v"), "Do keys and values have as many heads as queries?"),
+                (llama, ("gate", "up", "q"), "How wide is a feed-forward inside?"),
+                (qwen, ("q", "attn"), "Are all heads together always as wide as the residual stream?"),
+                (llama.replace(compute_dtype=jnp.float32), ("up",), "How many bytes has one element?"),
+            )
         ):
+            tokens = 1000 + 7 * i
             width = {"q": config.n_heads, "k": config.n_kv_heads, "v": config.n_kv_heads, "attn": config.n_heads}
             width = {name: heads * config.head_dim for name, heads in width.items()}
             width |= {"gate": config.d_ff, "up": config.d_ff}
-            elements = config.n_layers * 1000 * (config.d_model + sum(width[name] for name in names))
-            got, want = fn(config, 1000, names), elements * config.compute_dtype.itemsize
+            elements = config.n_layers * tokens * (config.d_model + sum(width[name] for name in names))
+            got, want = fn(config, tokens, names), elements * config.compute_dtype.itemsize
             assert got is not None, "Return a number of bytes."
+            other = elements * jnp.dtype(config.param_dtype).itemsize
+            if got == other != want:
+                think = "In which type are weights stored, and in which are activations computed?"
             assert got == want, (
-                f"{config.n_layers} layers, 1,000 tokens, computing in {config.compute_dtype}, keeping {names}: yours "
-                f"is {got / want:.3f} times what is kept. {think}"
+                f"{config.n_layers} layers, {tokens:,} tokens, computing in {config.compute_dtype}, keeping {names}: "
+                f"yours is {got / want:.3f} times what is kept. {think}"
             )
         return "Widths times tokens times layers: a policy can be priced before anything is compiled."
 

@@ -121,31 +121,53 @@ def check_clipped_gradient(fn: Callable[..., Any]) -> None:
     grade(2, body)
 
 
-def check_token_weights(fn: Callable[..., Any]) -> None:
-    """Exercise 3: the mean over sequences of the means over their tokens, as weights."""
-    mask_BT = jnp.array([[1, 1, 1, 1, 0], [0, 0, 0, 0, 0], [0, 1, 1, 0, 0]], jnp.float32)
-    expected = np.asarray(mask_BT / np.maximum(mask_BT.sum(1, keepdims=True), 1) / 3)
+def check_dequantized(fn: Callable[..., Any]) -> None:
+    """Exercise 3: a matrix out of blocks of four bits and a scale."""
+
+    def blocks(n_out: int, n_in: int, seed: int) -> tuple[Any, Any, np.ndarray]:
+        draw = np.random.default_rng(seed)
+        q = draw.integers(0, 16, (n_out, n_in))
+        scale = draw.uniform(0.01, 0.1, (n_out, n_in // 32)).astype(np.float16)
+        parts = q.reshape(n_out, -1, 2, 16)
+        numbers = (q - 8) * np.repeat(scale.astype(np.float64), 32, axis=1)
+        return jnp.asarray(parts[:, :, 0] | parts[:, :, 1] << 4, jnp.uint8), jnp.asarray(scale), numbers
 
     def body() -> str:
-        found = fn(mask_BT)
-        shape = getattr(found, "shape", None)
-        assert shape == mask_BT.shape, f"return a weight for each token, {mask_BT.shape}; got {shape}"
-        found = np.asarray(found)
-        assert np.isfinite(found).all(), (
-            "a sequence without any token makes a NaN, and one NaN is enough for the whole sum: what is 0 / 0?"
-        )
-        assert (found[np.asarray(mask_BT) == 0] == 0).all(), "a token outside the mask has a weight"
-        assert not np.allclose(found, mask_BT / mask_BT.sum()), (
-            "all tokens weigh the same in your answer, so a long sequence weighs more than a short one"
-        )
-        assert not np.allclose(found, 3 * expected) and not np.allclose(found.sum(), 1), (
-            f"your weights sum to {found.sum():.2f}. Each of the three sequences may weigh a third, and the empty one "
-            "gives its third to nobody"
-        )
-        assert np.allclose(found, expected), "each sequence's own weights must sum to a third: compare two lengths"
-        return (
-            "A token of a long answer moves the model less than one of a short answer. Dr. GRPO objects to just that."
-        )
+        for n_out, n_in, seed in ((3, 64, 0), (5, 96, 1)):
+            values, scale, exact = blocks(n_out, n_in, seed)
+            found = fn(values, scale, jnp.float32)
+            shape = getattr(found, "shape", None)
+            assert shape == (n_out, n_in), (
+                f"return a row of {n_in} numbers for each of {n_out} outputs, {(n_out, n_in)}; got {shape}"
+            )
+            assert found.dtype == jnp.float32, f"numbers of the dtype that was asked for, float32; got {found.dtype}"
+            found = np.asarray(found, np.float64)
+            assert not np.allclose(found, exact + 8 * np.repeat(np.asarray(scale, np.float64), 32, 1)), (
+                "all your numbers are too large by eight scales: four bits count from 0, and weights have two signs"
+            )
+            assert np.abs(found).max() < 1.0, (
+                "values of hundreds: a byte holds two numbers. How do you get at one alone?"
+            )
+            right = np.isclose(found, exact, rtol=1e-6, atol=1e-9)
+            sixteens = right.reshape(n_out, -1, 16).all(2)
+            assert right.all() or not sixteens[:, 0].all() or sixteens.all(), (
+                f"the first 16 numbers of each row are right, others are not. A row of {n_in} has {n_in // 32} blocks, "
+                "and the two halves of each stand side by side: which axis do you join them along?"
+            )
+            assert np.allclose(np.sort(found, 1), np.sort(exact, 1), rtol=1e-6) <= right.all(), (
+                "all numbers are there, in another order: the high bits of a byte are not the neighbour of its low "
+                "bits, but the number 16 further on"
+            )
+            assert right.all(), (
+                f"{right.mean():.0%} of the numbers are right. Do you compute in float32, and does each block of 32 "
+                "meet its own scale?"
+            )
+            rounded = fn(values, scale, jnp.bfloat16)
+            assert rounded.dtype == jnp.bfloat16, f"asked for bfloat16, you returned {rounded.dtype}"
+            assert (np.asarray(rounded) == np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16))).all(), (
+                "in float32 you are right, in bfloat16 some numbers are rounded twice: where does the type change?"
+            )
+        return "These are the numbers that llama.cpp reads from a file of Q4_0, to the last bit."
 
     grade(3, body)
 

@@ -16,28 +16,8 @@ from llamem.memory.report import GiB
 from llamem.train import TrainSettings, abstract_step
 
 
-def check_standing_bytes(fn: Callable[..., Any]) -> None:
-    """Exercise 1: weights, gradients and AdamW's moments."""
-
-    def body() -> str:
-        for name, sizes in (("tiny", (4, 3)), ("llama3.1-8b", (2, 4)), ("llama3.2-1b", (2, 2))):
-            config = LlamaConfig.from_name(name)
-            got = fn(config, *sizes)
-            weights, moment = (config.n_params * size for size in sizes)
-            if got == 2 * weights + 2 * moment:
-                continue
-            assert got != weights, "That is the weights alone: what else has one number for each parameter?"
-            assert got != weights + 2 * moment, "Every weight has a gradient, too."
-            assert got != 2 * weights + moment, "AdamW keeps two moments for each parameter."
-            assert got != 4 * weights, "Moments may be stored in another type than weights."
-            raise AssertionError(f"For {name} and {sizes} bytes, {got:,} is not all of it, or too much.")
-        return "So much stands at the end of the backward pass, whatever remat and tiling do."
-
-    grade(1, body)
-
-
 def check_rate(fn: Callable[..., Any]) -> None:
-    """Exercise 2: warm-up and cosine decay, compared with optax."""
+    """Exercise 1: warm-up and cosine decay, compared with optax."""
 
     def body() -> str:
         peak, warmup, steps = 3e-3, 20, 120
@@ -59,11 +39,11 @@ def check_rate(fn: Callable[..., Any]) -> None:
             )
         return "This is the schedule that the notebook trained with."
 
-    grade(2, body)
+    grade(1, body)
 
 
 def check_settings(fn: Callable[..., Any]) -> None:
-    """Exercise 3: 65,536 tokens per step of Llama 3.2 1B on a v5e, by its compiler."""
+    """Exercise 2: 65,536 tokens per step of Llama 3.2 1B on a v5e, by its compiler."""
 
     def body() -> str:
         settings = fn()
@@ -83,11 +63,11 @@ def check_settings(fn: Callable[..., Any]) -> None:
             "activations of a single one."
         )
 
-    grade(3, body)
+    grade(2, body)
 
 
 def check_accumulated(fn: Callable[..., Any]) -> None:
-    """Exercise 4: the gradients of a large batch from parts of it, added up in f32 inside one loop."""
+    """Exercise 3: the gradients of a large batch from parts of it, added up in f32 inside one loop."""
 
     def loss(params: Any, x_BD: Any) -> Any:
         return jnp.mean(jnp.tanh(x_BD @ params["in"]) @ params["out"]).astype(jnp.float32)
@@ -152,7 +132,7 @@ def check_accumulated(fn: Callable[..., Any]) -> None:
         )
         return "As many sequences as you like, for the memory of one part and one sum."
 
-    grade(4, body)
+    grade(3, body)
 
 
 def _pairs(a: Any, b: Any) -> Any:

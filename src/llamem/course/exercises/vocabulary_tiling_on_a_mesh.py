@@ -137,7 +137,7 @@ def check_merge_devices(fn: Callable[..., Any]) -> None:
 
 def check_transpose(fn: Callable[..., Any]) -> None:
     """Exercise 3: the transpose of gathering a matrix along its columns."""
-    dw_EVD = jax.random.normal(jax.random.key(2), (DEVICES, 5, 8))
+    dw_EVD = jax.random.normal(jax.random.key(2), (DEVICES, 12, 8))
 
     def body() -> str:
         found = jnp.asarray(_on_devices(fn, dw_EVD))
@@ -157,7 +157,7 @@ def check_transpose(fn: Callable[..., Any]) -> None:
         assert not np.allclose(found, own_EVd / DEVICES, atol=1e-5), (
             "this is a mean over the devices. The loss is a sum over everybody's tokens: what does its gradient do?"
         )
-        assert np.allclose(found, own_EVd, atol=1e-5), "the columns are not those that this device holds"
+        assert np.allclose(found, own_EVd, atol=1e-5), "the values are not those of the columns that this device holds"
         arriving, enough = _arriving(fn, dw_EVD[0]), ARRIVES["reduce_scatter"] * own_EVd[0].size * 4
         assert arriving <= enough, (
             f"right, but in a ring {arriving:.0f} bytes arrive at each device where {enough:.0f} are enough: it is "
