@@ -26,7 +26,7 @@ except ImportError:  # Colab, Kaggle: leaves the jax and numpy found there alone
     %pip install -q "llamem[notebooks,train] @ git+https://github.com/{SLUG}@{TAG}"
     import llamem"""
 MAX_MIB = 3
-MAX_CELLS, MAX_LINES, MEDIAN_LINES = 45, 40, 12
+MAX_CELLS, MAX_LINES, MEDIAN_LINES = 36, 40, 20
 MIN_WORDS_PER_LINE = 7
 
 Notebook = dict[str, Any]
@@ -282,7 +282,7 @@ BAD = {
     "uses jax": swap(4, "print", "jax._src.core"),
     "tqdm": swap(4, "print(size)", "from tqdm.auto import tqdm"),
     "a shell command": swap(4, "print(size)", "!nvidia-smi"),
-    "median code cell": lambda notebook: [c.update(source="x = 1\n" * 13) for c in code_cells(notebook)[1:]],
+    "median code cell": lambda notebook: [c.update(source="x = 1\n" * 21) for c in code_cells(notebook)[1:]],
     "ends in ValueError": edit("cells", 4, "outputs", [{"output_type": "error", "ename": "ValueError"}]),
     "a figure of code cell 4": edit("cells", 5, "outputs", 0, "metadata", {}),
     "a path of one machine: /home/": edit("cells", 4, "outputs", [stream("saved in /home/ada/x")]),

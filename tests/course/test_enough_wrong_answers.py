@@ -32,7 +32,7 @@ def wrong_answers() -> Counter[str]:
         streamed.WRONG,
     ):
         found.update(check.__name__ for check, _, _ in table.values())
-    found.update(f"check_{name}" for name, _, _ in test_exercises.WRONG.values())
+    found["check_cured_dropout"] += len(test_exercises.WRONG)
     return found
 
 

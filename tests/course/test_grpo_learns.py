@@ -1,6 +1,7 @@
 """Notebook 09's rewards rise from a seed that is not the stored one, on questions that were never asked."""
 
 import re
+from typing import Any
 
 import nbformat
 import pytest
@@ -11,7 +12,8 @@ from test_notebook_parameters import run
 def test_rewards_rise_from_another_seed(tmp_path):
     run("09", {"seed": 7}, tmp_path)
     (path,) = tmp_path.glob("09*.ipynb")
-    texts = (output.get("text", "") for cell in nbformat.read(path, 4).cells for output in cell.get("outputs", []))
+    notebook: Any = nbformat.read(path, 4)
+    texts = (output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
     found = re.search(r"unseen questions: ([\d.]+) before, ([\d.]+) after", "".join(texts))
     assert found
     before, after = map(float, found.groups())

@@ -18,34 +18,6 @@ def parameters(D, V, L, H, K, h, F, tables=2, heads=None, kv=None, feed_forward=
     return tables * V * D + L * (2 * D * heads + 2 * D * kv + feed_forward * D * F + norms * D) + last * D
 
 
-def cosine(step, peak, warmup, steps, end=0.1):
-    done = (step - warmup) / (steps - warmup)
-    return peak * (end + (1 - end) * (1 + np.cos(np.pi * done)) / 2)
-
-
-def schedule(warm, end=0.1, decay=cosine):
-    def rate(step, peak, warmup, steps):
-        return warm(step, peak, warmup) if step < warmup else decay(step, peak, warmup, steps, end)
-
-    return rate
-
-
-def right_warmup(step, peak, warmup):
-    return peak / warmup + (peak - peak / warmup) * step / warmup
-
-
-def nucleus(probabilities, p, strict=False, one_less=False, by_likelihood=False):
-    kept, total = [], 0.0
-    for i in np.argsort(probabilities)[::-1]:
-        if one_less and total + probabilities[i] > p:
-            break
-        kept.append(int(i))
-        total += probabilities[i]
-        if total > p if strict else total >= p:
-            break
-    return kept if by_likelihood else sorted(kept)
-
-
 def in_tiles(q_h, tiles, rescale_sum=True, rescale_mix=True, start=-np.inf, scale=True, last=True, use_max=True):
     """Attention tile by tile, right but for what the flags say."""
     top, total, mix_h = start, 0.0, np.zeros(len(q_h))
@@ -126,23 +98,6 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
         lambda *a: parameters(*a, feed_forward=2),
         "missing or double",
     ),
-    "keys alone": (llama3.check_sequences_that_fit, lambda f, S, L, K, h, s: f // (L * S * K * h * s), "Twice"),
-    "part of a cache": (llama3.check_sequences_that_fit, lambda f, S, L, K, h, s: f / (2 * L * S * K * h * s), "half"),
-    "rounded up": (llama3.check_sequences_that_fit, lambda f, S, L, K, h, s: -(-f // (2 * L * S * K * h * s)), "half"),
-    "no layers": (llama3.check_sequences_that_fit, lambda f, S, L, K, h, s: f // (2 * S * K * h * s), "hold"),
-    "no heads": (llama3.check_sequences_that_fit, lambda f, S, L, K, h, s: f // (2 * L * S * h * s), "hold"),
-    "by likelihood": (llama3.check_nucleus, lambda q, p: nucleus(q, p, by_likelihood=True), "smallest first"),
-    "stops short": (llama3.check_nucleus, lambda q, p: nucleus(q, p, one_less=True), "do not reach"),
-    "those above p": (llama3.check_nucleus, lambda q, p: [i for i, x in enumerate(q) if x >= p], "do not reach"),
-    "everything": (llama3.check_nucleus, lambda q, p: list(range(len(q))), "suffice"),
-    "probabilities": (llama3.check_nucleus, lambda q, p: [q[i] for i in nucleus(q, p)], "suffice"),
-    "rounded to the nearest": (
-        llama3.check_sequences_that_fit,
-        lambda f, S, L, K, h, s: round(f / (2 * L * S * K * h * s)),
-        "half",
-    ),
-    "none above p alone": (llama3.check_nucleus, lambda q, p: [int(np.argmax(q))], "do not reach"),
-    "too many by one": (llama3.check_nucleus, lambda q, p: nucleus(q, p + 0.1), "suffice"),
     "no old sums scaled": (
         llama3.check_attend_in_tiles,
         partial(in_tiles, rescale_sum=False, rescale_mix=False),
@@ -168,27 +123,7 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "gradients in f32": (train_llama3.check_accumulated, widened, "another type"),
     "all gradients kept": (train_llama3.check_accumulated, stacked, "memory grows"),
     "all parts side by side": (train_llama3.check_accumulated, side_by_side, "memory grows|at a time"),
-    "constants": (train_llama3.check_rate, lambda s, *_: schedule(right_warmup)(s, 3e-3, 20, 120), "one schedule"),
     "gradients alone": (train_llama3.check_accumulated, lambda *a: added_up(*a)[1], "as a pair"),
-    "from zero": (train_llama3.check_rate, schedule(lambda step, peak, warmup: peak * step / warmup), "foot"),
-    "one step early": (train_llama3.check_rate, schedule(lambda s, peak, w: peak * (s + 1) / w), "straight line"),
-    "down to zero": (train_llama3.check_rate, schedule(right_warmup, end=0.0), "cosine"),
-    "a straight decay": (
-        train_llama3.check_rate,
-        schedule(right_warmup, decay=lambda s, p, w, n, e: p * (1 - 0.9 * (s - w) / (n - w))),
-        "half a cosine",
-    ),
-    "a cosine from step 0": (
-        train_llama3.check_rate,
-        schedule(right_warmup, decay=lambda s, p, w, n, e: cosine(s, p, 0, n)),
-        "ends at the peak",
-    ),
-    "a cosine that is too long": (
-        train_llama3.check_rate,
-        schedule(right_warmup, decay=lambda s, p, w, n, e: cosine(s, p, w, n + w)),
-        "cosine",
-    ),
-    "no warm-up": (train_llama3.check_rate, schedule(lambda s, peak, w: peak), "foot"),
     "too many tokens": (
         train_llama3.check_settings,
         lambda: TrainSettings(seq_len=8192, batch_size=16, accumulate=16),

@@ -145,7 +145,7 @@ def test_what_is_found_can_be_acted_on():
     text = str(found)
     for words in ("tokens/s", "hours for 1e9 tokens", "too many", "Found first"):
         assert words in text
-    assert "<table>" in found._repr_html_()
+    assert "<table>" in found._repr_html_() and found.plot().axes[0].get_xlabel().startswith("GiB")
     made: dict[str, Any] = {}
     settings, run = found.code.splitlines()
     exec(settings, {"llamem": llamem}, made)

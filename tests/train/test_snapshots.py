@@ -121,7 +121,7 @@ def test_other_settings_are_named_and_refused_until_the_word_is_said(folder, cap
     with pytest.raises(ValueError, match=r"steps: snapshot 4, now 8\. .*on_change='continue'"):
         restore(folder, {**SETTINGS, "steps": 8})
     assert_same(restore(folder, {**SETTINGS, "steps": 8}, on_change="continue"), state_of())
-    assert "other settings: steps: snapshot 4, now 8." in capsys.readouterr().out
+    assert "the snapshot's: steps: snapshot 4, now 8." in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"model d_model: snapshot '16', now '32'; steps: .*Use the settings") as error:
         restore(folder, {**SETTINGS, "steps": 8}, {"model d_model": "32"}, on_change="continue")
     assert "continue" not in str(error.value), "another model cannot be continued"

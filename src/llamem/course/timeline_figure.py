@@ -60,14 +60,19 @@ def drawn_steps(found: Mapping[str, Timeline]) -> dict[str, int]:
 def passes_drawn(one: Timeline) -> list[tuple[str, int, int]]:
     """The passes as they are told to a reader: a border inside a loop is moved to where that loop begins.
 
-    A loop that updates what it differentiates is one part of the program, "backward and optimizer". A loop that
+    From a loop's last tenth it is moved to the end: compilers pull a little of what follows into a loop. A loop that
+    updates what it differentiates is one part of the program, "backward and optimizer". A loop that
     begins with the program, over parts of a batch, holds all passes, and their borders stay.
     """
     inner = [loop for loop in one.loops if loop.first > 0.1 * one.steps]
     starts: dict[int, list[str]] = {}
     for name, first, _ in one.passes:
-        around = min((loop.first for loop in inner if loop.first < first < loop.end), default=first)
-        starts.setdefault(around, []).append(name)
+        around = [loop for loop in inner if loop.first < first < loop.end]
+        if around:
+            outer = min(around, key=lambda loop: loop.first)
+            late = first > outer.end - 0.1 * (outer.end - outer.first)
+            first = outer.end if late else outer.first
+        starts.setdefault(first, []).append(name)
     ends = [*starts, one.steps][1:]
     return [(" and ".join(names), first, end) for (first, names), end in zip(starts.items(), ends, strict=True)]
 

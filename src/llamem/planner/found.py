@@ -2,13 +2,16 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from llamem._extras import import_extra
 from llamem.layers import Policy
 from llamem.llama import LoraConfig, Plan
 from llamem.memory import GiB, Report
 from llamem.memory.show import Shown, Table
 from llamem.planner.candidates import frontier
 from llamem.planner.estimates import Estimate
+from llamem.planner.sums import LINES
 
 ALIKE = 1.02  # times within 2 %: of plans as fast as that the plainest is taken
 _LITTLE = 1.10  # a plan within 10 % of the time is told where it saves much memory
@@ -88,6 +91,31 @@ class Found(Shown):
         speed = (f"{e.tokens_per_second:,.0f}", f"{1e9 / e.tokens_per_second / 3600:,.0f}")
         sizes = f"{e.peak_bytes / GiB:.2f}", verdict, f"{e.host_bytes / GiB:.2f}", f"{e.seconds.total:.2f}"
         return repr(e.plan), *sizes, *speed
+
+    def plot(self) -> Any:
+        """Return a figure: estimated memory by category for the plan and what else there is, beside the chip's limit.
+
+        The compiler's peak of the plan is a diamond. Needs matplotlib: ImportError says how to install it.
+        """
+        plt = import_extra("matplotlib.pyplot", "Found.plot")
+        shown = [self.estimate, *(e for e in self.alternatives if e.plan != self.plan)][:8]
+        fig, ax = plt.subplots(figsize=(8.5, 0.5 * len(shown) + 1.8), layout="constrained")
+        starts = [0.0] * len(shown)
+        colours = plt.get_cmap("tab20").colors
+        for colour, name in zip(colours, LINES, strict=False):
+            sizes = [sum(line.bytes for line in e.lines if line.name == name) / GiB for e in shown]
+            if any(sizes):
+                ax.barh(range(len(shown)), sizes, left=starts, color=colour, edgecolor="white", label=name)
+            starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+        if self.report is not None:
+            ax.plot(self.report.peak_bytes / GiB, 0, "D", color="black", label="compiled")
+        if self.estimate.capacity_bytes:
+            ax.axvline(self.estimate.capacity_bytes / GiB, color="black", linestyle="--", label="the chip's limit")
+        ax.set_yticks(range(len(shown)), [f"{e.plan!r}"[5:-1] or "defaults" for e in shown], fontsize=8)
+        ax.invert_yaxis()
+        ax.set(xlabel="GiB at the peak, estimated", title=f"{self.estimate.chip.name}, {self.seq_len:,} tokens")
+        fig.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+        return fig
 
 
 def in_words(plan: Plan) -> str:

@@ -166,7 +166,7 @@ class Snapshots:
         remedy = "Use the settings of that run, or choose another output folder."
         if not model and settings and on_change == "continue":
             if self._first:
-                print(f"Going on from the snapshot in {self.folder} with other settings: {'; '.join(settings)}.")
+                print(f"Going on with other settings than the snapshot's: {'; '.join(settings)}.")
             return
         if not model and settings:
             remedy = (

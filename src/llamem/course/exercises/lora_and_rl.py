@@ -148,9 +148,9 @@ def check_dequantized(fn: Callable[..., Any]) -> None:
             assert np.abs(found).max() < 1.0, (
                 "values of hundreds: a byte holds two numbers. How do you get at one alone?"
             )
-            right = np.isclose(found, exact, rtol=1e-6, atol=1e-9)
-            sixteens = right.reshape(n_out, -1, 16).all(2)
-            assert right.all() or not sixteens[:, 0].all() or sixteens.all(), (
+            right = np.asarray(np.isclose(found, exact, rtol=1e-6, atol=1e-9))
+            sixteens = np.all(right.reshape(n_out, -1, 16), axis=2)
+            assert right.all() or not np.all(sixteens[:, 0]) or np.all(sixteens), (
                 f"the first 16 numbers of each row are right, others are not. A row of {n_in} has {n_in // 32} blocks, "
                 "and the two halves of each stand side by side: which axis do you join them along?"
             )
