@@ -1,0 +1,83 @@
+"""Which device of a mesh holds which part of a loss's arrays, and which tile each works on in each round."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+LAYOUTS_ALT = (
+    "Four panels. data, fsdp and context: logits in eight bands of rows, the head grey or in slices of D. "
+    "tensor: hidden states grey, head and logits in eight bands of columns."
+)
+ROUNDS_ALT = (
+    "Two grids of devices by rounds. Left: in each round all eight devices work on the same tile, owned by one. "
+    "Right: each device works on eight tiles of its own."
+)
+_DEVICES = 8
+
+
+def _colours() -> Any:
+    return plt.get_cmap("viridis")(np.linspace(0.05, 0.95, _DEVICES))
+
+
+def _number(ax: Axes, x: float, y: float, text: str, owner: int) -> None:
+    ax.text(x, y, text, ha="center", va="center", fontsize=7, color="black" if owner > 4 else "white")
+
+
+def layouts_drawn(layouts: Mapping[str, tuple[P, P, P]], meshes: Mapping[str, Mesh]) -> Figure:
+    """Return a figure: for each axis, which of eight devices holds which slice of hidden states, head and logits.
+
+    `layouts` maps an axis to the specs of hidden states `[N, D]`, head `[V, D]` and targets. Grey is held by all.
+    """
+    fig, axes = plt.subplots(1, len(layouts), figsize=(11, 3.4))
+    for ax, (axis, (x_spec, head_spec, _)) in zip(axes, layouts.items(), strict=True):
+        rows, columns = (*x_spec, None)[0], "tensor" if axis == "tensor" else None
+        _array(ax, meshes[axis], P(*(*x_spec, None)[:2]), (-1.7, 0, 1.2, 4), "X [N, D]")
+        _array(ax, meshes[axis], P(*reversed((*head_spec, None, None)[:2])), (0, 4.6, 4, 0.9), "Wᵀ [D, V]")
+        _array(ax, meshes[axis], P(rows, columns), (0, 0, 4, 4), "logits [N, V]")
+        ax.set(title=axis, xlim=(-1.9, 4.2), ylim=(-0.1, 6.0), aspect="equal")
+        ax.axis("off")
+    return fig
+
+
+def _array(ax: Axes, mesh: Mesh, spec: P, box: tuple[float, float, float, float], name: str) -> None:
+    """One array as a rectangle, each device's slice of it, as JAX says, in that device's colour."""
+    x, y, width, height = box
+    size = _DEVICES
+    for device, (rows, columns) in NamedSharding(mesh, spec).devices_indices_map((size, size)).items():
+        top, bottom = (rows.start or 0) / size, (rows.stop or size) / size
+        left, right = (columns.start or 0) / size, (columns.stop or size) / size
+        whole = (top, bottom, left, right) == (0, 1, 0, 1)
+        corner, wide, high = (
+            (x + left * width, y + (1 - bottom) * height),
+            (right - left) * width,
+            (bottom - top) * height,
+        )
+        colour = "lightgray" if whole else _colours()[device.id]
+        ax.add_patch(Rectangle(corner, wide, high, facecolor=colour, edgecolor="white"))
+        if not whole and high > 0.2:  # else the number would not fit
+            _number(ax, corner[0] + wide / 2, corner[1] + high / 2, str(device.id), device.id)
+    ax.text(x + width / 2, y + height + 0.1, name, ha="center", fontsize=8)
+
+
+def rounds_drawn() -> Figure:
+    """Return a figure: the tile that each of eight devices works on in each round, now and as wanted."""
+    fig, axes = plt.subplots(1, 2, figsize=(10, 3.4), sharey=True)
+    titles = "now: one tile per round, everybody on it", "wanted: everybody on tiles of its own"
+    for ax, title in zip(axes, titles, strict=True):
+        for device in range(_DEVICES):
+            for step in range(_DEVICES):
+                owner = step if ax is axes[0] else device
+                ax.add_patch(Rectangle((step, device), 0.94, 0.9, facecolor=_colours()[owner]))
+                _number(ax, step + 0.47, device + 0.45, f"{step}" if ax is axes[0] else f"{device}.{step}", owner)
+        ax.set(title=title, xlabel="round of the loop", xlim=(0, _DEVICES), ylim=(_DEVICES, 0))
+        ax.set_xticks(np.arange(_DEVICES) + 0.5, range(_DEVICES))
+    axes[0].set(ylabel="device")
+    axes[0].set_yticks(np.arange(_DEVICES) + 0.45, range(_DEVICES))
+    return fig
