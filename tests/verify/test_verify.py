@@ -12,7 +12,7 @@ from correct import CORRECT, NOISY, NOISY_STATE, NOISY_WEIGHTS, donated, stack
 from flax import nnx
 from gallery import always_checkpointed
 from models import MOE, SMALL, VARIANTS, model_of, tokens_of
-from programs import WEIGHTS, D, L, N, X, by_policy, proved
+from programs import WEIGHTS, D, L, N, X, by_policy, dropout, proved
 
 import llamem
 from llamem import assert_remat, verify_remat
@@ -121,6 +121,23 @@ def test_proofs_can_be_had_alone():
     assert not {"expected", "reports"} & set(vars(both)), "nothing is computed that the proof does not need"
     alone = verify_remat(stack("scan"), WEIGHTS, X, remat=None, skip=set(PROOFS) - {Title.MEMORY})
     assert [proof.name for proof in alone.failed] == ["memory falls"]
+
+
+def test_keys_are_followed_past_values_stacked_along_a_new_last_axis():
+    """So rotary embeddings in two dimensions make their places."""
+
+    def loss(w, batch, remat, shared=False):
+        def body(p, x, key):
+            places = jnp.stack([jnp.sin(x), jnp.cos(x), x], axis=-1)
+            return dropout(p, places.sum(-1), key)
+
+        keys = jax.random.split(batch["key"], L)
+        keys = jnp.stack([keys[0]] * L) if shared else keys
+        return jnp.mean(llamem.apply_stack(body, w, batch["x"], keys, remat=remat) ** 2)
+
+    _, params, batch, _ = CORRECT["dropout"]
+    assert proved(Title.RANDOMNESS, loss, params, batch).holds
+    assert proved(Title.RANDOMNESS, partial(loss, shared=True), params, batch).failed
 
 
 @pytest.mark.parametrize("name", ["scan", "dropout", "plain jax, named"])

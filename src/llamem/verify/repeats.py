@@ -61,7 +61,7 @@ def repeats_of_result(eqn: jex_core.JaxprEqn, aval: Any, ins: Sequence[tuple[int
         )
     if name in ("stack", "concatenate"):
         axis = params.get("axis", params.get("dimension", 0))
-        equal = (len(set(numbers)) == 1 and len(shape) > len(given)) or all(a.shape[axis] == 1 for a in avals)
+        equal = name == "stack" or all(a.shape[axis] == 1 for a in avals)
         label = "" if len(set(numbers)) == len(numbers) else "all" if len(set(numbers)) == 1 and equal else "some"
         along = [repeats[axis] for _, repeats in ins] if name == "concatenate" else []
         return tuple((label or ("some" if any(along) else "")) if i == axis else "" for i in range(len(shape)))
