@@ -5,6 +5,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 
@@ -87,10 +88,12 @@ def test_measuring_sees_what_the_call_takes():
     def grows(x):  # 16 MiB that no fusion avoids
         return jnp.sort(jnp.outer(x, x), axis=0)[::7].sum()
 
-    # What is freed stays resident for a while: it must not hide the second call's rise.
+    # What is freed stays resident for a while, in holes of every size: it must not hide a later call's rise.
+    holes = [np.ones(n) for n in np.random.default_rng(0).integers(10_000, 4_000_000, 60)]
+    del holes[::2]
     _, small, large = (measure(grows, jnp.arange(n, dtype=jnp.float32)) for n in (2048, 128, 2048))
     assert large.rise_bytes - small.rise_bytes > 14 * 2**20
-    assert "MiB above" in str(large)
+    assert "MiB above" in str(large) and holes
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="resident memory is the CPU's")

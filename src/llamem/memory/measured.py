@@ -5,7 +5,7 @@ import ctypes
 import dataclasses
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ def measure(fn: Callable[..., Any], *args: Any, donate_argnums: tuple[int, ...] 
         jax.block_until_ready(compiled(*args))
         peak = (device.memory_stats() or {})["peak_bytes_in_use"]
         return Measurement(peak - before, before, f"allocator of {device.device_kind}", exact=peak > old_peak)
+    _give_back()
     try:
         _CLEAR.write_text("5")  # resets the peak to what is resident now
         before = _resident("VmRSS")
@@ -55,8 +56,7 @@ def measure(fn: Callable[..., Any], *args: Any, donate_argnums: tuple[int, ...] 
             "the device keeps no memory statistics, and this system offers no peak of resident memory that can be "
             f"reset ({error}). measure() works on GPUs, TPUs and on Linux CPUs; compile_report() works everywhere."
         ) from None
-    with _fresh_pages():
-        jax.block_until_ready(compiled(*args))
+    jax.block_until_ready(compiled(*args))
     return Measurement(_resident("VmHWM") - before, before, "resident set of this process")
 
 
@@ -96,16 +96,9 @@ def _limit(file: Path) -> int | None:
         return None
 
 
-@contextlib.contextmanager
-def _fresh_pages() -> Iterator[None]:
-    """Have glibc take large buffers from the system: what earlier calls freed is resident, and would hide a rise."""
-    set_option = getattr(ctypes.CDLL(None), "mallopt", lambda option, value: 0)
-    mmap_threshold, started_with, grows_to = -3, 128 << 10, 32 << 20
-    set_option(mmap_threshold, started_with)
-    try:
-        yield
-    finally:
-        set_option(mmap_threshold, grows_to)
+def _give_back() -> None:
+    """Have glibc return to the system what earlier calls freed: it is resident, and would hide a rise."""
+    getattr(ctypes.CDLL(None), "malloc_trim", lambda keep: 0)(0)
 
 
 def _resident(field: str) -> int:
