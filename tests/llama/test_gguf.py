@@ -108,6 +108,7 @@ def test_foreign_files_and_tensors_are_refused(tmp_path):
         llamem.load_pretrained(file, dtype="float32")
 
 
+@pytest.mark.weekly  # on each push notebook 06 reads it in its own lines, and the quantised one answers
 def test_the_real_model(smollm2, smollm2_tokenizer):
     """SmolLM2 answers, and knows English: a wrong permutation, scaling or head would cost eight nats."""
     c = smollm2.config

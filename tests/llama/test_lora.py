@@ -44,7 +44,7 @@ def gradients(config, adapters, tokens, ids=IDS, accumulate=1, model=None, **pla
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.weekly), True])
 def test_losses_and_every_gradient_equal_plain_models_in_float64(tied):
     """All nine targets, three ranks, four sequences; each way to compute it once."""
     config = SMALL.replace(tied_head=tied, qk_norm=tied)
@@ -104,6 +104,7 @@ def test_experts_have_an_adapter_each():
         assert len(errors) == 18 and max(errors.values()) < 1e-4, (plan, errors)
 
 
+@pytest.mark.weekly
 def test_experts_merged_selected_joined_and_sampled_from():
     model, tokens = model_of(EXPERTS), tokens_of(EXPERTS, T=7, B=4)
     adapters = adapters_of(EXPERTS, LoraConfig(ranks=(3, 5, 1), target_modules=("v", "up", "down")))
@@ -123,7 +124,7 @@ def test_experts_merged_selected_joined_and_sampled_from():
         model_of(SMALL)(tokens, adapters=other)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.weekly), True])
 def test_merged_logits_and_text_equal_the_adapted_model_s(tied):
     config = SMALL.replace(tied_head=tied)
     model, adapters, tokens = model_of(config), adapters_of(config), tokens_of(config, T=11, B=4)

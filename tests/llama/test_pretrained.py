@@ -252,6 +252,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
+@pytest.mark.weekly
 @pytest.mark.skipif(sys.platform != "linux", reason="measures resident memory")
 def test_the_host_holds_the_destination_and_one_tensor(tmp_path):
     small = llamem.LlamaConfig.from_name("tiny", n_layers=2, vocab_size=1000)
