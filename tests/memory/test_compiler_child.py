@@ -1,5 +1,6 @@
 """The child process in which an absent chip's compiler runs, without a compiler: what it inherits, and when it ends."""
 
+import json
 import os
 import subprocess
 import sys
@@ -53,6 +54,20 @@ WRITES = """p="$3/dump/m.jit_call.after_optimizations"; a=$p-buffer-assignment.t
 printf 'allocation 0: size 12, parameter 0\\nallocation 1: size {temporary}, preallocated-temp\\n' > $a
 echo "Total bytes: {total} (42B)" > $p-memory-usage-report.txt
 touch ${{p}}_after_buffer_assignment.txt; sleep 60"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the script is one for a shell")
+def test_a_product_without_tiles_is_compiled_by_the_library(stands_in):
+    refusal = json.dumps({"error": f"INTERNAL: {dump.NO_TILES} that satisfy hlo: %dot"})
+    refuses = f"""if ! grep -q '"xla_gpu_enable_triton_gemm": false' "$3/request.json"; then
+cat > "$3/answer.json" <<'END'
+{refusal}
+END
+exit; fi
+"""
+    answer = stands_in(refuses + WRITES.format(temporary=30, total=42), argument_bytes=12)
+    assert answer["products_by_library"] and answer["temp_bytes"] == 30
+    assert "products_by_library" not in stands_in(WRITES.format(temporary=30, total=42), argument_bytes=12)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the script is one for a shell")

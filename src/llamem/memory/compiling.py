@@ -30,7 +30,7 @@ from llamem.memory.hlo import optimised_text
 from llamem.memory.hlo_counts import describe
 from llamem.memory.jaxprs import callbacks_in, moved_to_host
 from llamem.memory.modules import with_arrays_alone
-from llamem.memory.notes import program_notes, query_notes
+from llamem.memory.notes import NO_TILES_NOTE, program_notes, query_notes
 from llamem.memory.provenance import find_provenance
 from llamem.memory.report import Buffer, Collective, Depth, Report
 from llamem.memory.report_cache import cached
@@ -220,4 +220,5 @@ def _report(
     )
     unknown = "collectives" in answer and answer["collectives"] is None
     warnings = [*program_notes(report, jaxpr, products, leaves, unknown), *slice_notes(answer.get("wrong_slices", ()))]
+    warnings += [NO_TILES_NOTE] if "products_by_library" in answer else []
     return dataclasses.replace(report, warnings=tuple(warnings))

@@ -21,7 +21,7 @@ import jax
 import jax.export
 
 from llamem.memory.chips import Chip
-from llamem.memory.dump import analysed_bytes, check_complete, check_room, memory_is_assigned, read_dump
+from llamem.memory.dump import NO_TILES, analysed_bytes, check_complete, check_room, memory_is_assigned, read_dump
 from llamem.memory.hlo_counts import describe
 from llamem.memory.report import Depth
 from llamem.memory.timeline_schedule import schedule_or_reason
@@ -63,7 +63,7 @@ def compile_absent(
     axes: Mapping[str, int] | None,
     depth: Depth,
     hosted: Mapping[str, Sequence[int]],
-    options: Mapping[str, str],
+    options: Mapping[str, str | bool],
     argument_bytes: int = 0,
 ) -> dict[str, Any]:
     """What the chip's compiler says: the bytes of `read_dump` and `describe`, or `{"error": the compiler's message}`;
@@ -72,10 +72,18 @@ def compile_absent(
     `axes` are those of the mesh of several chips; `hosted` are the numbers of the "arguments" and "results" that lie in
     the host's memory; `options` are the compiler's, `argument_bytes` what
     one chip holds of the arguments at least. With `depth="memory"` the compiler is ended once it has assigned
-    memory. Raises RuntimeError where the compiler died without an answer, OSError where the temporary folder is full.
+    memory. Where a GPU's compiler finds no tiles for a matrix product, as it does where no GPU is there to try them on,
+    it is asked again with products by cuBLAS, which the answer says as "products_by_library". Raises RuntimeError where
+    the compiler died without an answer, OSError where the temporary folder is full.
     """
+    given = chip, program, donated, axes, depth, hosted
     try:
-        return _compile_in_child(chip, program, donated, axes, depth, hosted, options, argument_bytes)
+        answer = _compile_in_child(*given, options, argument_bytes)
+        if NO_TILES not in answer.get("error", ""):
+            return answer
+        seconds, by_library = answer["compile_seconds"], {**options, "xla_gpu_enable_triton_gemm": False}
+        answer = _compile_in_child(*given, by_library, argument_bytes)
+        return answer | {"compile_seconds": seconds + answer["compile_seconds"], "products_by_library": True}
     except OSError as error:
         raise OSError(
             f"the compiler for {chip.name} could not write its answer into the temporary folder "
@@ -90,7 +98,7 @@ def _compile_in_child(
     axes: Mapping[str, int] | None,
     depth: Depth,
     hosted: Mapping[str, Sequence[int]],
-    options: Mapping[str, str],
+    options: Mapping[str, str | bool],
     argument_bytes: int,
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="llamem-") as name:

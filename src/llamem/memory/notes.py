@@ -19,6 +19,12 @@ _WORKSPACE = {  # operations of XLA's CPU libraries, with the resident memory ov
 }
 
 
+NO_TILES_NOTE = (
+    "compiled with all matrix products by cuBLAS: this compiler finds no tiles for one of them where no GPU is there "
+    "to try them on. On the GPU itself the compiler chooses for each, so that memory may differ a little."
+)
+
+
 def program_notes(
     report: Report,
     traced: jex_core.ClosedJaxpr,
