@@ -9,9 +9,9 @@ import datetime
 import inspect
 import os
 import platform
-import re
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable
 from functools import partial
@@ -106,7 +106,7 @@ def refusal(case: Any) -> str:
     try:
         case.wrong()
     except (TypeError, ValueError) as error:
-        return f"{inspect.getdoc(case.wrong)} `{re.split(r'[.:] (?=[A-Z])', str(error))[0][:140]}`"
+        return f"{inspect.getdoc(case.wrong)} `{textwrap.shorten(str(error), 140, placeholder=' ...')}`"
     return "not refused"
 
 
