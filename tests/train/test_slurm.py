@@ -99,12 +99,24 @@ def cluster(tmp_path: Path) -> Iterator[Path]:
         yield tmp_path
     finally:
         subprocess.run(["scancel", "--user=root", "--signal=KILL"], env=here, check=False, capture_output=True)
-        subprocess.run(["pkill", "-KILL", "-f", f"output {tmp_path}"], check=False)
         for daemon in reversed(daemons):
             daemon.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 daemon.wait(20)
             daemon.kill()
+        for process in started_under(conf):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+
+def started_under(conf: Path) -> list[int]:
+    """Return the ids of the processes that carry this cluster's SLURM_CONF: its daemons, their steps, the run's."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            if f"SLURM_CONF={conf}".encode() in file.read_bytes().split(b"\0"):
+                found.append(int(file.parent.name))
+    return found
 
 
 def asked(conf: Path, *command: str) -> str:
