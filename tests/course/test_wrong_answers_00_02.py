@@ -29,6 +29,8 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "logits once": "lambda c, B, T: tower(c, B, T) - 4 * B * T * c.vocab_size",
             "logits in 16 bits": "lambda c, B, T: tower(c, B, T) - 4 * B * T * c.vocab_size",
             "one sequence": "lambda c, B, T: tower(c, 1, T)",
+            "16 bits written in": "lambda c, B, T: tower(c.replace(param_dtype=jnp.bfloat16), B, T)",
+            "inputs in 32 bits": "lambda c, B, T: tower(c, B, T) + 2 * c.n_layers * B * T * c.d_model",
             "8,000 tokens written in": "lambda c, B, T: tower(c, B, 8000)",
             "16 layers written in": "lambda c, B, T: tower(c, B, T) + 2 * (16 - c.n_layers) * B * T * c.d_model",
         },
@@ -241,7 +243,7 @@ def first_nested(layer, w, x, size):
 
 def tower(c, sequences, length):
     tokens = sequences * length
-    return 6 * c.n_params + 2 * c.n_layers * tokens * c.d_model + 8 * tokens * c.vocab_size
+    return 3 * c.param_dtype.itemsize * c.n_params + 2 * c.n_layers * tokens * c.d_model + 8 * tokens * c.vocab_size
 
 
 def size(tree):
@@ -330,6 +332,12 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, 
             "scan(jax.checkpoint(f), w, x))(w, x), None), x, w.reshape(-1, size, *w.shape[1:]))[0]",
         ),
         ("checkpoint_policies", "check_thrifty", "lambda *a: save('narrow', named)(*a)"),
+        (
+            "checkpoint_policies",
+            "check_residual_bytes",
+            "lambda c, N, names: c.compute_dtype.itemsize * elements(c, N, names)"
+            " + 4 * c.n_layers * N * c.n_heads * ('attn' in names)",
+        ),
     ],
 )
 def test_right_answers_in_other_words_are_accepted(topic, check, answer, capsys):

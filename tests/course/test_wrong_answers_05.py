@@ -90,6 +90,11 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "logsumexp alone": (mesh.check_merge_devices, lambda *a: merged(*a)[0], "two arrays"),
     "both the other way round": (mesh.check_merge_devices, lambda *a: merged(*a)[::-1], "one number per token"),
     # The target's logit.
+    "the largest of all": (
+        mesh.check_target_logit,
+        lambda x, w, ids, axis: logit(x, w, ids, axis, meet=lax.pmax),
+        "negative logits",
+    ),
     "not summed": (
         mesh.check_target_logit,
         lambda x, w, ids, axis: logit(x, w, ids, axis, meet=stay),

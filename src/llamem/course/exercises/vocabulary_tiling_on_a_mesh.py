@@ -80,6 +80,10 @@ def check_target_logit(fn: Callable[..., Any]) -> None:
             "each device has the logits whose row it holds, and 0 for the others. They have not told each other yet"
         )
         assert np.allclose(found_EN, found_EN[0], atol=1e-5, equal_nan=True), "the devices end with different answers"
+        assert not np.allclose(found_EN[0], np.maximum(exact_N, 0), atol=1e-5), (
+            "negative logits come out as 0: devices that do not hold the row bring 0, and 0 is larger. Which of the "
+            "collectives leaves a number as it is when zeros join it?"
+        )
         first_N = held_EN[0]
         wrong_first = not np.allclose(found_EN[0][first_N], exact_N[first_N], atol=1e-5)
         assert not wrong_first, (
