@@ -55,7 +55,29 @@ def pytest_addoption(parser):
     parser.addoption("--cpu", action="store_true", help="print where the CPU's time went, by folder and kind")
 
 
+class ReadersEnvironment:
+    """The kernel of a notebook starts in a reader's environment, on the CPU, and not in that of the tests.
+
+    A plugin, since hooks of this file are not asked about notebooks, which lie in other folders.
+    """
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_setup(self, item):
+        if item.path.suffix != ".ipynb":
+            return (yield)
+        before = os.environ.copy()
+        for name in FOR_TESTS:
+            os.environ.pop(name, None)
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        try:
+            return (yield)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
 def pytest_configure(config):
+    config.pluginmanager.register(ReadersEnvironment())
     if config.getoption("--cpu"):
         config.pluginmanager.register(CpuTable())
 
@@ -71,22 +93,6 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=weekly)
     slow = {item.path for item in items if item.path.suffix == ".ipynb" or item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item):
-    """The kernel of a notebook starts in a reader's environment, on the CPU, and not in that of the tests."""
-    if item.path.suffix != ".ipynb":
-        return (yield)
-    before = os.environ.copy()
-    for name in FOR_TESTS:
-        os.environ.pop(name, None)
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    try:
-        return (yield)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def pytest_terminal_summary(terminalreporter):
