@@ -35,7 +35,8 @@ def measure(fn: Callable[..., Any], *args: Any, donate_argnums: tuple[int, ...] 
     """Compiles `fn`, then calls it once on `args` (arrays) and measures the peak while it runs.
 
     On an accelerator from the allocator's statistics, on a CPU from the process's resident memory (Linux only; other
-    threads of the process count too, and a few MiB of the runtime's own). Donated arguments are gone afterwards.
+    threads of the process count too, and a few MiB of the runtime's own; in a process that has freed much a rise can
+    hide in what it still holds: measure in a fresh one). Donated arguments are gone afterwards.
     Raises RuntimeError where neither exists.
     """
     device = jax.local_devices()[0]
