@@ -217,6 +217,8 @@ def feed_forward(share: Share) -> Line:
     rows = share.mlp_rows(-(-share.N // tiles))
     wide = 3 if share.trained else 4 if share.tpu else 5  # what adapters add is made by itself
     size = wide * c * rows * share.F
+    if share.config.compute_dtype == "bfloat16" and not share.question.chip.has_bf16:  # as on a T4
+        size += _F32 * (2 * rows * share.F + share.mlp_weights // 3)  # f32 copies of a product's operands
     if share.config.n_experts:
         size += 3 * c * rows * share.D
     if share.trained and (tiles > 1 or share.config.n_experts):
