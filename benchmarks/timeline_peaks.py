@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import llamem
 from llamem.course import plots
 from llamem.course.timeline_html import Page
-from llamem.memory import compiling, cross_compile
+from llamem.memory import compiling, dump
 from llamem.memory.report import Depth, Report
 from llamem.memory.show import size_text
 from llamem.memory.timeline import Timeline
@@ -93,7 +93,7 @@ def one_step(chip: str) -> str:
 
         return run
 
-    reading = mock.patch.object(cross_compile, "schedule_or_reason", timed("read", cross_compile.schedule_or_reason))
+    reading = mock.patch.object(dump, "read_schedule", timed("read", dump.read_schedule))
     making = mock.patch.object(compiling.Timeline, "from_schedule", timed("make", Timeline.from_schedule))
     with reading, making:
         report = llamem.compile_report(step, state, batch, donate_argnums=(0,), chip=chip, cache=False)

@@ -23,8 +23,6 @@ import jaxtyping
 import pytest
 from cpu_table import CpuTable
 
-FOR_TESTS = ("XLA_FLAGS", *(name for name in os.environ if name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))))
-
 
 @pytest.fixture
 def as_a_user():
@@ -56,7 +54,7 @@ def pytest_addoption(parser):
 
 
 class ReadersEnvironment:
-    """The kernel of a notebook starts in a reader's environment, on the CPU, and not in that of the tests.
+    """The kernel of a notebook compiles as a reader's does, on the CPU, and finds again what the run before compiled.
 
     A plugin, since hooks of this file are not asked about notebooks, which lie in other folders.
     """
@@ -66,8 +64,7 @@ class ReadersEnvironment:
         if item.path.suffix != ".ipynb":
             return (yield)
         before = os.environ.copy()
-        for name in FOR_TESTS:
-            os.environ.pop(name, None)
+        os.environ.pop("XLA_FLAGS", None)
         os.environ["JAX_PLATFORMS"] = "cpu"
         try:
             return (yield)

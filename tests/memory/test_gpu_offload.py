@@ -50,7 +50,7 @@ def texts(monkeypatch):
         seen.append(text)
         return parse(text)
 
-    monkeypatch.setattr("llamem.memory.hlo_counts.parse", parsed)
+    monkeypatch.setattr("llamem.memory.dump.parse", parsed)
     return seen
 
 

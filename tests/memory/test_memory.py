@@ -269,11 +269,11 @@ allocation 9: size 11, page 0, thread-local:
 
 def test_reading_how_memory_was_assigned(tmp_path):
     expected = {"argument": 1600, "output": 1048, "alias": 1000, "temp": 5000, "constant": 7, "host": 5000}
-    assert not memory_is_assigned(tmp_path) and read_dump(tmp_path, "tpu") == {}
+    assert not memory_is_assigned(tmp_path) and "temp_bytes" not in read_dump(tmp_path, "tpu")
     stem = "module_0003.jit_call.cl_1.after_optimizations"
     (tmp_path / f"{stem}-buffer-assignment.txt").write_text(ASSIGNMENT)
     assert not memory_is_assigned(tmp_path)  # somebody may still be writing it
-    assert read_dump(tmp_path, "tpu") == {f"{name}_bytes": size for name, size in expected.items()}
+    assert read_dump(tmp_path, "tpu").items() >= {f"{name}_bytes": size for name, size in expected.items()}.items()
     (tmp_path / f"{stem}.txt").write_text("HloModule jit_f\n\nENTRY %main () -> f32[] {\n}\n")
     (tmp_path / f"{stem}_after_buffer_assignment.txt").write_text("HloMod")
     assert memory_is_assigned(tmp_path) and read_dump(tmp_path, "tpu")["compiled_matmul_flops"] == 0

@@ -18,11 +18,12 @@ import llamem
 from llamem.course import plots
 from llamem.memory.arguments import argument_names
 from llamem.memory.buffer_assignment import Allocation
+from llamem.memory.dump import read_dump
 from llamem.memory.name_stacks import differentiation_pass
 from llamem.memory.provenance import Provenance
 from llamem.memory.timeline import Timeline
 from llamem.memory.timeline_categories import CATEGORIES, named_category
-from llamem.memory.timeline_schedule import Pass, find_passes, read_schedule
+from llamem.memory.timeline_schedule import Pass, find_passes
 
 of_this_machine = pytest.mark.skipif(
     jax.__version_info__ < (0, 10) and jax.default_backend() == "cpu",
@@ -31,8 +32,10 @@ of_this_machine = pytest.mark.skipif(
 
 
 def read(folder, names=("params['w']", "x")) -> Timeline:
-    schedule = json.loads(json.dumps(read_schedule(folder, "tpu")))  # as the cache keeps it
-    return Timeline.from_schedule(schedule, "v5e-1", 2800, names, Provenance(("weights", "other")))
+    answer = json.loads(json.dumps(read_dump(folder, "tpu")))  # as the cache keeps it
+    if "schedule" not in answer:
+        raise ValueError(answer["no_schedule"])
+    return Timeline.from_schedule(answer["schedule"], "v5e-1", 2800, names, Provenance(("weights", "other")))
 
 
 @pytest.mark.quick
@@ -390,10 +393,10 @@ def test_an_old_compiler_costs_the_timeline_alone():
 
 
 def test_a_dump_that_cannot_be_read_costs_the_timeline_alone(monkeypatch):
-    def unread(folder, platform):
+    def unread(*files):
         raise ValueError("the compiler wrote down no live ranges.")
 
-    monkeypatch.setattr("llamem.memory.timeline_schedule.read_schedule", unread)
+    monkeypatch.setattr("llamem.memory.dump.read_schedule", unread)
     report = llamem.compile_report(update, *SHAPES)
     assert report.timeline is None and report.peak_bytes
     assert "no live ranges" in report.no_timeline

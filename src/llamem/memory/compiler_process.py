@@ -61,7 +61,7 @@ def main(folder: Path) -> None:
         answer = {name: getattr(analysis, name) for name in dir(analysis) if name.endswith("_in_bytes")}
         if not any(dump.glob("*jit_call*after_optimizations.txt")):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # XLA cannot print every TPU program
-                answer["text"] = compiled.as_text()
+                (dump / "jit_call.after_optimizations.txt").write_text(compiled.as_text() or "")
     unfinished = folder / "answer.unfinished"
     unfinished.write_text(json.dumps(answer))
     unfinished.rename(folder / "answer.json")

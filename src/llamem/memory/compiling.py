@@ -26,7 +26,7 @@ from llamem.memory.device_queries import noted_queries
 from llamem.memory.dump import analysed_bytes, needed_bytes, read_dump, remedy
 from llamem.memory.flops import count_products, matmul_flops
 from llamem.memory.gpu_offload import offload_options, offloads_rightly, slice_notes
-from llamem.memory.hlo import optimised_text
+from llamem.memory.hlo import optimised_text, parse
 from llamem.memory.hlo_counts import describe
 from llamem.memory.jaxprs import callbacks_in, moved_to_host
 from llamem.memory.modules import with_arrays_alone
@@ -36,7 +36,6 @@ from llamem.memory.report import Buffer, Collective, Depth, Report
 from llamem.memory.report_cache import cached
 from llamem.memory.shapes import is_key, on_host
 from llamem.memory.timeline import Timeline
-from llamem.memory.timeline_schedule import schedule_or_reason
 
 __all__ = ["compile_report", "matmul_flops", "moved_to_host"]
 
@@ -132,13 +131,14 @@ def _compiled_here(lowered: jax.stages.Lowered, chip: Chip) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="llamem-") as dump, _no_compilation_cache():
         options = offload_options(lowered.as_text, chip.platform)
         compiled = lowered.compile(compiler_options={"xla_dump_to": dump, "xla_dump_hlo_as_text": True, **options})
-        answer = read_dump(Path(dump), chip.platform) | _described(compiled, time.perf_counter() - start)
-        return answer | schedule_or_reason(Path(dump), chip.platform)
+        seconds = {"compile_seconds": time.perf_counter() - start}
+        return read_dump(Path(dump), chip.platform) | analysed_bytes(compiled.memory_analysis()) | seconds
 
 
 def report_compiled(compiled: jax.stages.Compiled, traced: jex_core.ClosedJaxpr) -> Report:
     """The report of a program that was compiled for the devices at hand, `traced` being what was traced of it."""
-    return _report(find_chip("local"), "code", _described(compiled, 0.0), traced, ())
+    answer = analysed_bytes(compiled.memory_analysis()) | describe(parse(optimised_text(compiled)))
+    return _report(find_chip("local"), "code", answer | {"compile_seconds": 0.0}, traced, ())
 
 
 @contextlib.contextmanager
@@ -152,11 +152,6 @@ def _no_compilation_cache() -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
-
-
-def _described(compiled: jax.stages.Compiled, seconds: float) -> dict[str, Any]:
-    read = analysed_bytes(compiled.memory_analysis()) | describe(optimised_text(compiled))
-    return {**read, "compile_seconds": seconds}
 
 
 def _refuse_callbacks(jaxpr: jex_core.Jaxpr, chip: Chip) -> None:

@@ -22,9 +22,7 @@ import jax.export
 
 from llamem.memory.chips import Chip
 from llamem.memory.dump import NO_TILES, analysed_bytes, check_complete, check_room, memory_is_assigned, read_dump
-from llamem.memory.hlo_counts import describe
 from llamem.memory.report import Depth
-from llamem.memory.timeline_schedule import schedule_or_reason
 
 _ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -66,8 +64,7 @@ def compile_absent(
     options: Mapping[str, str | bool],
     argument_bytes: int = 0,
 ) -> dict[str, Any]:
-    """What the chip's compiler says: the bytes of `read_dump` and `describe`, or `{"error": the compiler's message}`;
-    and what `schedule_or_reason` gives.
+    """What the chip's compiler says: all of `read_dump`, in place of bytes `{"error": the compiler's message}`.
 
     `axes` are those of the mesh of several chips; `hosted` are the numbers of the "arguments" and "results" that lie in
     the host's memory; `options` are the compiler's, `argument_bytes` what
@@ -131,15 +128,16 @@ def _compile_in_child(
                 child.kill()
         if depth == "memory" and memory_is_assigned(dump):
             check_complete(dump, argument_bytes)
-            answer = describe("") | read_dump(dump, chip.platform)
+            answer = read_dump(dump, chip.platform)
         elif file.exists():
             answer = json.loads(file.read_text())
             if "error" not in answer:
                 check_room(folder)
                 if memory_is_assigned(dump):
                     check_complete(dump, argument_bytes)
-                dumped, analysed = read_dump(dump, chip.platform), analysed_bytes(SimpleNamespace(**answer))
-                answer = describe(answer.get("text", "")) | dumped | analysed
+                answer = analysed_bytes(SimpleNamespace(**answer))
+            # Programs that are refused have a schedule too: it shows where they need too much.
+            answer = read_dump(dump, chip.platform) | answer
         else:
             check_room(folder)
             died = f"signal {-child.returncode}" if child.returncode < 0 else f"exit status {child.returncode}"
@@ -148,8 +146,6 @@ def _compile_in_child(
                 "Often an old compiler: upgrade libtpu or the CUDA plugin. Its last words: "
                 f"{(folder / 'words').read_text(errors='replace')[-800:]}"
             )
-        # Programs that are refused have a schedule too: it shows where they need too much.
-        answer |= schedule_or_reason(dump, chip.platform)
         return answer | {"compile_seconds": time.perf_counter() - start}
 
 

@@ -11,7 +11,9 @@ from typing import Any
 import jax
 
 from llamem.memory.buffer_assignment import ASSIGNMENT, Allocation, Platform, program_stem, read_assignment
+from llamem.memory.hlo import parse
 from llamem.memory.hlo_counts import describe
+from llamem.memory.timeline_schedule import read_schedule
 
 # What the compilers for TPUs and for GPUs write next, once memory is assigned and the files that say how are closed. A
 # program that a TPU's compiler refuses as too big never comes so far.
@@ -28,18 +30,20 @@ def memory_is_assigned(folder: Path) -> bool:
 
 
 def read_dump(folder: Path, platform: Platform) -> dict[str, Any]:
-    """The answer that a dump folder holds, for JSON: bytes of memory, and what `describe` reads in the program's text.
+    """The answer that a dump folder holds, for JSON, each of its files read once.
 
-    What the compiler did not write down is left out.
+    Bytes of memory, where they are assigned; what `describe` says of the program, of none where there is none; and
+    "schedule", as `read_schedule` gives it, or "no_schedule", with what is wrong.
     """
-    answer: dict[str, Any] = {}
     stem = program_stem(folder)
-    if (assignment := Path(stem + ASSIGNMENT)).is_file():
-        allocations, _ = read_assignment(assignment.read_text(), platform)
-        answer |= assigned_bytes(allocations.values())
-    if (program := Path(f"{stem}.txt")).is_file():
-        answer |= describe(program.read_text())
-    return answer
+    allocations, places = read_assignment(_text(stem + ASSIGNMENT), platform)
+    program = parse(_text(stem + ".txt"))
+    answer = assigned_bytes(allocations.values()) if allocations else {}
+    answer |= describe(program)
+    try:
+        return answer | {"schedule": read_schedule(stem, allocations, places, program)}
+    except ValueError as error:
+        return answer | {"no_schedule": str(error)}
 
 
 def check_complete(folder: Path, argument_bytes: int) -> None:

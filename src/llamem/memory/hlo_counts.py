@@ -7,7 +7,7 @@ from typing import Any
 
 from llamem.memory.flops import Window, convolution_flops
 from llamem.memory.gpu_offload import check_slice_notes
-from llamem.memory.hlo import Instruction, Program, Shape, parse
+from llamem.memory.hlo import Instruction, Program, Shape
 from llamem.memory.report import Buffer, Collective
 
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -15,9 +15,8 @@ _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "col
 _NO_BUFFER = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional", "constant", "opt-barrier"}
 
 
-def describe(text: str, largest: int = 12) -> dict[str, Any]:
-    """All that a report says of a program's text, for JSON: FLOPs, collectives and the `largest` buffers."""
-    program = parse(text)
+def describe(program: Program, largest: int = 12) -> dict[str, Any]:
+    """All that a report says of an optimised program, for JSON: FLOPs, collectives and the `largest` buffers."""
     sent = collectives(program)
     return {
         "compiled_matmul_flops": compiled_matmul_flops(program),

@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-from llamem.memory.buffer_assignment import ASSIGNMENT, Allocation, Place, Platform, program_stem, read_assignment
+from llamem.memory.buffer_assignment import Place
 
 _LIVE, _VALUES = "-live-range.txt", "-buffer-assignment-values.txt"
 
@@ -30,19 +30,11 @@ class Value:
     users: tuple[str, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Dump:
-    """What one program's files say: the instructions' names in their order, allocations, values, the program's text."""
+def read_lives(stem: str, places: dict[int, Place]) -> tuple[tuple[str, ...], tuple[Value, ...]]:
+    """The names of a program's instructions in their order, and the values that they make.
 
-    schedule: tuple[str, ...]
-    allocations: dict[int, Allocation]
-    values: tuple[Value, ...]
-    program: str
-
-
-def read_files(folder: Path, platform: Platform) -> Dump:
-    """The dump of the largest program in `folder`. Raises ValueError where one is missing, cut short, or strange."""
-    stem = program_stem(folder)
+    `stem`: the path that the dump's files begin with. Raises ValueError where one is missing, cut short, or strange.
+    """
     if not Path(stem + _LIVE).is_file():
         raise ValueError(
             "the compiler wrote down no live ranges. Those of JAX 0.7, for a CPU and for TPUs (libtpu 0.0.23), do not: "
@@ -50,7 +42,6 @@ def read_files(folder: Path, platform: Platform) -> Dump:
             'jax.config.update("jax_enable_compilation_cache", False) before the first program.'
         )
     schedule, spans = _live_ranges(_text(stem + _LIVE))
-    allocations, places = read_assignment(_text(stem + ASSIGNMENT), platform)
     known = _values(_text(stem + _VALUES))
     of_position = {position: number for number, (positions, _) in known.items() for position in positions}
     lives: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -64,7 +55,7 @@ def read_files(folder: Path, platform: Platform) -> Dump:
         _, users = known[number]
         first, last = min(start for start, _ in parts), max(end for _, end in parts)
         values.append(Value(places[number], first, last, users))
-    return Dump(schedule, allocations, tuple(values), _text(stem + ".txt"))
+    return schedule, tuple(values)
 
 
 def _text(path: str) -> str:

@@ -4,13 +4,12 @@ import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from llamem.memory.buffer_assignment import Platform
-from llamem.memory.hlo import Instruction, parse
+from llamem.memory.buffer_assignment import Allocation, Place
+from llamem.memory.hlo import Instruction, Program
 from llamem.memory.name_stacks import differentiation_pass
-from llamem.memory.timeline_dump import Value, read_files
+from llamem.memory.timeline_dump import Value, read_lives
 from llamem.memory.timeline_origin import Origins
 
 Pass = Literal["forward", "backward", "run again", "optimizer", ""]
@@ -38,21 +37,18 @@ class Row(NamedTuple):
     argument: int | None
 
 
-def schedule_or_reason(folder: Path, platform: Platform) -> dict[str, Any]:
-    """For a report's answer: "schedule", as `read_schedule` gives it, or "no_schedule", with what is wrong."""
-    try:
-        return {"schedule": read_schedule(folder, platform)}
-    except ValueError as error:
-        return {"no_schedule": str(error)}
+def read_schedule(
+    stem: str, allocations: dict[int, Allocation], places: dict[int, Place], program: Program
+) -> dict[str, Any]:
+    """What `Timeline.from_schedule` reads, for JSON: of a program and its memory, and the dump's files of its values.
 
-
-def read_schedule(folder: Path, platform: Platform) -> dict[str, Any]:
-    """What `Timeline.from_schedule` reads, for JSON, from the files that the compiler left in `folder`.
-
-    Raises ValueError where a file is missing, cut short, or of a form that is not known.
+    `stem`: the path that those begin with. Raises ValueError where one is missing, cut short, or of a form that is not
+    known.
     """
+    if not program.computations:
+        raise ValueError("the compiler's dump holds no program.")
     try:
-        return _table(_Reader(folder, platform))
+        return _table(_Reader(stem, allocations, places, program))
     except (LookupError, AttributeError, TypeError) as error:  # a file that can be read, and says something else
         raise ValueError(f"the compiler's dump is of a form that is not known: {error!r}") from error
 
@@ -76,11 +72,10 @@ def _table(reader: "_Reader") -> dict[str, Any]:
 
 
 class _Reader:
-    def __init__(self, folder: Path, platform: Platform):
-        dump = read_files(folder, platform)
-        self.schedule, self._allocations, self._values = dump.schedule, dump.allocations, dump.values
-        self._program = parse(dump.program)
-        self._origins = Origins(self._program)
+    def __init__(self, stem: str, allocations: dict[int, Allocation], places: dict[int, Place], program: Program):
+        self.schedule, self._values = read_lives(stem, places)
+        self._allocations, self._program = allocations, program
+        self._origins = Origins(program)
         self._position = {name: step for step, name in enumerate(self.schedule)}
         self.steps = max([len(self.schedule), *(value.last + 1 for value in self._values)])
         self.passes = find_passes([_own_pass(self.line(name)) for name in self.schedule])
