@@ -58,6 +58,16 @@ def ordinary_differential(w: Any, x: Any, how: Any) -> Any:
     return jnp.mean(jax.lax.scan(jax.checkpoint(step) if how else step, x, None, length=8)[0] ** 2)
 
 
+def patches_over_time(w: Any, x: Any, how: Any) -> Any:
+    """Most of what is kept is a weight with two equal axes, as patches of images have, and no array with a row a turn."""
+
+    def look(x: Any, _: None) -> tuple[Any, None]:
+        patch = w["patch"].reshape(-1, D).T
+        return x + 0.1 * jnp.tanh(jnp.tanh(x @ patch)) @ w["back"], None
+
+    return jnp.mean(jax.lax.scan(jax.checkpoint(look) if how else look, x, None, length=4)[0] ** 2)
+
+
 def two_of_four_experts(w: Any, x: Any, how: Any) -> Any:
     def body(w: Any, x: Any) -> Any:
         gates, chosen = jax.lax.top_k(jax.nn.softmax(x @ w["router"]), 2)
@@ -183,6 +193,7 @@ SOUND: dict[str, tuple[Any, Any, Any]] = {
     "meta-learning": (meta_learning, WEIGHTS, X),
     "preferences": (preferences, WEIGHTS, {"x": X, "reference": jax.tree.map(jnp.copy, WEIGHTS)}),
     "physics": (physics, WEIGHTS, X),
+    "patches over time": (patches_over_time, {"patch": normal(0, 48, 48, D), "back": normal(1, 48 * 48, D)}, X),
     "ordinary differential equation": (
         ordinary_differential,
         {"up": normal(0, D, 256), "down": normal(1, 256, D)},

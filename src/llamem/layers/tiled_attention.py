@@ -9,7 +9,9 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-# Queries and keys that meet at once. Larger tiles read less, smaller ones waste less along the diagonal.
+# Queries and keys that meet at once. Larger tiles read less, smaller ones waste less along the diagonal. For Llama 3.2
+# 1B's heads and 8,192 tokens, tiles of 1,024 and 2,048 take 1.11 GiB on an h100 instead of 0.27, 18 % more products, as
+# many seconds to compile (2.4), and three times as long on a CPU (jax 0.10.2; not run on a GPU).
 QUERY_TILE, KEY_TILE = 256, 512
 # Not -inf: a row of a tile may be hidden altogether, and -inf - (-inf) is NaN. What such a row adds is multiplied by
 # exp(-1e30 - maximum) = 0 as soon as the row meets a key that it sees; each row meets one.

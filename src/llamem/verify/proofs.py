@@ -137,11 +137,12 @@ def memory_falls(both: BothWays) -> Proof:
 
 def _kept_for_nothing(both: BothWays, kept: Residuals, kept_without: Residuals) -> str:
     """Why far more is kept than has to be; "" where nothing is odd."""
+    made = [row for row in kept.rows if not row.argument]
     if kept_without.bytes - kept.bytes < 0.25 * kept_without.bytes and without_products(both.traced.jaxpr):
-        largest = kept.rows[0]
+        largest = made[0]
         name = f"{largest.dtype}{list(largest.shape)} of {largest.operation} in {largest.source}"
         return f"The checkpoint is not where the memory is: {name} is kept still, for instance."
-    for row in kept.rows:
+    for row in made:
         entries = row.shape[1:]
         known = any(other.shape[1:][-len(entries) :] == entries for other in kept_without.rows) if entries else True
         most = 2 * row.bytes > kept.bytes
