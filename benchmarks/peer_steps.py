@@ -6,6 +6,7 @@ remat and tiling they have are options of their own. Nothing runs but a tiny cop
 """
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import os
@@ -122,9 +123,8 @@ class Tunix:
     title, package, tokens, option = "Llama 3.2 1B, adapters", "google-tunix", 4096, "remat_config"
 
     def model(self, remat_config: str, **sizes: Any) -> Any:
-        config = tunix_llama.ModelConfig.llama3p2_1b()
         sizes["remat_config"] = tunix_llama.RematConfig[remat_config]
-        config = config.__class__(**{name: getattr(config, name) for name in config.__slots__} | sizes)
+        config = dataclasses.replace(tunix_llama.ModelConfig.llama3p2_1b(), **sizes)
         model = tunix_llama.Llama3(config, rngs=nnx.Rngs(0))
         provider = qwix.LoraProvider(module_path=".*_proj", rank=16, alpha=16.0)
         return qwix.apply_lora_to_model(model, provider, **model.get_model_input())
@@ -168,10 +168,11 @@ class Tunix:
         params = jax.tree.map(lambda leaf: leaf + 0.1 * draws.normal(size=leaf.shape).astype(leaf.dtype), params)
         tokens_BT = jax.random.randint(jax.random.key(0), (1, 64), 0, 1000)
 
-        def loss_fn(params: Any, tokens_BT: Any, how: str) -> Any:
-            return self.loss(nnx.merge(graphs[how], params, rest), tokens_BT)
+        def loss_fn(params: Any, batch: Any, how: str) -> Any:
+            frozen, tokens_BT = batch
+            return self.loss(nnx.merge(graphs[how], params, frozen), tokens_BT)
 
-        return llamem.verify_remat(loss_fn, params, tokens_BT, remat="DECODER", baseline="NONE")
+        return llamem.verify_remat(loss_fn, params, (rest, tokens_BT), remat="DECODER", baseline="NONE")
 
     def wrong(self) -> Any:
         """Hand over the optimizer alone, with the model closed over."""
