@@ -59,7 +59,7 @@ def ordinary_differential(w: Any, x: Any, how: Any) -> Any:
 
 
 def patches_over_time(w: Any, x: Any, how: Any) -> Any:
-    """Most of what is kept is a weight with two equal axes, as patches of images have, and no array with a row a turn."""
+    """Most of what is kept is a weight with two equal axes, as patches of images have: no array with a row a turn."""
 
     def look(x: Any, _: None) -> tuple[Any, None]:
         patch = w["patch"].reshape(-1, D).T

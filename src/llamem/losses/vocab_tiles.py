@@ -206,8 +206,7 @@ def _gradients(
         def of_wanted(x: Array | None, chosen: list) -> Array:
             own = [leaf if c is None else c for leaf, c in zip(leaves, chosen, strict=True)]
             # Masked in the loop, where it is fused; a masked copy before the loop would take hidden's size.
-            x = jnp.where(silent_N[:, None], 0, x_ND if x is None else x)
-            return make_logits(softmax, x, own)
+            return make_logits(softmax, _silence(x_ND if x is None else x, silent_N), own)
 
         is_wanted = zip(leaves, residuals.head_wanted, strict=True)
         chosen = [leaf.astype(softmax.wide) if wanted else None for leaf, wanted in is_wanted]
@@ -232,6 +231,16 @@ def _gradients(
     dx_ND = jnp.zeros(x_ND.shape, softmax.wide) if residuals.x_wanted else None
     dx_ND, d_head = tiles.fold(step, dx_ND, head)
     return None if dx_ND is None else (dx_ND / scale).astype(x_ND.dtype), d_head
+
+
+@jax.custom_jvp
+def _silence(x_ND: Array, silent_N: Array) -> Array:
+    """Return x with zeros for silent tokens."""
+    return jnp.where(silent_N[:, None], 0, x_ND)
+
+
+# Their cotangents are zeros already; a mask would be a second f32 array of hidden's size, on a GPU.
+_silence.defjvp(lambda primals, tangents: (_silence(*primals), tangents[0]))
 
 
 def _over_devices(tiles: VocabTiles, dx_ND: Array | None) -> Array | None:
