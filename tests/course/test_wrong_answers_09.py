@@ -116,6 +116,16 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
         lambda x, w, *rest: jax.lax.stop_gradient(x @ w) + adapted(x, w, *rest) - x @ w,
         "layers below|FLOPs",
     ),
+    "adapters that never learn": (
+        rl.check_adapted,
+        lambda x, w, d, u, s, a: adapted(x, w, jax.lax.stop_gradient(d), u, s, a),
+        "what a fine-tune trains",
+    ),
+    "every token times its adapter": (
+        rl.check_adapted,
+        lambda x, w, d, u, s, a: x @ w + s[a][:, None, None] * ((x[..., None] * d[a][:, None]).sum(2) @ u[a]),
+        "an array of 1280 numbers",
+    ),
     "epsilon fixed": (
         rl.check_clipped_gradient,
         lambda z, y, a, old, epsilon: clipped(z, y, a, old, 0.2),
@@ -158,10 +168,15 @@ def by_groups(x, w, down, up, scale, adapter):
     return x @ w + jnp.zeros_like(delta).at[order].set(delta)
 
 
+def side_by_side(x, w, down, up, scale, adapter):
+    return jax.vmap(lambda x_TD, a: x_TD @ w + scale[a] * (x_TD @ down[a]) @ up[a])(x, adapter)
+
+
 @pytest.mark.parametrize(
     ("check", "answer"),
     [
         (rl.check_adapted, adapted),
+        (rl.check_adapted, side_by_side),
         (rl.check_adapted, by_groups),
         (rl.check_clipped_gradient, clipped),
         (rl.check_dequantized, blocks),
