@@ -21,7 +21,8 @@ def parameters(D, V, L, H, K, h, F, tables=2, heads=None, kv=None, feed_forward=
 def in_tiles(q_h, tiles, rescale_sum=True, rescale_mix=True, start=-np.inf, scale=True, last=True, use_max=True):
     """Attention tile by tile, right but for what the flags say."""
     top, total, mix_h = start, 0.0, np.zeros(len(q_h))
-    tiles = list(tiles) if last else list(tiles)[:-1] or [(np.zeros((1, 8)), np.zeros((1, 8)))]
+    if not last:
+        tiles = list(tiles)[:-1] or [(np.zeros((1, 8)), np.zeros((1, 8)))]
     for k_Sh, v_Sh in tiles:
         scores_S = np.asarray(k_Sh, np.float64) @ q_h / (np.sqrt(len(q_h)) if scale else 1.0)
         new_top = max(top, scores_S.max()) if use_max else 0.0
@@ -36,6 +37,22 @@ def in_tiles(q_h, tiles, rescale_sum=True, rescale_mix=True, start=-np.inf, scal
 
 def tiles_of_means(q_h, tiles):
     return np.mean([in_tiles(q_h, [tile]) for tile in tiles], axis=0)
+
+
+def tiles_joined(q_h, tiles):
+    k_Sh, v_Sh = (jnp.concatenate(parts) for parts in zip(*tiles, strict=True))
+    return jax.nn.softmax(k_Sh @ q_h / jnp.sqrt(len(q_h))) @ v_Sh
+
+
+def scores_kept(q_h, tiles):
+    """The sum is taken at the end, over all scores."""
+    scores, top, mix_h = [], -np.inf, np.zeros(len(q_h))
+    for k_Sh, v_Sh in tiles:
+        scores.append(np.asarray(k_Sh) @ np.asarray(q_h) / np.sqrt(len(q_h)))
+        new_top = max(top, scores[-1].max())
+        mix_h = mix_h * np.exp(top - new_top) + np.exp(scores[-1] - new_top) @ np.asarray(v_Sh)
+        top = new_top
+    return mix_h / sum(np.exp(one - top).sum() for one in scores)
 
 
 def whole_batch(value_and_grad, params, batch_BD, parts):
@@ -109,6 +126,8 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "a maximum from zero": (llama3.check_attend_in_tiles, partial(in_tiles, start=0.0), "however negative"),
     "no root of h": (llama3.check_attend_in_tiles, partial(in_tiles, scale=False), "one tile"),
     "the last tile left out": (llama3.check_attend_in_tiles, partial(in_tiles, last=False), "one tile"),
+    "all tiles joined": (llama3.check_attend_in_tiles, tiles_joined, "stay in memory"),
+    "all scores kept": (llama3.check_attend_in_tiles, scores_kept, "stay in memory"),
     "the mean of the tiles": (llama3.check_attend_in_tiles, tiles_of_means, "three tiles"),
     "the whole batch at once": (train_llama3.check_accumulated, whole_batch, "alive at once"),
     "a loop written out": (train_llama3.check_accumulated, written_out, "grows"),

@@ -1,7 +1,8 @@
 """Checks of notebook 06's exercises: parameters, and attention in tiles."""
 
 import itertools
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -57,6 +58,28 @@ def check_attend_in_tiles(fn: Callable[..., Any]) -> None:
             assert getattr(found, "shape", None) == (8,), "Return one row, as long as a value."
             right = plain(scaled_h, k_Sh, v_Sh)
             assert np.allclose(found, right, rtol=1e-4, atol=1e-5), f"Tiles of {sizes} keys: {hint}."
+        kept = _kept_per_tile(fn, q_h, keys=8192)
+        assert kept < 8192, (
+            f"the numbers are right, but with each tile of 8,192 keys {kept:,.0f} more bytes stay in memory: scores or "
+            "whole tiles. What has the next tile to know of all that came before it?"
+        )
         return "This is FlashAttention's forward pass, for one query."
 
     grade(2, body)
+
+
+def _kept_per_tile(fn: Callable[..., Any], q_h: Any, keys: int) -> float:
+    """The bytes, JAX's and NumPy's, by which an answer grows with a tile, once two tiles have warmed it up."""
+    held: list[int] = []
+
+    def tiles() -> Iterator[tuple[Any, Any]]:
+        for i in range(8):
+            held.append(sum(array.nbytes for array in jax.live_arrays()) + tracemalloc.get_traced_memory()[0])
+            yield tuple(jax.random.normal(jax.random.key(2 * i + j), (keys, len(q_h))) for j in range(2))
+
+    tracemalloc.start()
+    try:
+        fn(q_h, tiles())
+    finally:
+        tracemalloc.stop()
+    return (held[-1] - held[2]) / (len(held) - 3)

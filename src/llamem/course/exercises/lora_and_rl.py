@@ -55,12 +55,14 @@ def check_adapted(fn: Callable[..., Any]) -> None:
             "are not its own, or weights are merged one by one"
         )
         trained = (x_BTD, down_ADR, up_ARF)
-        wanted = jax.grad(lambda *a: jnp.sum(jnp.sin(layer(*a, scale_A, adapter_B))), (0, 1, 2))(*trained)
 
-        def summed(x_BTD: Any, down_ADR: Any, up_ARF: Any) -> Any:
+        def wanted_of(x_BTD: Any, down_ADR: Any, up_ARF: Any) -> Any:
+            return jnp.sum(jnp.sin(layer(x_BTD, down_ADR, up_ARF, scale_A, adapter_B)))
+
+        def found_of(x_BTD: Any, down_ADR: Any, up_ARF: Any) -> Any:
             return jnp.sum(jnp.sin(fn(x_BTD, w_DF, down_ADR, up_ARF, scale_A, adapter_B)))
 
-        given = jax.grad(summed, (0, 1, 2))(*trained)
+        wanted, given = (jax.grad(summed, (0, 1, 2))(*trained) for summed in (wanted_of, found_of))
         _close(given[0], wanted[0], "the numbers are right, the gradient of x is not: layers below must still learn")
         hint = "the numbers are right, the gradient of {} is not: it is what a fine-tune trains"
         for name, found, right_one in zip(("down_ADR", "up_ARF"), given[1:], wanted[1:], strict=True):
