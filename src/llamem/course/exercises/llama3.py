@@ -75,7 +75,8 @@ def _kept_per_tile(fn: Callable[..., Any], q_h: Any, keys: int) -> float:
     def tiles() -> Iterator[tuple[Any, Any]]:
         for i in range(8):
             held.append(sum(array.nbytes for array in jax.live_arrays()) + tracemalloc.get_traced_memory()[0])
-            yield tuple(jax.random.normal(jax.random.key(2 * i + j), (keys, len(q_h))) for j in range(2))
+            k_Sh, v_Sh = jax.random.normal(jax.random.key(i), (2, keys, len(q_h)))
+            yield k_Sh, v_Sh
 
     tracemalloc.start()
     try:
