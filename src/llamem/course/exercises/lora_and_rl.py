@@ -46,8 +46,8 @@ def check_adapted(fn: Callable[..., Any]) -> None:
         largest = max(int(np.prod(getattr(aval, "shape", ()))) for aval in outputs)
         assert largest < 2 * D * F, (
             f"right, but an array of {largest} numbers appears on the way, where the layer's weight has {D * F}: you "
-            "merge weights, or copy an adapter for each token. In which order must three matrices be multiplied so that "
-            "the narrow side stays in between, and how often must an adapter be fetched for one sequence?"
+            "merge weights, or copy an adapter for each token. In which order must three matrices be multiplied so "
+            "that the narrow side stays in between, and how often must an adapter be fetched for one sequence?"
         )
         needed = 2 * B * T * (D * F + R * (D + F))
         flops = matmul_flops(program)
