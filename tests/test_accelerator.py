@@ -64,6 +64,7 @@ def test_losses_that_did_not_run_say_so():
     assert "takes 1.30 of" in accelerator.losses_text(rows)[1]
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 def test_a_small_run_writes_its_table_and_figure(tmp_path):
     command = [sys.executable, SCRIPT, "--parts", "peaks", "--only", "three products", "--out", tmp_path]

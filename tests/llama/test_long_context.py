@@ -133,7 +133,7 @@ ALL = {"head_groups": 8, "mlp_tiles": 32, **OFFLOAD}
     [
         pytest.param("v5e-1", marks=pytest.mark.tpu_compile),
         pytest.param("v6e-1", marks=[pytest.mark.tpu_compile, pytest.mark.weekly]),
-        pytest.param("a100-40", marks=pytest.mark.gpu_compile),
+        pytest.param("a100-40", marks=[pytest.mark.gpu_compile, pytest.mark.weekly]),
     ],
 )
 def test_every_tool_takes_something_off_the_chip(chip):

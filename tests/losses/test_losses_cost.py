@@ -75,7 +75,7 @@ def compiled(fn, tokens=512, d_model=32, vocab=32_000) -> Any:
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 @pytest.mark.gpu_compile
-@pytest.mark.parametrize("chip", ["v6e-1", "v5p-1", "a100-40"])
+@pytest.mark.parametrize("chip", ["v6e-1", pytest.param("v5p-1", marks=pytest.mark.weekly), "a100-40"])
 def test_the_compilers_leave_these_products_and_no_other(chip):
     """Llama 3 8B's head in 32 tiles, the vocabulary's with a remainder: 2, 4, 6 and 8 NDV to the last FLOP."""
     if not available(chip):

@@ -134,7 +134,7 @@ def test_the_command_answers_the_first_question_of_everyone(capsys):
     [
         pytest.param("v5e-1", "q4_0", Plan(), marks=pytest.mark.tpu_compile),
         pytest.param("l4", "q4_0", Plan(head_groups=8, mlp_tiles=16), marks=pytest.mark.gpu_compile),
-        pytest.param("l4", None, Plan(remat="attn"), marks=pytest.mark.gpu_compile),
+        pytest.param("l4", None, Plan(remat="attn"), marks=[pytest.mark.gpu_compile, pytest.mark.weekly]),
     ],
 )
 def test_the_peak_is_the_compilers_within_10_percent(chip, kind, plan):

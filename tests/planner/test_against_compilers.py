@@ -14,7 +14,7 @@ SMOLLM = LlamaConfig(49_152, 576, 30, 9, 3, 64, 1536, max_seq_len=8192, tied_hea
 MIXTURE = LlamaConfig(32_000, 1024, 8, 16, 4, 64, n_experts=16, experts_per_token=4, moe_d_ff=512)
 PRESET = LlamaConfig.from_name
 CASES = {
-    "the defaults": (PRESET("llama3.2-1b"), BF16, "v5e-1", 8192, 1, Plan(), TPU),
+    "the defaults": (PRESET("llama3.2-1b"), BF16, "v5e-1", 8192, 1, Plan(), (*TPU, pytest.mark.weekly)),
     "131,072 tokens with every tool": (PRESET("llama3.2-1b"), BF16, "v5e-1", 131_072, 1, EVERYTHING, TPU),
     "f32 weights": (PRESET("llama3.2-1b"), F32, "v5p-1", 8192, 1, Plan(), (*TPU, pytest.mark.weekly)),
     "scores written down": (PRESET("qwen3-0.6b"), BF16, "a100-40", 1024, 8, Plan(), (*GPU, pytest.mark.weekly)),
