@@ -57,6 +57,17 @@ def stay(a, axis):
     return a
 
 
+def all_its_own_logits(x, w, ids, axis):
+    own = ids - lax.axis_index(axis) * len(w)
+    found = jnp.take_along_axis(x @ w.T, jnp.clip(own, 0, len(w) - 1)[:, None], 1)[:, 0]
+    return lax.psum(jnp.where((own >= 0) & (own < len(w)), found, 0), axis)
+
+
+def row_by_a_product(x, w, ids, axis):
+    chosen = (ids[:, None] - lax.axis_index(axis) * len(w) == jnp.arange(len(w))).astype(w.dtype)
+    return lax.psum(jnp.sum(x * (chosen @ w), axis=1), axis)
+
+
 WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     # The softmax over devices.
     "sums added as they are": (
@@ -121,6 +132,8 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
         "In which row of its own",
     ),
     "all logits": (mesh.check_target_logit, lambda x, w, ids, axis: lax.psum(x @ w.T, axis), "one number per token"),
+    "all logits of its own words": (mesh.check_target_logit, all_its_own_logits, "a number for every token"),
+    "its row by a product": (mesh.check_target_logit, row_by_a_product, "a number for every token"),
     "the head gathered": (mesh.check_target_logit, with_the_head_gathered, "right, but"),
 }
 

@@ -54,7 +54,7 @@ def check_merge_devices(fn: Callable[..., Any]) -> None:
         assert np.allclose(lse_EN[0], lse_N, rtol=1e-5), hint
         hint = "logsumexp is right and the mean is not: its numerator counts from the same maximum as its denominator"
         assert np.allclose(mean_END[0], mean_ND, rtol=1e-4, atol=1e-5), hint
-        arriving, enough = _arriving(fn, *(a[0] for a in found)), ARRIVES["psum"] * 4 * (2 * 6 + 6 * 3)
+        arriving, enough = _arriving(_traced(fn, *(a[0] for a in found))), ARRIVES["psum"] * 4 * (2 * 6 + 6 * 3)
         assert arriving <= enough, (
             f"right, but in a ring {arriving:.0f} bytes arrive at each device where {enough:.0f} are enough. To be "
             "added up, numbers need not be collected first"
@@ -94,11 +94,16 @@ def check_target_logit(fn: Callable[..., Any]) -> None:
             "targets of the first device's rows are right, others are not. In which row of its own does a device find "
             "an id of the whole vocabulary?"
         )
-        arriving = _arriving(lambda head_UD, axis: fn(x_ND, head_UD, targets_N, axis), head_EUD[0])
-        enough = ARRIVES["psum"] * 9 * 4
+        program = _traced(lambda head_UD, axis: fn(x_ND, head_UD, targets_N, axis), head_EUD[0])
+        arriving, enough = _arriving(program), ARRIVES["psum"] * 9 * 4
         assert arriving <= enough, (
             f"right, but in a ring {arriving:.0f} bytes arrive at each device, and one number per token, {enough:.0f} "
             "bytes, is enough"
+        )
+        sizes = [getattr(var.aval, "size", 0) for eqn, _ in equations(program.jaxpr) for var in eqn.outvars]
+        assert max(sizes) < 9 * 5, (
+            "right, but each device makes an array with a number for every token and every word of its own: as many as "
+            "its logits, which tiles are there to avoid. How many rows of the head does a token want?"
         )
         return "One sum of [N]. The row of a target never leaves its device."
 
@@ -110,9 +115,13 @@ def _on_devices(fn: Callable[..., Any], *parts: Any) -> Any:
     return jax.vmap(lambda *own: fn(*own, AXIS), axis_name=AXIS)(*parts)
 
 
-def _arriving(fn: Callable[..., Any], *own: Any) -> float:
+def _traced(fn: Callable[..., Any], *own: Any) -> Any:
+    """One device's program."""
+    return jax.make_jaxpr(lambda *args: fn(*args, AXIS), axis_env=[(AXIS, DEVICES)])(*own)
+
+
+def _arriving(program: Any) -> float:
     """Bytes that arrive at a device in all collectives of its program, loops multiplied out."""
-    program = jax.make_jaxpr(lambda *args: fn(*args, AXIS), axis_env=[(AXIS, DEVICES)])(*own)
     total = 0.0
     for eqn, times in equations(program.jaxpr):
         avals: list[Any] = [var.aval for var in eqn.outvars]
