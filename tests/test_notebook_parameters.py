@@ -38,7 +38,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 ON_EACH_PUSH = ("01",)  # of the refusals, which take seconds
 ALL = [
-    pytest.param(number, change, id=f"{number}-{i}", marks=pytest.mark.weekly)
+    pytest.param(number, change, id=f"{number}-{i}")
     for number, changes in CHANGES.items()
     for i, change in enumerate(changes)
 ]
@@ -52,6 +52,7 @@ def run(number: str, change: dict[str, Any], tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "change"), ALL)
 def test_a_notebook_runs_with_other_parameters(number, change, tmp_path):

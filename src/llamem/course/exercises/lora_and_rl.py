@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llamem.course.exercises import grade
+from llamem.course.exercises import grade, largest_array
 from llamem.memory import matmul_flops
-from llamem.memory.jaxprs import equations
 
 
 def check_adapted(fn: Callable[..., Any]) -> None:
@@ -21,12 +20,18 @@ def check_adapted(fn: Callable[..., Any]) -> None:
     scale_A = jnp.array([1.0, 0.5, 3.0, -2.0])
     adapter_B = jnp.array([2, 0, 3, 3, 1])
 
-    def layer(x_BTD: Any, down_ADR: Any, up_ARF: Any, scale_A: Any, adapter_B: Any) -> Any:
+    def layer(x_BTD: Any, w_DF: Any, down_ADR: Any, up_ARF: Any, scale_A: Any, adapter_B: Any) -> Any:
         rows = [x @ w_DF + scale_A[a] * (x @ down_ADR[a]) @ up_ARF[a] for x, a in zip(x_BTD, adapter_B, strict=True)]
         return jnp.stack(rows)
 
     def right(scale_A: Any, adapter_B: Any) -> Any:
-        return layer(x_BTD, down_ADR, up_ARF, scale_A, adapter_B)
+        return layer(x_BTD, w_DF, down_ADR, up_ARF, scale_A, adapter_B)
+
+    def gradients(of: Callable[..., Any]) -> Any:
+        def summed(x_BTD: Any, down_ADR: Any, up_ARF: Any) -> Any:
+            return jnp.sum(jnp.sin(of(x_BTD, w_DF, down_ADR, up_ARF, scale_A, adapter_B)))
+
+        return jax.grad(summed, (0, 1, 2))(x_BTD, down_ADR, up_ARF)
 
     def body() -> str:
         ones_A, same_B = jnp.ones(A), jnp.full(B, 1)
@@ -42,8 +47,7 @@ def check_adapted(fn: Callable[..., Any]) -> None:
         hint = "with scales of 1 you are right. Each adapter has a scale of its own: along which axis must it lie?"
         _close(found, right(scale_A, adapter_B), hint)
         program = jax.make_jaxpr(fn)(x_BTD, w_DF, down_ADR, up_ARF, scale_A, adapter_B).jaxpr
-        outputs = [var.aval for eqn, _ in equations(program) for var in eqn.outvars]
-        largest = max(int(np.prod(getattr(aval, "shape", ()))) for aval in outputs)
+        largest = largest_array(program)
         assert largest < 2 * D * F, (
             f"right, but an array of {largest} numbers appears on the way, where the layer's weight has {D * F}: you "
             "merge weights, or copy an adapter for each token. In which order must three matrices be multiplied so "
@@ -55,19 +59,10 @@ def check_adapted(fn: Callable[..., Any]) -> None:
             f"right, but the products take {flops} FLOPs where {needed} are enough: every example meets adapters that "
             "are not its own, or weights are merged one by one"
         )
-        trained = (x_BTD, down_ADR, up_ARF)
-
-        def wanted_of(x_BTD: Any, down_ADR: Any, up_ARF: Any) -> Any:
-            return jnp.sum(jnp.sin(layer(x_BTD, down_ADR, up_ARF, scale_A, adapter_B)))
-
-        def found_of(x_BTD: Any, down_ADR: Any, up_ARF: Any) -> Any:
-            return jnp.sum(jnp.sin(fn(x_BTD, w_DF, down_ADR, up_ARF, scale_A, adapter_B)))
-
-        wanted, given = (jax.grad(summed, (0, 1, 2))(*trained) for summed in (wanted_of, found_of))
-        _close(given[0], wanted[0], "the numbers are right, the gradient of x is not: layers below must still learn")
-        hint = "the numbers are right, the gradient of {} is not: it is what a fine-tune trains"
-        for name, found, right_one in zip(("down_ADR", "up_ARF"), given[1:], wanted[1:], strict=True):
-            _close(found, right_one, hint.format(name))
+        reasons = {"x": "layers below must still learn"}
+        reasons |= dict.fromkeys(("down_ADR", "up_ARF"), "it is what a fine-tune trains")
+        for (name, why), given, wanted in zip(reasons.items(), gradients(fn), gradients(layer), strict=True):
+            _close(given, wanted, f"the numbers are right, the gradient of {name} is not: {why}")
         return "Nothing of the weight's size was made but the weight, and no example met a foreign adapter."
 
     grade(1, body)
