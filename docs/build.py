@@ -25,7 +25,7 @@ FOLDERS = ("layers", "losses", "llama", "train", "planner", "verify", "memory")
 
 
 def api_page() -> str:
-    """The public names by folder; what `import llamem` gives is called so."""
+    """List the public names by folder; what `import llamem` gives is called so."""
     examples = [
         block
         for name in ("README.md", "docs/how_do_i.md")
@@ -112,7 +112,7 @@ class Links(HTMLParser):
         self.feed(page.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Keeps the addresses and names of one tag."""
+        """Keep the addresses and names of one tag."""
         for name, value in attrs:
             if value and (name == "id" or (tag == "a" and name == "name")):
                 self.anchors.add(value)
@@ -140,7 +140,7 @@ def broken_links() -> list[str]:
 
 
 def main() -> None:
-    """Copies, builds, checks; ends with 1 where a page is missing or a link is broken."""
+    """Return copies, builds, checks; ends with 1 where a page is missing or a link is broken."""
     copy_pages()
     built = subprocess.run(
         [Path(sys.executable).parent / "jupyter-book", "build", SITE], capture_output=True, text=True

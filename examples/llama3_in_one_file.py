@@ -109,7 +109,7 @@ def layer(config, params, x_BTD):
 
 
 def hidden_states(config, params, tokens_BT):
-    """The last layer's output, normed, `[B, T, D]`."""
+    """Return the last layer's output, normed, `[B, T, D]`."""
     x_BTD = params["embedding"].astype(config.compute_dtype)[tokens_BT]
     body = jax.checkpoint(partial(layer, config))
     x_BTD, _ = jax.lax.scan(lambda x_BTD, one: (body(one, x_BTD), None), x_BTD, params["blocks"])
@@ -117,7 +117,7 @@ def hidden_states(config, params, tokens_BT):
 
 
 def tile_loss(x_ND, head_VD, targets_N):
-    """The summed cross-entropy of a tile of tokens; those with a target below 0 do not count."""
+    """Return the summed cross-entropy of a tile of tokens; those with a target below 0 do not count."""
     logits_NV = jnp.einsum("ND,VD->NV", x_ND, head_VD, preferred_element_type=jnp.float32)
     target_N = jnp.take_along_axis(logits_NV, jnp.maximum(targets_N, 0)[:, None], axis=1)[:, 0]
     return jnp.sum(jnp.where(targets_N >= 0, jax.nn.logsumexp(logits_NV, axis=1) - target_N, 0))
@@ -132,7 +132,7 @@ def cut(array, num_tiles, fill):
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def tiled_cross_entropy(x_ND, head_VD, targets_N, num_tiles):
-    """The mean cross-entropy of `x_ND @ head_VD.T`: one tile's logits exist at a time."""
+    """Return the mean cross-entropy of `x_ND @ head_VD.T`: one tile's logits exist at a time."""
 
     def step(total, tile):
         return total + tile_loss(tile[0], head_VD, tile[1]), None
@@ -142,7 +142,7 @@ def tiled_cross_entropy(x_ND, head_VD, targets_N, num_tiles):
 
 
 def tiled_forward(x_ND, head_VD, targets_N, num_tiles):
-    """The loss with both gradients: they are made here, so that no logits are computed a second time."""
+    """Return the loss with both gradients: they are made here, so that no logits are computed a second time."""
     count = jnp.maximum(jnp.sum(targets_N >= 0), 1)
 
     def step(carry, tile):
@@ -168,7 +168,7 @@ tiled_cross_entropy.defvjp(tiled_forward, tiled_backward)
 
 
 def loss_fn(config, params, inputs_BT, targets_BT):
-    """The mean cross-entropy of a batch, in nats."""
+    """Return the mean cross-entropy of a batch, in nats."""
     x_BTD = hidden_states(config, params, inputs_BT)
     head_VD = params["untied_head"].astype(config.compute_dtype)
     return tiled_cross_entropy(x_BTD.reshape(-1, config.d_model), head_VD, targets_BT.reshape(-1), config.num_tiles)

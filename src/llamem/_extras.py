@@ -5,7 +5,7 @@ from typing import Any
 
 
 def import_extra(name: str, purpose: str) -> Any:
-    """A module of the extra `train`, or an ImportError that says what needs it and how to get it."""
+    """Return a module of the extra `train`, or raise an ImportError that says what needs it and how to get it."""
     try:
         return importlib.import_module(name)
     except ImportError:

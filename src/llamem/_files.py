@@ -14,13 +14,13 @@ from typing import Any
 
 
 def cache_folder(kind: str) -> Path:
-    """Where things of one kind are cached: under `$LLAMEM_CACHE`, or `llamem` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Return where things of one kind are cached: `$LLAMEM_CACHE`, or `llamem` in `$XDG_CACHE_HOME` or `~/.cache`."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llamem"
     return Path(os.environ.get("LLAMEM_CACHE") or default).expanduser() / kind
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
-    """Writes a file beside its place, then renames it: whoever reads meets all of it, or what stood there before."""
+    """Write a file beside its place, then rename it: whoever reads meets all of it, or what stood there before."""
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _unused_name(file)
     try:
@@ -35,7 +35,7 @@ def write_whole(file: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """A new folder to write into, given its name when all is on disk; after an error nothing of it is left.
+    """Yield a new folder to write into, and name it when all is on disk; after an error nothing of it is left.
 
     An empty folder of that name is replaced; OSError where one with something in it is there by then.
     """
@@ -53,14 +53,14 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
 
 def _unused_name(place: Path) -> Path:
-    """A name beside `place`. Python's own temporary files would be for their owner alone, whatever the umask says."""
+    """Return a name beside `place`. Python's own temporary files are for their owner alone."""
     return place.with_name(f".{place.name}-{uuid.uuid4().hex}")
 
 
 def read_json(
     file: Path, max_bytes: int, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> dict[str, Any]:
-    """The JSON object in a file that someone else wrote. `pairs`: see `json.loads(object_pairs_hook=...)`.
+    """Return the JSON object in a file that someone else wrote. `pairs`: see `json.loads(object_pairs_hook=)`.
 
     Raises ValueError, with the file's name, for one that is longer than `max_bytes` (before it is read) or that does
     not hold a JSON object.
@@ -74,7 +74,7 @@ def read_json(
 def parse_json(
     content: bytes, what: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> dict[str, Any]:
-    """The JSON object in some bytes. Raises ValueError that says `what` does not hold one, and why."""
+    """Return the JSON object in some bytes. Raise ValueError that says `what` does not hold one, and why."""
     try:
         value = json.loads(content, object_pairs_hook=pairs)
     except RecursionError:

@@ -27,7 +27,7 @@ class Flow:
 
 
 def block_flows(config: LlamaConfig, tokens: int) -> dict[str, Flow]:
-    """The activations and weights of one dense layer that reads `tokens` tokens of one sequence, by name.
+    """Return the activations and weights of one dense layer that reads `tokens` tokens of one sequence, by name.
 
     Activations have the names of `llama.block.ACTIVATIONS` and the type the layers compute in; `x` is the residual
     stream, `normed` what leaves a norm, `hidden` what enters `w_down`, `scores` the attention scores of all heads,
@@ -70,7 +70,7 @@ def block(config: LlamaConfig, tokens: int) -> Figure:
 
 
 def block_alt(config: LlamaConfig, tokens: int) -> str:
-    """What `block` shows, in words."""
+    """Return what `block` shows, in words."""
     words = ", ".join(f"{name} {flow}" for name, flow in block_flows(config, tokens).items())
     return (
         "A Llama layer. From the residual stream x: norm, queries, keys and values, attention, wo, added to x; then "

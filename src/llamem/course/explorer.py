@@ -33,7 +33,7 @@ _LENGTHS = [n * 1024 for n in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256
 
 
 def estimate_bars(estimates: Mapping[str, Estimate]) -> Figure:
-    """The estimated peaks of several plans as horizontal bars of their lines, and the chips' capacities."""
+    """Return the estimated peaks of several plans as horizontal bars of their lines, and the chips' capacities."""
     fig, ax = plt.subplots(figsize=(8.5, 0.55 * len(estimates) + 1.9), layout="constrained")
     names = [f"{name}  {one.peak_bytes / GiB:.1f} GiB" for name, one in estimates.items()]
     left = [0.0] * len(names)
@@ -52,7 +52,7 @@ def estimate_bars(estimates: Mapping[str, Estimate]) -> Figure:
 
 
 def estimate_bars_alt(estimates: Mapping[str, Estimate]) -> str:
-    """What `estimate_bars` shows, in words."""
+    """Return what `estimate_bars` shows, in words."""
     told = []
     for name, one in estimates.items():
         largest = sorted(one.lines, key=lambda line: -line.bytes)[:3]
@@ -121,7 +121,7 @@ class Explorer:
         return Plan(**{name: self.controls[name].value for name in names})
 
     def estimate(self) -> Estimate:
-        """The estimate of what is chosen."""
+        """Return the estimate of what is chosen."""
         seq_len, batch_size = (self.controls[name].value for name in ("seq_len", "batch_size"))
         return estimate(self.config, self.plan, self.controls["chip"].value, seq_len=seq_len, batch_size=batch_size)
 
@@ -152,7 +152,7 @@ class Explorer:
 
 
 def bars_html(one: Estimate) -> str:
-    """The estimate as a bar of its lines against the chip's capacity, a legend, and the seconds."""
+    """Return the estimate as a bar of its lines against the chip's capacity, a legend, and the seconds."""
     capacity = one.capacity_bytes or one.peak_bytes
     whole = max(one.peak_bytes, capacity) * 1.02
     lines = [line for line in one.lines if line.bytes]

@@ -103,7 +103,7 @@ def layer_grid(
 def layer_grid_alt(
     n_layers: int = 16, group: int = 4, kept: float = 1.0, everything: float = 11.0, ways: Sequence[Way] = WAYS
 ) -> str:
-    """What `layer_grid` shows, in words."""
+    """Return what `layer_grid` shows, in words."""
     words = []
     for way in ways:
         one = play(way, n_layers, group)

@@ -22,7 +22,7 @@ HATCHES = ("", "//", "..", "xx", "--", "oo")
 
 
 def show(fig: Figure, *, alt: str) -> None:
-    """Displays a figure once, with the text that stands for it where it cannot be seen, and closes it."""
+    """Display a figure once, with the text that stands for it where it cannot be seen, and closes it."""
     if not alt.strip():
         raise ValueError("show(fig, alt=''): say in a sentence or two what the figure shows.")
     if fig.get_layout_engine() is None:
@@ -55,7 +55,7 @@ def report_bars(reports: Mapping[str, Report]) -> Figure:
 
 
 def residual_bars(residuals: Residuals, most: int = 12) -> Figure:
-    """The largest residuals as horizontal bars, each with its shape and the operation and line that made it."""
+    """Return the largest residuals as horizontal bars, each with its shape and the operation and line that made it."""
     shown, rest = residuals.rows[:most], residuals.rows[most:]
     fig, ax = plt.subplots(figsize=(8, 0.32 * len(shown) + 1.4))
     for is_argument, hatch, label in ((False, "", "kept for the backward pass"), (True, "//", "an argument anyway")):

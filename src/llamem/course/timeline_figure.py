@@ -28,7 +28,7 @@ _DARK = {"optimizer", "batch", "residuals", "workspace"}  # light colours, which
 
 
 def timelines(reports: Mapping[str, Report | Timeline]) -> dict[str, Timeline]:
-    """The timelines of reports, by name. Raises ValueError where there is none, or no report at all."""
+    """Return the timelines of reports, by name. Raise ValueError where there is none, or no report at all."""
     if not reports:
         raise ValueError("timeline({}): give at least one report, as {'name': compile_report(...)}.")
     found: dict[str, Timeline] = {}
@@ -45,20 +45,20 @@ def timelines(reports: Mapping[str, Report | Timeline]) -> dict[str, Timeline]:
 
 
 def unit_of(found: Mapping[str, Timeline]) -> tuple[str, int]:
-    """The unit that suits the highest of several peaks, and its bytes."""
+    """Return the unit that suits the highest of several peaks, and its bytes."""
     highest = max(timeline.peak_bytes for timeline in found.values())
     return next((unit for unit in UNITS if highest >= unit[1]), UNITS[-1])
 
 
 def drawn_steps(found: Mapping[str, Timeline]) -> dict[str, int]:
-    """Steps of each program's axis: those of the longest, or its own where one has under a third of them."""
+    """Return steps of each program's axis: those of the longest, or its own where one has under a third of them."""
     steps = {name: one.steps for name, one in found.items()}
     most = max(steps.values())
     return dict.fromkeys(steps, most) if most <= 3 * min(steps.values()) else steps
 
 
 def passes_drawn(one: Timeline) -> list[tuple[str, int, int]]:
-    """The passes as they are told to a reader: a border inside a loop is moved to where that loop begins.
+    """Return the passes as they are told to a reader: a border inside a loop is moved to where that loop begins.
 
     From a loop's last tenth it is moved to the end: compilers pull a little of what follows into a loop. A loop that
     updates what it differentiates is one part of the program, "backward and optimizer". A loop that
@@ -78,12 +78,12 @@ def passes_drawn(one: Timeline) -> list[tuple[str, int, int]]:
 
 
 def pass_drawn_at(one: Timeline, step: int) -> str:
-    """The part of the program that a step belongs to, as `passes_drawn` names it; "" where nothing is known."""
+    """Return the part of the program that a step belongs to, as `passes_drawn` names it; "" where nothing is known."""
     return next((name for name, first, end in passes_drawn(one) if first <= step < end), "")
 
 
 def largest_made(timeline: Timeline, count: int = 3) -> list[Span]:
-    """The largest buffers at the peak that the program makes itself, beside what the caller holds."""
+    """Return the largest buffers at the peak that the program makes itself, beside what the caller holds."""
     return [buffer for buffer in timeline.at_peak() if buffer.name not in ("argument", "constant")][:count]
 
 
@@ -138,7 +138,7 @@ def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
 
 
 def timeline_alt(reports: Mapping[str, Report | Timeline]) -> str:
-    """What `timeline` shows, in words, for those who cannot see it."""
+    """Return what `timeline` shows, in words, for those who cannot see it."""
     found = timelines(reports)
     unit, n_bytes = unit_of(found)
     words = [f"Memory in use over the compiled schedule, by category, in {unit}."]
@@ -157,7 +157,7 @@ def timeline_alt(reports: Mapping[str, Report | Timeline]) -> str:
 
 
 def drawn_capacity(one: Timeline) -> int:
-    """The capacity, where it lies near enough to the curve to be drawn."""
+    """Return the capacity, where it lies near enough to the curve to be drawn."""
     capacity = one.capacity_bytes or 0
     return capacity if capacity <= 4 * one.peak_bytes else 0
 
@@ -186,7 +186,7 @@ def _areas(ax: Axes, one: Timeline, n_bytes: int) -> None:
 
 
 def _name_area(ax: Axes, category: str, lower: np.ndarray, upper: np.ndarray) -> None:
-    """The category's name inside its area, where a label of its width fits best."""
+    """Return the category's name inside its area, where a label of its width fits best."""
     width = math.ceil(0.02 * ax.get_xlim()[1] * len(category))
     if len(lower) <= width:
         return

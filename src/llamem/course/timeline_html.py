@@ -36,7 +36,7 @@ class Page:
     height: int
 
     def write(self, path: str | Path) -> None:
-        """Writes the page into a file that any browser opens."""
+        """Write the page into a file that any browser opens."""
         write_whole(Path(path), self.html)
 
     def _repr_html_(self) -> str:
@@ -47,7 +47,7 @@ class Page:
 
 
 def timeline_page(reports: Mapping[str, Report | Timeline]) -> Page:
-    """The figure of `plots.timeline` to hover over, zoom and click: a buffer tells its life, bytes, operation and line.
+    """Return the figure of `plots.timeline` to hover over, zoom and click: a buffer tells its life, bytes and line.
 
     Works by keyboard too, and in light and dark. GitHub shows no such page: draw `plots.timeline` first. Raises
     ValueError for a report without a timeline.
@@ -69,7 +69,7 @@ def timeline_page(reports: Mapping[str, Report | Timeline]) -> Page:
 
 
 def _tick(top: float) -> float:
-    """A round distance between lines, of which about five fit below the top."""
+    """Return a round distance between lines, of which about five fit below the top."""
     power = 10.0 ** len(str(int(top / 5))) / 10 if top >= 5 else 0.1
     return next(step * power for step in (1, 2, 5, 10, 20) if top / (step * power) <= 7)
 

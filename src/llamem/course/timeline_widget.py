@@ -17,7 +17,7 @@ _HEAD = ("", "in use", "what", "shape", "steps", "operation", "line")
 
 
 def timeline_slider(report: Report | Timeline, largest: int = 10) -> widgets.VBox:
-    """A slider over the steps of a program, a button that plays them, and below it what lies in memory at that step.
+    """Return a slider over a program's steps, a button that plays them, and what lies in memory at that step.
 
     The hill is the memory in use over the whole schedule, the bar in it that of the step by category, and the table
     holds the `largest` buffers. As a cell's last line it is shown; it answers as long as the kernel runs, and what is
@@ -43,7 +43,7 @@ def timeline_slider(report: Report | Timeline, largest: int = 10) -> widgets.VBo
 
 
 def _hill(one: Timeline) -> str:
-    """The memory in use at each step, the highest of each column, as a path of SVG."""
+    """Return the memory in use at each step, the highest of each column, as a path of SVG."""
     curve = one.curve() / _top(one)
     edges = np.linspace(0, one.steps, min(one.steps, _COLUMNS) + 1).astype(int)
     heights = [_HEIGHT * (1 - curve[first:end].max()) for first, end in pairwise(edges)]

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 
 def explore(draw: Callable[..., Figure], /, **choices: Sequence[Any]) -> Any:
-    """A slider for each argument of `draw` in `choices`, and its figure; as a cell's last line they are shown.
+    """Return a slider for each argument of `draw` in `choices`, and its figure; as a cell's last line they are shown.
 
     The first of an argument's choices is where its slider begins. Draw the figure once by itself before, since GitHub
     shows no sliders. Raises ValueError where there is nothing to choose.

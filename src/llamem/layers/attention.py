@@ -29,7 +29,7 @@ def causal_attention(
     segments_BT: Int[Array, "B T"] | None = None,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B T H h"]:
-    """Softmax attention in which a query at position p sees the keys at positions 0..p.
+    """Compute softmax attention in which a query at position p sees the keys at positions 0..p.
 
     Each of the K key/value heads serves H / K query heads. Scores and softmax are f32. `q_positions` are the queries'
     places among the S keys, `[T]` or `[B, T]`; by default 0..T-1, with T = S. `segments_BT` numbers packed documents:
@@ -111,7 +111,7 @@ def splash_attention(
     places: np.ndarray | None = None,
     axis: str | None = None,
 ) -> Float[Array, "B T H h"]:
-    """`causal_attention` by JAX's Pallas kernel for TPUs. Raises ValueError where T is no multiple of its block.
+    """Compute `causal_attention` by JAX's Pallas kernel for TPUs. Raise ValueError where T is no multiple of its block.
 
     Where the devices of a mesh axis share the queries, `places` `[devices, T]` says where those of each stand among
     the S keys, which every device holds; a block of queries stands together.
@@ -150,7 +150,7 @@ def _splash_kernel(n_heads: int, places: np.ndarray, axis: str | None) -> tuple[
 
 @functools.cache
 def _causal_mask() -> Any:
-    """The class of the masks. There is one: Splash remembers what it has read off a mask, by its class among others."""
+    """Return the class of the masks. There is one: Splash remembers what it read off a mask by its class, too."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     class Causal(masks.CausalMask):
@@ -171,7 +171,7 @@ def _causal_mask() -> Any:
 
 
 def _own_part(kernel: Any, axis: str) -> Any:
-    """The kernel for this device's queries: of its tables, which are in the order of the devices, the own rows."""
+    """Return the kernel for this device's queries: of its tables, which are in the devices' order, the own rows."""
     devices = jax.lax.axis_size(axis)
 
     def rows(table: Array) -> Array:

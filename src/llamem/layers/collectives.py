@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 
 def enter(x: Float[Array, "..."], axis: str | None) -> Float[Array, "..."]:
-    """Where a value that every device of `axis` holds is read by computations of which each does a part.
+    """Mark where a value that every device of `axis` holds is read by computations of which each does a part.
 
     Forward the value itself; backward its gradients, one from each part, are summed. Megatron's f (arXiv 1909.08053).
     """
@@ -31,7 +31,7 @@ _enter.defvjp(lambda x, axis: (x, None), lambda axis, _, dx: (lax.psum(dx, axis)
 
 
 def leave(x: Float[Array, "..."], axis: str | None) -> Float[Array, "..."]:
-    """Where the devices of `axis` have computed one summand each: forward their sum, backward the gradient itself.
+    """Add up the summands that the devices of `axis` computed: forward their sum, backward the gradient itself.
 
     Megatron's g (arXiv 1909.08053).
     """
@@ -47,7 +47,7 @@ _leave.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, dx: (dx
 
 
 def gather(w: Float[Array, "..."], axes: tuple[str, ...], dim: int, dtype: Any) -> Float[Array, "..."]:
-    """A weight that is split along `dim` over the devices of `axes`, whole, in the type `dtype`.
+    """Return a weight that is split along `dim` over the devices of `axes`, whole, in the type `dtype`.
 
     It travels in `dtype`. Its gradients are summed over the devices in the type in which it is stored, and each device
     gets the part that it holds: a reduce-scatter.
@@ -70,7 +70,7 @@ _gather.defvjp(lambda w, *static: (_gather(w, *static), None), _gather_backward)
 def look_up(
     table_VD: Float[Array, "rows columns"], ids_BT: Int[Array, "B T"], axes: tuple[str, ...], rows_axis: str | None
 ) -> Float[Array, "B T D"]:
-    """Rows of a table whose columns are split over `axes` and whose rows are split over `rows_axis`, for own ids.
+    """Look up own ids in a table whose columns are split over `axes` and whose rows are split over `rows_axis`.
 
     No device ever holds the table whole. Everybody looks everybody's ids up in its own columns, then columns of all
     ids are exchanged for all columns of the own ones. Ids beyond the table give NaN.

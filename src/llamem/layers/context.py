@@ -15,7 +15,7 @@ from llamem.memory.chips import compiling_for
 
 
 def local_positions(length: int, axis: str | None) -> Int[Array, " t"]:
-    """The places, in a sequence of `length` tokens, of those that this device holds; all of them without an axis."""
+    """Return the places, in a sequence of `length` tokens, of those on this device; of all without an axis."""
     if axis is None:
         return jnp.arange(length)
     return jnp.asarray(_zigzag(length, lax.axis_size(axis)))[lax.axis_index(axis)]
@@ -29,7 +29,7 @@ def context_attention(
     axis: str,
     implementation: Implementation = "auto",
 ) -> Float[Array, "B t H h"]:
-    """`causal_attention` of one device's queries, at `local_positions`, over everybody's keys and values.
+    """Compute `causal_attention` of one device's queries, at `local_positions`, over everybody's keys and values.
 
     Keys and values, which have few heads, are gathered; the queries stay where they are. "auto" chooses as
     `causal_attention` does, with Splash where a piece is a multiple of its block. Raises ValueError for "cudnn".
@@ -52,13 +52,13 @@ def context_attention(
 
 
 def _zigzag(length: int, devices: int) -> np.ndarray:
-    """Positions `[devices, length / devices]`: each device's two pieces."""
+    """Return positions `[devices, length / devices]`: each device's two pieces."""
     pieces = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)
     return np.concatenate([pieces[:devices], pieces[: devices - 1 : -1]], axis=1)
 
 
 def _in_order(a: Array, devices: int) -> Array:
-    """`[devices, B, t, ..]`, two pieces from each device, as `[B, T, ..]` in the order of the sequence."""
+    """Return `[devices, B, t, ..]`, two pieces from each device, as `[B, T, ..]` in the order of the sequence."""
     first, second = jnp.split(a, 2, axis=2)
     pieces = jnp.concatenate([first, second[::-1]])
     return jnp.moveaxis(pieces, 0, 1).reshape(a.shape[1], devices * a.shape[2], *a.shape[3:])

@@ -35,11 +35,11 @@ class ExpertAdapters:
     count: int
 
     def of_rows(self, T: int) -> Int[Array, " N"]:
-        """The adapter of each token of `[B, T]`; A, one beyond the last, where it is none of them."""
+        """Return the adapter of each token of `[B, T]`; A, one beyond the last, where it is none of them."""
         return jnp.repeat(jnp.where(self._known_B, self.adapter_B, self.count), T)
 
     def adder(self, experts_Nk: Int[Array, "N k"], place_Nk: Int[Array, "N k"], max_run: int) -> Callable[..., Array]:
-        """`add(target, x_GgI, out_GgO)`: `out`, the frozen product of `x`, with what the target's adapters add to it.
+        """Return `add(target, x_GgI, out_GgO)`: `out`, the frozen product of `x`, with what the target's adapters add.
 
         `place_Nk`: the rows' places in the sorted order, in which `x` and `out` lie. Targets without adapters are as
         they were.
@@ -58,7 +58,7 @@ class ExpertAdapters:
         return add
 
     def nan_where_unknown(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        """NaN for sequences whose adapter is none of them."""
+        """Return `x_BTD` with NaN for sequences whose adapter is none of them."""
         return jnp.where(self._known_B[:, None, None], x_BTD, jnp.nan)
 
     @property
@@ -69,7 +69,7 @@ class ExpertAdapters:
 def _runs(
     experts_Nk: Array, adapter_N: Array, place_Nk: Array, sizes: tuple[int, int], pairs_met: int, max_run: int
 ) -> tuple[int, Runs]:
-    """The most rows of a run, and the runs: no more than any routing to so many pairs at once needs."""
+    """Return the most rows of a run, and the runs: no more than any routing to so many pairs at once needs."""
     A, E = sizes
     length = min(max_run, 8 * -(-experts_Nk.size // (8 * pairs_met)))
     n_runs = experts_Nk.size // length + min(pairs_met, experts_Nk.size)
@@ -94,7 +94,7 @@ def add_low_rank(
     pairs: tuple[Float[Array, "A E r I"], Float[Array, "A E r O"], Float[Array, " A"]],
     runs: Runs,
 ) -> Float[Array, "P O"]:
-    """`out[p] + scale (x[p] a') b` with the pair of row p; rows in no run are as they were. Runs have `length` rows.
+    """Add `scale (x[p] a') b` with the pair of row p to `out[p]`; rows in no run stay. Runs have `length` rows.
 
     Gradients of `a` and `b` grow in f32, or their own type where that is wider.
     """
@@ -130,7 +130,7 @@ add_low_rank.defvjp(_forward, _backward)
 
 
 def _low_rank(x_hI: Array, a_rI: Array, b_rO: Array, scale: Array) -> Array:
-    """`scale (x a') b` of the rows of one pair, in the type of `x`; the inner one is scaled before it is rounded."""
+    """Return `scale (x a') b` of one pair's rows, in the type of `x`; the inner one is scaled before it is rounded."""
     wide = jnp.promote_types(x_hI.dtype, jnp.float32)
     z_hr = jnp.einsum("hI,rI->hr", x_hI, a_rI.astype(x_hI.dtype), preferred_element_type=wide) * scale
     return z_hr.astype(x_hI.dtype) @ b_rO.astype(x_hI.dtype)
@@ -142,20 +142,20 @@ def _pair(pairs: Any, run: Any) -> tuple[Array, Array, Array]:
 
 
 def _read(array_PD: Array, run: Any, length: int) -> Array:
-    """The rows of a run, zeros after them: `[length, D]`."""
+    """Return the rows of a run, zeros after them: `[length, D]`."""
     start, mine_h1 = _where(array_PD, run, length)
     return jnp.where(mine_h1, lax.dynamic_slice_in_dim(array_PD, start, length), 0)
 
 
 def _add(array_PD: Array, run: Any, rows_hD: Array) -> Array:
-    """The array with something added to the rows of a run, in place in a loop."""
+    """Add something to the rows of a run of an array, in place in a loop."""
     start, mine_h1 = _where(array_PD, run, len(rows_hD))
     before_hD = lax.dynamic_slice_in_dim(array_PD, start, len(rows_hD))
     return lax.dynamic_update_slice_in_dim(array_PD, before_hD + jnp.where(mine_h1, rows_hD, 0), start, 0)
 
 
 def _where(array_PD: Array, run: Any, length: int) -> tuple[Array, Array]:
-    """Where to cut `length` rows that hold the run's, also at the array's end; and which of them those are."""
+    """Return where to cut `length` rows that hold the run's, also at the array's end; and which of them those are."""
     _, _, first, count = run
     start = jnp.minimum(first, len(array_PD) - length)
     row_h1 = (start + jnp.arange(length))[:, None]

@@ -14,7 +14,7 @@ MAX_GROUP = 512  # rows of one expert that are multiplied at once
 
 
 def route(logits_NE: Float[Array, "N E"], experts_per_token: int) -> tuple[Float[Array, "N k"], Int[Array, "N k"]]:
-    """The k likeliest experts of each token and their shares, f32, which sum to 1: softmax, top-k, renormalised.
+    """Return each token's k likeliest experts and their shares, f32, which sum to 1: softmax, top-k, renormalised.
 
     Source: Qwen3-MoE (arXiv 2505.09388), with `norm_topk_prob`; Shazeer et al. 2017.
     """
@@ -31,7 +31,7 @@ def mixture(
     experts_per_token: int,
     adapters: ExpertAdapters | None = None,
 ) -> Float[Array, "B T D"]:
-    """The shares' mean of k SwiGLU experts per token. No token is dropped, and only chosen experts are computed.
+    """Mix k SwiGLU experts per token by their shares. No token is dropped, and only chosen experts are computed.
 
     Tokens are sorted by expert and padded to groups of equal size, one expert each; a loop multiplies group by group.
     So the work is that of k experts per token plus at most one group per expert, on every kind of chip. Named for
@@ -63,7 +63,7 @@ def mixture(
 
 
 def _places(experts_Nk: Array, E: int, adapter_Nk: Array | None = None) -> tuple[Array, Array, int]:
-    """For each choice its place among the sorted and padded rows; for each group its expert; the rows of a group.
+    """Return each choice's place among the sorted and padded rows, each group's expert, and the rows of a group.
 
     Rows of one expert are in the order of their adapters, where there are any.
     """
@@ -86,7 +86,7 @@ def _places(experts_Nk: Array, E: int, adapter_Nk: Array | None = None) -> tuple
 def grouped_matmul(
     x_GgD: Float[Array, "G g D"], w_EDF: Float[Array, "E D F"], expert_G: Int[Array, " G"]
 ) -> Float[Array, "G g F"]:
-    """`x_GgD[i] @ w_EDF[expert_G[i]]` for every group i, in a loop that copies no weights.
+    """Compute `x_GgD[i] @ w_EDF[expert_G[i]]` for every group i, in a loop that copies no weights.
 
     `jax.lax.ragged_dot` is this product too, but off TPUs it multiplies every row with every expert.
     """

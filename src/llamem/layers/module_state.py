@@ -63,7 +63,7 @@ def check_not_lost(body: Callable, x: Any, layer: Any) -> jax.extend.core.Closed
 
 
 def has_state(tree: Any) -> bool:
-    """Whether a tree holds nnx variables that are no parameters."""
+    """Return whether a tree holds nnx variables that are no parameters."""
     return any(not isinstance(variable, nnx.Param) for variable in variables_in(tree))
 
 

@@ -15,14 +15,14 @@ _TYPES_TELL = jax.__version_info__ >= (0, 8)
 
 
 def in_pieces(x_BTD: Float[Array, "B T D"], most: int = MAX_BYTES) -> list[Float[Array, "B _ D"]]:
-    """The array itself, or where it has more than `most` bytes pieces of T that have not."""
+    """Return the array itself, or where it has more than `most` bytes pieces of T that have not."""
     B, T, D = x_BTD.shape
     tokens = max(1, most // (B * D * x_BTD.dtype.itemsize))
     return [x_BTD] if tokens >= T else jnp.array_split(x_BTD, -(-T // tokens), axis=1)
 
 
 def name_in_pieces(x_BTD: Float[Array, "B T D"], name: str, most: int = MAX_BYTES) -> Float[Array, "B T D"]:
-    """`checkpoint_name(x_BTD, name)` for a policy that offloads it: in pieces of T where it has more than `most` bytes.
+    """Name `x_BTD` with `checkpoint_name` for a policy that offloads it: in pieces of T above `most` bytes.
 
     Each piece is a residual of its own, under the same name.
     """
@@ -31,27 +31,27 @@ def name_in_pieces(x_BTD: Float[Array, "B T D"], name: str, most: int = MAX_BYTE
 
 
 def is_on_host(x: Array) -> Array:
-    """The same array; says of an argument that it lies in the host's memory, which JAX does not know of shapes."""
+    """Return the same array, said to lie in the host's memory: an argument's shape does not tell JAX."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 
 def to_host(x: Array) -> Array:
-    """The same array in the host's memory (`pinned_host`), inside a program."""
+    """Move an array to the host's memory (`pinned_host`), inside a program."""
     return jax.device_put(_row_major(x), jax.memory.Space.Host)
 
 
 def to_device(x: Array) -> Array:
-    """The same array in the device's memory, inside a program."""
+    """Move an array to the device's memory, inside a program."""
     return _row_major(jax.device_put(x, jax.memory.Space.Device))
 
 
 def stacked_on_host(x: Array) -> Array:
-    """`to_host` of what a scan stacks up from turn to turn."""
+    """Move to the host what a scan stacks up from turn to turn."""
     return to_host(x) if _TYPES_TELL else _marked("MoveToHost", _row_major(x))
 
 
 def from_stack_on_host(x: Array) -> Array:
-    """`to_device` of one turn's part of it."""
+    """Move one turn's part of such a stack to the device."""
     return to_device(x) if _TYPES_TELL else _row_major(_marked("MoveToDevice", x))
 
 

@@ -11,7 +11,7 @@ from llamem.layers.trees import add_to, by_gradient, cast_like, combine, wide_ze
 
 
 def sum_parts(fn: Callable[[Any, Any, Any], Array], shared: PyTree, parts: PyTree, dtype: Any) -> Float[Array, "..."]:
-    """The sum of `fn(shared, part, type)` over parts, grown in f32; in the backward pass each part is computed again.
+    """Sum `fn(shared, part, type)` over parts, grown in f32; in the backward pass each part is computed again.
 
     Args:
         fn: takes `shared`, one part and the type of its result: f32 forward, where it is added to a sum, and `dtype`

@@ -84,7 +84,7 @@ POLICIES: dict[str, Policy | Callable[..., Any]] = {
 
 
 def checkpoint(fn: Callable, remat: str | Policy | None) -> Callable:
-    """`jax.checkpoint(fn)` under a policy; `fn` itself where `remat` is None.
+    """Return `jax.checkpoint(fn)` under a policy; `fn` itself where `remat` is None.
 
     Raises ValueError for an unknown policy name and TypeError for a callable: hand-written policies, and factories
     passed without being called, are silently taken for something else by one JAX version or another.
@@ -95,7 +95,7 @@ def checkpoint(fn: Callable, remat: str | Policy | None) -> Callable:
 
 
 def check_names(remat: str | Policy | None, jaxpr: jex_core.ClosedJaxpr) -> None:
-    """Raises ValueError where the policy mentions a name that the traced function never gives to a value."""
+    """Raise ValueError where the policy mentions a name that the traced function never gives to a value."""
     policy = check_policy(remat)
     if not isinstance(policy, Policy) or not policy.names:
         return
@@ -109,7 +109,7 @@ def check_names(remat: str | Policy | None, jaxpr: jex_core.ClosedJaxpr) -> None
 
 
 def check_policy(remat: str | Policy | None) -> Policy | Callable[..., Any] | None:
-    """The policy that is meant. Raises ValueError for a name nobody knows, TypeError for what is no policy."""
+    """Return the policy that is meant. Raise ValueError for a name nobody knows, TypeError for what is no policy."""
     if remat is None or isinstance(remat, Policy):
         return remat
     if not isinstance(remat, str):
@@ -127,13 +127,13 @@ def check_policy(remat: str | Policy | None) -> Policy | Callable[..., Any] | No
 
 
 def offloads(remat: str | Policy | None) -> bool:
-    """Whether something waits in the host's memory for the backward pass."""
+    """Return whether something waits in the host's memory for the backward pass."""
     policy = check_policy(remat)
     return bool(policy.offload) if isinstance(policy, Policy) else remat == "offload_dot_with_no_batch_dims"
 
 
 def offloading_too(remat: str | Policy | None, names: tuple[str, ...]) -> str | Policy | None:
-    """`remat` with these activations kept on the host as well; `remat` itself where there are none.
+    """Return `remat` with these activations kept on the host as well; `remat` itself where there are none.
 
     Raises ValueError for a `remat` to which they cannot be added: None, which keeps everything on the device, one of
     JAX's heuristics, a policy that says what not to save, or one that saves the same names on the device.
@@ -150,7 +150,7 @@ def offloading_too(remat: str | Policy | None, names: tuple[str, ...]) -> str | 
 
 
 def _written(remat: Any) -> str:
-    """How to name one of JAX's own policies, or factories of policies, that was passed as a function."""
+    """Return how to name one of JAX's own policies, or factories of policies, that was passed as a function."""
     for name in dir(_JAX):
         if getattr(_JAX, name) is remat and (name in POLICIES or name in _INSTEAD):
             own = next((own for own, policy in POLICIES.items() if policy is remat), None)

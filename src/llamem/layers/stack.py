@@ -96,7 +96,7 @@ def apply_stack(
 
 
 def group_count(n_layers: int, carry_bytes: int, layer_bytes: int) -> int:
-    """The number of groups G of a nested scan that holds fewest bytes; 1 where L has no divisor between 1 and L.
+    """Return the number of groups G of a nested scan that holds fewest bytes; 1 where L has no divisor between 1 and L.
 
     `carry_bytes` are those of `x`, `layer_bytes` those of one layer's weights. While a group of L/G layers is at work,
     the inputs of G groups and of its own L/G layers are alive, and a second time its weights, and their gradients:
@@ -144,7 +144,7 @@ def _bytes(tree: Any) -> int:
 
 
 def _check_arguments(layer: Any, per_layer: Any) -> None:
-    """Whether a layer can be called with what it will be given, as far as Python knows its arguments."""
+    """Check that a layer can be called with what it will be given, as far as Python knows its arguments."""
     if not callable(layer):
         raise TypeError(f"layer is {type(layer).__name__}: expected a function layer(params, x) that returns x.")
     try:

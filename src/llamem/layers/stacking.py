@@ -58,7 +58,7 @@ def layer_at(stacked: Any, i: int) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array, or the shape of one, and no Python value."""
+    """Return whether a leaf is an array, or the shape of one, and no Python value."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
@@ -134,7 +134,7 @@ def _check_like_first(first: Any, layer: Any, i: int) -> None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two trees have one structure, and the same Python values beside their arrays."""
+    """Return whether two trees have one structure, and the same Python values beside their arrays."""
     if jax.tree.structure(one) != jax.tree.structure(other):
         return False
     leaves = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
@@ -142,7 +142,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _first_difference(one: Any, other: Any, place: str = "") -> tuple[str, Any, Any] | None:
-    """Where two layers differ in structure or in a Python value, and those; None for arrays."""
+    """Return where two layers differ in structure or in a Python value, and those; None for arrays."""
     if type(one) is not type(other):
         return place, one, other
     if is_array(one) or isinstance(one, nnx.Variable):

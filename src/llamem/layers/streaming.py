@@ -25,23 +25,23 @@ Visit = Callable[[Any, Array, Any, Any], tuple[Any, Any]]
 
 
 def fetch(layer: PyTree) -> PyTree:
-    """One layer's parameters on the device, its matrices from the host; differentiated, gradients go to the host."""
+    """Fetch one layer's matrices from the host to the device; differentiated, gradients go to the host."""
     return jax.tree.map(lambda a: to_device(a) if a.ndim > 1 else a, layer)
 
 
 def send(layer: PyTree) -> PyTree:
-    """One layer's matrices to the host; the reverse of `fetch`."""
+    """Send one layer's matrices to the host; the reverse of `fetch`."""
     return jax.tree.map(lambda a: to_host(a) if a.ndim > 1 else a, layer)
 
 
 def take(stacked: PyTree, i: Array, on_host: bool) -> PyTree:
-    """Layer `i` of a stack `[L, ...]`, on the device."""
+    """Take layer `i` of a stack `[L, ...]` to the device."""
     layer = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), stacked)
     return fetch(layer) if on_host else layer
 
 
 def put_back(stacked: PyTree, layer: PyTree, i: Array, on_host: bool) -> PyTree:
-    """The stack with `layer`, which is on the device, as its layer `i`; in place where a loop carries the stack."""
+    """Return the stack with `layer`, on the device, as its layer `i`; in place where a loop carries the stack."""
     layer = send(layer) if on_host else layer
     return jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, i, 0), stacked, layer)
 
@@ -55,7 +55,7 @@ def forward(
     inputs_on_host: bool,
     groups: int = 1,
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """All layers, one after the other: the result, and what entered each of them, or each group, for `backward`."""
+    """Run all layers, one after the other; return the result and what entered each layer or group, for `backward`."""
     if not (n_layers := _length(stacked)):
         return x_BTD, None
 
@@ -82,7 +82,7 @@ def backward(
     inputs_on_host: bool,
     groups: int = 1,
 ) -> tuple[Float[Array, "B T D"], Any, Any]:
-    """From the last layer to the first: the gradient of what entered the stack, the last carry, what `visit` stacked.
+    """Go from the last layer to the first; return the gradient of what entered, the last carry, what `visit` stacked.
 
     `inputs`: as `forward` gave them. `stacked_of(carry)`: the stack of parameters, which may be in the carry, and so be
     changed by `visit(carry, i, params, gradients)`; that is given those of layer `i`, on the device.
@@ -119,7 +119,7 @@ def backward(
 
 
 def _numbers(n_layers: int, groups: int) -> Array:
-    """The layers' numbers `[L]`, or `[groups, L / groups]`."""
+    """Return the layers' numbers `[L]`, or `[groups, L / groups]`."""
     return jnp.arange(n_layers) if groups == 1 else jnp.arange(n_layers).reshape(groups, -1)
 
 

@@ -52,7 +52,7 @@ def flash_attention(
 
 
 def visible_pairs(places: Int[np.ndarray, "devices T"], keys: int) -> Int[np.ndarray, "devices P 2"]:
-    """Of every tile of queries with every tile of keys, those in which a query at its place may see a key.
+    """Return the pairs of a tile of queries and one of keys in which a query at its place may see a key.
 
     Where devices share the queries each has its pairs, as many as the others: the rest are tiles beyond all keys,
     which nobody sees.
@@ -69,8 +69,8 @@ def visible_pairs(places: Int[np.ndarray, "devices T"], keys: int) -> Int[np.nda
 
 
 def _not_followed(pairs: Array) -> Array:
-    """The same pairs, no constants to a compiler. XLA for GPUs (jax 0.10.2) follows a loop's slices of constants step
-    by step as it compiles: a million tokens have two million pairs, and took it many minutes.
+    """Return the same pairs, no constants to a compiler. XLA for GPUs (jax 0.10.2) follows a loop's slices of
+    constants step by step as it compiles: a million tokens have two million pairs, and took it many minutes.
     """
     return jax.lax.optimization_barrier(pairs)
 
@@ -149,7 +149,7 @@ class _Tiles:
         self.segments = None if segments is None else (_tile(segments, QUERY_TILE), _tile(segments, KEY_TILE))
 
     def scores(self, i: Array, j: Array) -> Array:
-        """Scaled scores `[B, K, G, t, s]` of query tile i and key tile j, f32, `HIDDEN` where invisible."""
+        """Return scaled scores `[B, K, G, t, s]` of query tile i and key tile j, f32, `HIDDEN` where invisible."""
         scores = jnp.einsum("BtKGh,BsKh->BKGts", _get(self.q, i), _get(self.k, j), preferred_element_type=_F32)
         keys = j * KEY_TILE + jnp.arange(KEY_TILE)
         visible_Bts = keys <= _get(self.positions, i)[..., None]
@@ -160,7 +160,7 @@ class _Tiles:
 
 
 def _tile(a: Array, size: int) -> Array:
-    """`[B, T, ...]`, padded, as `[tiles, B, size, ...]`."""
+    """Return `[B, T, ...]`, padded, as `[tiles, B, size, ...]`."""
     padded = jnp.pad(a, [(0, 0), (0, -a.shape[1] % size), *[(0, 0)] * (a.ndim - 2)])
     return padded.reshape(a.shape[0], -1, size, *a.shape[2:]).swapaxes(0, 1)
 

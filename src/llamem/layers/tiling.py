@@ -23,7 +23,7 @@ __all__ = ["fold_tiles", "tile_size", "tiled_map", "tiled_sum"]
 
 
 def check_num_tiles(num_tiles: Any) -> int:
-    """The number of tiles as an int. Raises ValueError where it is no whole number of at least 1."""
+    """Return the number of tiles as an int. Raise ValueError where it is no whole number of at least 1."""
     is_whole = isinstance(num_tiles, int | np.integer) and not isinstance(num_tiles, bool)
     if not is_whole or num_tiles < 1:
         raise ValueError(f"num_tiles must be a whole number of at least 1, got {num_tiles!r}.")
@@ -31,7 +31,7 @@ def check_num_tiles(num_tiles: Any) -> int:
 
 
 def tile_size(length: int, num_tiles: int, align: int = 1) -> int:
-    """Rows per tile: `length / num_tiles` rounded up, then up to a multiple of `align` (never above `length`)."""
+    """Return the rows per tile: `length / num_tiles` rounded up, then to a multiple of `align`, at most `length`."""
     num_tiles = check_num_tiles(num_tiles)
     rows = -(-length // num_tiles)
     return max(1, min(length, -(-rows // align) * align))
@@ -59,7 +59,7 @@ def _leading_length(xs: PyTree) -> int:
 def fold_tiles(
     fn: Callable[[Any, Any], tuple[Any, Any]], init: PyTree, xs: PyTree, num_tiles: int, *, align: int = 1
 ) -> tuple[PyTree, PyTree]:
-    """`lax.scan` over tiles of the leading axis: `carry, rows = fn(carry, tile)`, rows joined again.
+    """Run `lax.scan` over tiles of the leading axis: `carry, rows = fn(carry, tile)`, rows joined again.
 
     Tiles are sliced out of `xs`, and their rows written into place, so nothing of full size is copied. Where the
     tiles do not divide the axis the last one is shorter; it is the first to be folded. `fn` is then traced twice: no
@@ -231,7 +231,7 @@ def tiled_sum(
 
 
 def scale_gradient(gradient: Array | None, cotangent: Array, dtype: Any) -> Array | None:
-    """A gradient made for a cotangent of 1, for this one; multiplied in the wider type of both, returned in `dtype`."""
+    """Return a gradient made for a cotangent of 1 for this one; multiplied in the wider type, returned in `dtype`."""
     return None if gradient is None else (gradient * cotangent).astype(dtype)
 
 
@@ -252,7 +252,7 @@ def _is_array(value: Any) -> bool:
 
 
 def floating_type(name: str, dtype: Any) -> np.dtype:
-    """The argument `name` as a type that JAX has. Raises TypeError where it is no floating-point type."""
+    """Return the argument `name` as a type that JAX has. Raise TypeError where it is no floating-point type."""
     try:
         found = None if dtype is None else jax.dtypes.canonicalize_dtype(dtype)
     except (TypeError, ValueError):

@@ -14,18 +14,18 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 
 def varying_axes(array: Any) -> frozenset[str]:
-    """The mesh axes over which a value inside `jax.shard_map` is said to differ; none with `check_vma=False`."""
+    """Return the mesh axes over which a value inside `jax.shard_map` is said to differ; none with `check_vma=False`."""
     aval = jax.typeof(array)
     return aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying  # its name in JAX 0.10
 
 
 def axes_of(tree: Any) -> frozenset[str]:
-    """The mesh axes over which any of the arrays in a tree differs."""
+    """Return the mesh axes over which any of the arrays in a tree differs."""
     return frozenset().union(*(varying_axes(leaf) for leaf in jax.tree.leaves(tree)))
 
 
 def vary(tree: Any, axes: frozenset[str]) -> Any:
-    """The same arrays, said to differ over these axes, too."""
+    """Return the same arrays, said to differ over these axes, too."""
 
     def one(leaf: Any) -> Any:
         missing = tuple(sorted(axes - varying_axes(leaf)))
@@ -35,12 +35,12 @@ def vary(tree: Any, axes: frozenset[str]) -> Any:
 
 
 def vary_together(*trees: Any) -> tuple:
-    """Trees of arrays, all said to differ over the axes over which any of them does."""
+    """Return trees of arrays, all said to differ over the axes over which any of them does."""
     return vary(trees, axes_of(trees))
 
 
 def explicit_mesh(tree: Any) -> AbstractMesh | None:
-    """The mesh of the first array in a tree that lies on one with Explicit axes; None where there is none."""
+    """Return the mesh of the first array in a tree that lies on one with Explicit axes; None where there is none."""
     for leaf in jax.tree.leaves(tree):
         mesh = jax.typeof(leaf).sharding.mesh
         if AxisType.Explicit in mesh.axis_types:
@@ -49,7 +49,7 @@ def explicit_mesh(tree: Any) -> AbstractMesh | None:
 
 
 def partitioned(fn: Callable, specs: Any, *args: Any) -> Any:
-    """`fn(*args)`; on a mesh with Explicit axes the compiler divides the work, and the results are sharded as `specs`.
+    """Return `fn(*args)`; on a mesh with Explicit axes the compiler divides the work, results sharded as `specs`.
 
     A tile that is cut out of a sharded axis has no sharding that its type could say.
     """

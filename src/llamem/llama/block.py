@@ -65,7 +65,7 @@ class Block(nnx.Module):
         mlp_tiles: int = 1,
         offload: tuple[str, ...] = (),
     ) -> Float[Array, "B T D"]:
-        """The layer over a whole sequence; `ACTIVATIONS` lists the names it gives for `llamem.Policy`.
+        """Compute the layer over a whole sequence; `ACTIVATIONS` lists the names it gives for `llamem.Policy`.
 
         `head_groups`, `mlp_tiles` and `offload`: see `llamem.Plan`.
 

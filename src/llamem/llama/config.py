@@ -99,7 +99,7 @@ class LlamaConfig:
             raise ValueError(f"rope_scaling={self.rope_scaling!r}: expected None or a llamem.llama.RopeScaling.")
 
     def replace(self, **changes: Any) -> "LlamaConfig":
-        """A copy with some fields changed, validated again. Raises TypeError for a field that does not exist."""
+        """Return a copy with some fields changed, validated again. Raise TypeError for a field that does not exist."""
         return dataclasses.replace(self, **changes)
 
     @property
@@ -115,7 +115,7 @@ class LlamaConfig:
         return self.n_layers * layer + d + self.vocab_size * d * (1 if self.tied_head else 2)
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Matrix-product FLOPs of one token's forward pass; a training step takes three times as many, remat four.
+        """Count one token's matrix-product FLOPs, forward; a training step takes three times as many, remat four.
 
         Causal attention is counted in full (T keys per query), as the usual accelerators' programs compute it; of a
         mixture the experts that a token meets.
@@ -127,14 +127,14 @@ class LlamaConfig:
 
     @classmethod
     def from_name(cls, name: str, **changes: Any) -> "LlamaConfig":
-        """A published architecture by name, such as `"llama3.2-1b"`. Raises ValueError that lists the known names."""
+        """Return a published architecture, such as `"llama3.2-1b"`. Raise ValueError that lists the known names."""
         if not isinstance(name, str) or name not in PRESETS:
             raise ValueError(f"no preset is called {name!r}. Known: {', '.join(PRESETS)}.")
         return PRESETS[name].replace(**changes)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any] | str | os.PathLike, **changes: Any) -> "LlamaConfig":
-        """From a Hugging Face `config.json`: its content, its path, or its folder. Llama, Qwen3 and Qwen3-MoE.
+        """Read a Hugging Face `config.json`: its content, its path, or its folder. Llama, Qwen3 and Qwen3-MoE.
 
         Raises FileNotFoundError, and ValueError, with the file's name, for what is no such file or describes what this
         package does not compute, rather than compute something else.
@@ -158,7 +158,7 @@ class LlamaConfig:
         return cls(**{**fields, **changes})
 
     def to_hf(self) -> dict[str, Any]:
-        """The content of a Hugging Face `config.json` for this architecture.
+        """Return the content of a Hugging Face `config.json` for this architecture.
 
         Raises ValueError for experts without `qk_norm`: no family of this package's computes that.
         """

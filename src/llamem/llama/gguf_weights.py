@@ -78,7 +78,7 @@ class GgufTensor:
         return {name: self._unpermuted(array) for name, array in blocks.items()}
 
     def _unpermuted(self, rows: np.ndarray) -> np.ndarray:
-        """Hugging Face's order of rows: llama.cpp's files have the two of a rotary pair beside each other."""
+        """Restore Hugging Face's order of rows: llama.cpp's files have the two of a rotary pair beside each other."""
         if not self.heads:
             return rows
         pairs = rows.reshape(self.heads, -1, 2, *rows.shape[1:])
@@ -215,7 +215,7 @@ def change_of(tensor: GgufTensor, kind: Kind) -> float:
 
 
 def _split(data: np.ndarray, kind: Kind) -> Blocks:
-    """The parts of rows of blocks, each of which lies in one piece in the file."""
+    """Return the parts of rows of blocks, each of which lies in one piece in the file."""
     n_scales, width = (2 if kind == "q4_1" else 1), (32 if kind == "q8_0" else 16)
     raw = data.view(np.uint8).reshape(len(data), -1, 2 * n_scales + width)
     scales = np.ascontiguousarray(raw[..., : 2 * n_scales]).view(np.float16)
@@ -225,7 +225,7 @@ def _split(data: np.ndarray, kind: Kind) -> Blocks:
 
 
 def _from_q4_k(data: np.ndarray) -> Blocks:
-    """Super-blocks of 256 numbers as eight blocks of q4_1: the same four bits, scale and minimum in float16."""
+    """Convert super-blocks of 256 numbers to eight blocks of q4_1: the same four bits, scale and minimum in float16."""
     quants = import_extra("gguf.quants", "a GGUF file")
     raw = data.view(np.uint8).reshape(-1, 144)
     d, d_min = (np.ascontiguousarray(raw[:, i : i + 2]).view(np.float16).astype(np.float32) for i in (0, 2))
@@ -254,7 +254,7 @@ def _is_known(kind: Any) -> bool:
 
 
 def _rope_scaling(gguf: Gguf, config: LlamaConfig) -> RopeScaling | None:
-    """Llama 3.1's scaling, which these files hold as each frequency's divisor; ValueError for any other divisors."""
+    """Return Llama 3.1's scaling, which files hold as each frequency's divisor. Raise ValueError for other divisors."""
     if (tensor := gguf.tensors.get("rope_freqs.weight")) is None:
         return None
     divisors = _dequantize(tensor.data, tensor.tensor_type).reshape(-1)
@@ -275,5 +275,5 @@ def _rope_scaling(gguf: Gguf, config: LlamaConfig) -> RopeScaling | None:
 
 
 def _shortest(number: float) -> float:
-    """The decimal number that was meant: files hold float32, in which 1e-5 is 9.99999975e-06."""
+    """Return the decimal number that was meant: files hold float32, in which 1e-5 is 9.99999975e-06."""
     return float(str(np.float32(number)))

@@ -13,7 +13,7 @@ _MISSING = object()
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The content of a `config.json`, or of that in a folder. FileNotFoundError, or ValueError with the file's name."""
+    """Return the content of a `config.json`, or of a folder's. Raise FileNotFoundError, or ValueError naming it."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"There is no {file}: expected a Hugging Face config.json, or a folder that holds one.")
@@ -21,7 +21,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """A config's fields, `rope_scaling` as a dict of fields or None. ValueError for what is not computed here."""
+    """Return a config's fields, `rope_scaling` as a dict or None. Raise ValueError for what is not computed here."""
     family = hf.get("model_type")
     if family not in _MODEL_TYPES.values():
         known = ", ".join(map(repr, _MODEL_TYPES.values()))
@@ -54,7 +54,7 @@ def fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fields_to_hf(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a `config.json` for these fields. ValueError for experts without `qk_norm`."""
+    """Return the content of a `config.json` for these fields. Raise ValueError for experts without `qk_norm`."""
     if fields["n_experts"] and not fields["qk_norm"]:
         raise ValueError("a mixture of experts is written as Qwen3-MoE, which has qk_norm=True; this config has not.")
     family = ("Qwen3Moe" if fields["n_experts"] else "Qwen3") if fields["qk_norm"] else "Llama"

@@ -9,7 +9,7 @@ from llamem.llama.sharding import PARAMETERS, parameter_name
 
 
 def waits_on_host(path: tuple[Any, ...]) -> bool:
-    """Whether a leaf of parameters or moments is a matrix's. Vectors are small and stay: the TPU compiler dies of
+    """Return whether a leaf of parameters or moments is a matrix's. Vectors stay: the TPU compiler dies of
     fetching one row of a bf16 `[L, D]`.
     """
     name = parameter_name(path)
@@ -17,17 +17,17 @@ def waits_on_host(path: tuple[Any, ...]) -> bool:
 
 
 def host_sharding() -> jax.sharding.Sharding:
-    """Where a compiler is told that they lie between steps. Raises ValueError where this backend has no such memory."""
+    """Return where a compiler is told that they lie between steps. Raise ValueError where there is no such memory."""
     return jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
 
 
 def host_place() -> jax.sharding.Sharding:
-    """Where this process puts its own: there, too; before JAX 0.10.2 on a CPU in its plain memory, the same."""
+    """Return where this process puts its own: there, too; before JAX 0.10.2 on a CPU in its plain memory, the same."""
     return jax.sharding.SingleDeviceSharding(jax.devices()[0]) if _cpu_leaves_nothing() else host_sharding()
 
 
 def same_places(state: Any) -> Any:
-    """The `out_shardings` of a jitted step that returns `(state, metrics)`: each new array lies where the old one did.
+    """Return `out_shardings` of a jitted step that returns `(state, metrics)`: each array lies where the old one did.
 
     Without them JAX 0.7 brings home what a step leaves on the host. None where the compiler cannot be told.
     """
@@ -35,7 +35,7 @@ def same_places(state: Any) -> Any:
 
 
 def _cpu_leaves_nothing() -> bool:
-    """Whether programs can leave no result in the host's memory: for a CPU, before JAX 0.10.2.
+    """Return whether programs can leave no result in the host's memory: for a CPU, before JAX 0.10.2.
 
     They end with NOT_FOUND (annotate_device_placement) if they are told where results lie, or the process dies.
     """
@@ -43,5 +43,5 @@ def _cpu_leaves_nothing() -> bool:
 
 
 def of_matrices(tree: Any, put: Callable[[Any], Any]) -> Any:
-    """`put` of every leaf that is a matrix's, the others as they are."""
+    """Apply `put` to every leaf that is a matrix's, and return the others as they are."""
     return jax.tree.map_with_path(lambda path, a: put(a) if waits_on_host(path) else a, tree)

@@ -9,7 +9,7 @@ import numpy as np
 
 
 def check_tokens(tokens_BT: Any, vocab_size: int, what: str = "tokens") -> None:
-    """Raises TypeError for no array; ValueError for another shape than `[B, T]`, and for ids outside the vocabulary.
+    """Raise TypeError for no array; ValueError for another shape than `[B, T]`, and for ids outside the vocabulary.
 
     The ids are not known while a program is traced: see `Llama.hidden`.
     """
@@ -32,7 +32,7 @@ def check_tokens(tokens_BT: Any, vocab_size: int, what: str = "tokens") -> None:
 
 
 def check_segments(segments_BT: Any, tokens_BT: Any) -> None:
-    """Raises ValueError for document numbers that are no whole numbers of the tokens' shape."""
+    """Raise ValueError for document numbers that are no whole numbers of the tokens' shape."""
     if segments_BT is None:
         return
     shape, dtype = getattr(segments_BT, "shape", None), getattr(segments_BT, "dtype", None)
@@ -44,7 +44,7 @@ def check_segments(segments_BT: Any, tokens_BT: Any) -> None:
 
 
 def check_room(length: Any, T: int, places: int) -> None:
-    """Raises ValueError where it is known that T more tokens do not fit into a cache."""
+    """Raise ValueError where it is known that T more tokens do not fit into a cache."""
     if not isinstance(length, jax.core.Tracer) and int(length) + T > places:
         raise ValueError(
             f"the cache has {places} places, {int(length)} of them filled: {T} more tokens do not fit. Make it longer: "
@@ -53,14 +53,14 @@ def check_room(length: Any, T: int, places: int) -> None:
 
 
 def count(name: str, value: Any) -> int:
-    """A whole number of at least 1, or ValueError."""
+    """Return a whole number of at least 1, or raise ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f"{name}={_short(value)}: expected a whole number of at least 1.")
     return int(value)
 
 
 def finite(name: str, value: Any) -> float:
-    """A finite number, from Python, NumPy or a JAX scalar that is known, or ValueError."""
+    """Return a finite number, from Python, NumPy or a JAX scalar that is known, or raise ValueError."""
     is_known = isinstance(value, (int, float, np.number, np.ndarray, jax.Array)) and not isinstance(
         value, (bool, jax.core.Tracer)
     )
@@ -72,7 +72,7 @@ def finite(name: str, value: Any) -> float:
 
 
 def check_key(key: Any) -> None:
-    """Raises TypeError for what is not one key of `jax.random`."""
+    """Raise TypeError for what is not one key of `jax.random`."""
     dtype, shape = getattr(key, "dtype", None), jnp.shape(key) if hasattr(key, "shape") else None
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
     raw = dtype == jnp.uint32 and shape in ((2,), (4,))

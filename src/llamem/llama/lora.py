@@ -85,7 +85,7 @@ class Adapters:
 
     @classmethod
     def create(cls, config: LlamaConfig, lora: LoraConfig, *, rngs: nnx.Rngs) -> "Adapters":
-        """New adapters for models of this shape, which change nothing yet: of `A` and `B` one is random, one zero.
+        """Make new adapters for models of this shape, which change nothing yet: of `A` and `B` one is random, one zero.
 
         Under `jax.eval_shape` shapes only.
         """
@@ -127,11 +127,11 @@ class Adapters:
         return {"a": self.a, "b": self.b}
 
     def with_weights(self, weights: dict[str, dict[str, Any]]) -> "Adapters":
-        """These adapters with other numbers, in the structure of `weights`."""
+        """Return these adapters with other numbers, in the structure of `weights`."""
         return dataclasses.replace(self, a=weights["a"], b=weights["b"])
 
     def select(self, indices: Sequence[int]) -> "Adapters":
-        """Some of them, in this order, padded no further than they need: all but one is that one unloaded.
+        """Return some of them, in this order, padded no further than they need: all but one is that one unloaded.
 
         Raises ValueError for no index, and for one that is not there.
         """
@@ -152,7 +152,7 @@ class Adapters:
 
     @classmethod
     def join(cls, parts: "Sequence[Adapters]") -> "Adapters":
-        """The adapters of several as one, in order. A target that one of them lacks has rank 0 there.
+        """Join the adapters of several as one, in order. A target that one of them lacks has rank 0 there.
 
         Raises ValueError for none, and for adapters of differently shaped models.
         """
@@ -175,7 +175,7 @@ class Adapters:
 
 
 def shape_of(config: LlamaConfig, target: str) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-    """What stands before the adapters' axis, `(L,)` or nothing, and after it, `(E,)` or nothing; sizes in and out."""
+    """Return what stands before the adapters' axis, `(L,)` or (), what after, `(E,)` or (), and sizes in and out."""
     c = config
     D, H, K = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
     F = c.moe_d_ff if c.n_experts else c.d_ff
@@ -187,7 +187,7 @@ def shape_of(config: LlamaConfig, target: str) -> tuple[tuple[int, ...], tuple[i
 
 
 def check_adapters(adapters: Any, adapter_B: Any, batch_size: int, config: LlamaConfig) -> Any:
-    """The adapter of each sequence, an array `[B]`: 0 for all where there is one adapter, and none was named.
+    """Return each sequence's adapter, an array `[B]`: 0 for all where there is one adapter, and none was named.
 
     Raises TypeError for what are no adapters, ValueError for those of another model and for ids that are none. Ids are
     not known while a program is traced: see `Llama.hidden`.
@@ -232,7 +232,7 @@ def _tuple(name: str, values: Any) -> tuple:
 
 
 def _widened(array: Any, like: Any, axis: int, count: int, width: int) -> Any:
-    """One part's array of some target, its ranks padded to `width`; zeros for `count` adapters where it has none."""
+    """Return one part's array of a target, ranks padded to `width`; zeros for `count` adapters where it has none."""
     if array is None:
         array = jnp.zeros((*like.shape[:axis], count, *like.shape[axis + 1 :]), like.dtype)
     if array.ndim < 3 + axis:  # scales and ranks

@@ -36,7 +36,7 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to be
 def load_adapters(
     model: Llama, folders: str | os.PathLike | Sequence[str | os.PathLike], *, dtype: Any = jnp.float32
 ) -> Adapters:
-    """The adapters of one or several PEFT folders, in order, for this model.
+    """Load the adapters of one or several PEFT folders, in order, for this model.
 
     Ranks and alphas may differ by folder, layer and module. A dropout in the folder is for training by PEFT, and not
     computed here. Raises FileNotFoundError for a file that is missing, ValueError, with the folder's name, for an
@@ -51,7 +51,7 @@ def load_adapters(
 
 
 def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base: str = "") -> Path:
-    """Writes adapter `i` as a folder that PEFT, vLLM and `load_adapters` read; returns the folder.
+    """Write adapter `i` as a folder that PEFT, vLLM and `load_adapters` read; return the folder.
 
     `base` is what the folder names as its base model: a hub name or a path. The folder appears when all of it is
     written; raises FileExistsError where it exists and is not empty, ValueError for an adapter that is not there.
@@ -110,7 +110,7 @@ def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base:
 
 
 def _with_pattern(field: str, pattern: str, values: Mapping[str, float]) -> dict[str, Any]:
-    """The commonest value, and by module those that differ from it."""
+    """Return the commonest value, and by module those that differ from it."""
     values = {path: int(value) if value == int(value) else value for path, value in values.items()}
     common = max(values.values(), key=list(values.values()).count)
     return {field: common, pattern: {path: value for path, value in values.items() if value != common}}
@@ -158,7 +158,7 @@ def _check_promised(model: Llama, held: set[str], peft: Mapping[str, Any], folde
 
 
 def _is_promised(peft: Mapping[str, Any], path: str, layer: int | None) -> bool:
-    """Whether PEFT would adapt a module, after `check_target_module_exists`."""
+    """Return whether PEFT would adapt a module, after `check_target_module_exists`."""
     layers = peft.get("layers_to_transform")
     if layers is not None and layer not in (layers if isinstance(layers, list) else [layers]):
         return False
@@ -169,7 +169,7 @@ def _is_promised(peft: Mapping[str, Any], path: str, layer: int | None) -> bool:
 
 
 def _names_module(names: Any, path: str) -> bool:
-    """Whether a list of modules' ends, or a pattern, names this module."""
+    """Return whether a list of modules' ends, or a pattern, names this module."""
     if isinstance(names, str):
         # PEFT takes any regular expression; one from a file could take forever to match, or not be one.
         plain = re.fullmatch(r"(\w|\.|\\\.|\.\*|[|()^$?-]){1,300}", names)
@@ -182,7 +182,7 @@ def _names_module(names: Any, path: str) -> bool:
 def _stacked(
     model: Llama, target: str, pairs: Mapping[tuple[int, int], Any], folder: Path, peft: Mapping[str, Any], dtype: Any
 ) -> tuple[np.ndarray, ...]:
-    """`a`, `b`, `scale` and `rank` of one target, from the pairs of its layers and experts."""
+    """Return `a`, `b`, `scale` and `rank` of one target, from the pairs of its layers and experts."""
     layers, experts, n_in, n_out = shape_of(model.config, target)
     n_layers, n_experts = math.prod(layers), math.prod(experts)
     width = max(_rank(pair, n_in, n_out, f"{pair['path']} in {folder}") for pair in pairs.values())
@@ -232,7 +232,7 @@ def _rank(pair: Mapping[str, Any], n_in: int, n_out: int, what: str) -> int:
 
 
 def _scale(peft: Mapping[str, Any], path: str, r: int, folder: Path) -> float:
-    """`alpha / r` of one module, after the patterns; ValueError where the folder says another rank."""
+    """Return `alpha / r` of one module, after the patterns. Raise ValueError where the folder says another rank."""
     told, alpha = _value(peft, "r", "rank_pattern", path), _value(peft, "lora_alpha", "alpha_pattern", path)
     is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool) and 0 < alpha < 1e30
     if told != r or not is_number:
@@ -244,7 +244,7 @@ def _scale(peft: Mapping[str, Any], path: str, r: int, folder: Path) -> float:
 
 
 def _value(peft: Mapping[str, Any], field: str, pattern: str, path: str) -> Any:
-    """What PEFT takes: the value of the first pattern that names the end of the module's path, or the field."""
+    """Return what PEFT takes: the value of the first pattern that names the end of the module's path, or the field."""
     patterns = peft.get(pattern) or {}
     if not isinstance(patterns, Mapping):
         raise ValueError(f"{pattern}={str(patterns)[:60]} in an adapter's config: expected an object.")

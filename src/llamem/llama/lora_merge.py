@@ -14,7 +14,7 @@ _PARAMETERS = {"q": "wq", "k": "wk", "v": "wv", "o": "wo", "gate": "w_gate", "up
 
 
 def merge_adapter(model: Llama, adapters: Adapters, i: int) -> Llama:
-    """A new model whose weights are `W + scale A' B` of adapter `i`, rounded to the weights' type once.
+    """Return a new model with weights `W + scale A' B` of adapter `i`, rounded to the weights' type once.
 
     Where the embedding and the head are tied and one of them is adapted, the result's head is untied: they are two
     matrices then. Raises ValueError for an adapter that is not there, and for adapters of another model.

@@ -21,7 +21,7 @@ from llamem.llama.lora import IN_EXPERTS, IN_LAYERS, Adapters
 
 
 def layers_of(adapters: Adapters | None) -> Any:
-    """What the layers adapt, every leaf `[L, A, ...]`, for `apply_stack`; None without adapters."""
+    """Return what the layers adapt, every leaf `[L, A, ...]`, for `apply_stack`; None without adapters."""
     if adapters is None:
         return None
     parts = {"a": adapters.a, "b": adapters.b, "scale": adapters.scale}
@@ -44,11 +44,11 @@ class LayerAdapters:
 
     @classmethod
     def of(cls, part: Any, adapter_B: Any, tensor_axis: str | None = None) -> "LayerAdapters":
-        """From one layer's part of what `layers_of` returned; none where that was None."""
+        """Wrap one layer's part of what `layers_of` returned; none where that was None."""
         return NO_ADAPTERS if part is None else cls(**part, adapter_B=adapter_B, tensor_axis=tensor_axis)
 
     def add(self, target: str, x: Float[Array, "B T *from"], out: Float[Array, "B T *to"]) -> Float[Array, "B T *to"]:
-        """`out`, the frozen product of `x`, with what this target's adapters add to it, if there are any.
+        """Return `out`, the frozen product of `x`, with what this target's adapters add to it, if there are any.
 
         The last axes may be split in two, as heads are; their sizes may be a device's part of the whole.
         """
@@ -63,7 +63,7 @@ class LayerAdapters:
         return out + delta_BTO.reshape(out.shape)
 
     def of_experts(self, F: int) -> ExpertAdapters | None:
-        """Those of the experts, of whose F channels this device has so many; None where no expert is adapted."""
+        """Return those of the experts, of whose F channels this device has so many; None where no expert is adapted."""
         mine = [target for target in IN_EXPERTS if target in self.a]
         if not mine:
             return None
@@ -74,7 +74,7 @@ class LayerAdapters:
         return ExpertAdapters(a, b, scale, self.adapter_B, len(scale[mine[0]]))
 
     def in_groups_of_heads(self, groups: int, sizes: Mapping[str, int]) -> tuple["LayerAdapters", "LayerAdapters"]:
-        """What of q, k, v and o has heads, cut into groups of them, `[groups, A, r, ..]`; and what all groups read.
+        """Cut what has heads, of q, k, v and o, into groups `[groups, A, r, ..]`; return them and what all groups read.
 
         `sizes` are this device's channels of each target. A group's adapters are `mine.with_shared(shared)`.
         """
@@ -92,7 +92,7 @@ class LayerAdapters:
         return LayerAdapters(a, b, {}, None, self.tensor_axis), shared
 
     def with_shared(self, shared: "LayerAdapters") -> "LayerAdapters":
-        """One group's adapters, whole again: see `in_groups_of_heads`."""
+        """Join one group's adapters with those that all groups read: see `in_groups_of_heads`."""
         return dataclasses.replace(shared, a={**self.a, **shared.a}, b={**self.b, **shared.b})
 
 
@@ -100,7 +100,7 @@ NO_ADAPTERS = LayerAdapters({}, {}, {})
 
 
 def chosen(array_A: Float[Array, "A *rest"], adapter_B: Int[Array, " B"]) -> Float[Array, "B *rest"]:
-    """Each sequence's adapter; NaN for an id that is none."""
+    """Return each sequence's adapter; NaN for an id that is none."""
     known_B = jnp.where(adapter_B < 0, array_A.shape[0], adapter_B)  # a negative id would count from the end
     return array_A.at[known_B].get(mode="fill", fill_value=jnp.nan)
 
@@ -108,7 +108,7 @@ def chosen(array_A: Float[Array, "A *rest"], adapter_B: Int[Array, " B"]) -> Flo
 def project_in(
     x_BTI: Float[Array, "B T I"], a_ArI: Float[Array, "A r I"], scale_A: Float[Array, " A"], adapter_B: Int[Array, " B"]
 ) -> Float[Array, "B T r"]:
-    """`scale (x A')` of each sequence, in the type of `x`.
+    """Return `scale (x A')` of each sequence, in the type of `x`.
 
     A is scaled and rounded before the product: one in f32 would have a gradient for `x` of f32, twice as large as any
     other array of a step. It is chosen before that, so that gradients of sequences add up in f32.
@@ -123,7 +123,7 @@ def adapted_embedding(
     adapters: Adapters | None,
     adapter_B: Int[Array, " B"] | None,
 ) -> Float[Array, "B T D"]:
-    """Embedded tokens with what the adapters of the embedding add."""
+    """Return embedded tokens with what the adapters of the embedding add."""
     if adapters is None or adapter_B is None or "embedding" not in adapters.a:
         return x_BTD
     # A lookup is the product with a one-hot row: a column of A is read.
@@ -140,7 +140,7 @@ def adapted_head(
     adapter_B: Int[Array, " B"] | None,
     tensor_axis: str | None = None,
 ) -> tuple[Float[Array, "B T W"], tuple[Float[Array, "V _"], ...]]:
-    """Hidden states and head of the adapted model: `tiled_cross_entropy(*adapted_head(...), targets)`.
+    """Return hidden states and head of the adapted model: `tiled_cross_entropy(*adapted_head(...), targets)`.
 
     The logits `x W' + scale (x A') B` are one wider product: `[x, z] [W, B_1 .. B_A]'`, in which `z` holds `scale x A'`
     in the columns of the sequence's own adapter and zeros in the others. So the head comes back as two matrices, the
@@ -165,7 +165,7 @@ def adapted_head(
 
 
 def _own(array: Array, size: int, tensor_axis: str | None) -> Array:
-    """Of the last axis the part that belongs to this device, of which it has `size` numbers."""
+    """Return the part of the last axis that belongs to this device, of which it has `size` numbers."""
     if tensor_axis is None or array.shape[-1] == size:
         return array
     return lax.dynamic_slice_in_dim(array, lax.axis_index(tensor_axis) * size, size, axis=-1)

@@ -29,13 +29,13 @@ _TENSOR = re.compile(
 
 
 def module_path(target: str, layer: int, expert: int | None = None) -> str:
-    """A module's name in PEFT's patterns and tensors."""
+    """Return a module's name in PEFT's patterns and tensors."""
     module = MODULES[target] if expert is None else MODULES[target].replace("mlp.", f"mlp.experts.{expert}.")
     return f"model.layers.{layer}.{module}" if target in IN_LAYERS else module
 
 
 def pairs_in(model: Llama, folder: Path, peft: Mapping[str, Any]) -> dict[tuple[str, int, int | None], dict[str, Any]]:
-    """By target, layer and expert: `A`, `B`, and under "path" what PEFT calls the module."""
+    """Return by target, layer and expert: `A`, `B`, and under "path" what PEFT calls the module."""
     found: dict[tuple[str, int, int | None], dict[str, Any]] = {}
     together: dict[tuple[str, int], dict[str, Stored]] = {}  # all experts' of one array
     arrays, unknown = _expert_arrays(model, peft), []
@@ -69,7 +69,7 @@ def pairs_in(model: Llama, folder: Path, peft: Mapping[str, Any]) -> dict[tuple[
 
 
 def _expert_arrays(model: Llama, peft: Mapping[str, Any]) -> dict[str, str]:
-    """The modules under which the folder holds adapters of whole arrays of experts, and which array each is.
+    """Return the modules under which the folder holds adapters of whole arrays of experts, and which array each is.
 
     PEFT wraps the experts once for each array, the second around the first.
     """
@@ -87,7 +87,7 @@ def _expert_arrays(model: Llama, peft: Mapping[str, Any]) -> dict[str, str]:
 def _taken_apart(
     model: Llama, array: str, layer: int, pair: Mapping[str, Stored], folder: Path
 ) -> dict[tuple[str, int, int], dict[str, Any]]:
-    """Each expert's pair, of an adapter of all experts' gate and up, or down: `A` `[E r, in]`, `B` `[out, r E]`."""
+    """Return each expert's pair of all experts' adapter of gate and up, or down: `A` `[E r, in]`, `B` `[out, r E]`."""
     E, targets = model.config.n_experts, ("gate", "up") if array == "gate_up_proj" else ("down",)
     _, _, n_in, n_out = shape_of(model.config, targets[0])
     shapes = {part: stored.shape for part, stored in sorted(pair.items())}
@@ -106,7 +106,7 @@ def _taken_apart(
 
 
 def _check_same(model: Llama, target: str, stored: Stored, name: str, folder: Path) -> None:
-    """PEFT repeats a base matrix beside its adapter: it must be the model's."""
+    """Check that a base matrix, which PEFT repeats beside its adapter, is the model's."""
     if target not in ("embedding", "head"):
         raise ValueError(f"{name} in {folder}: a whole matrix, not an adapter. It is not read.")
     mine = model.head if target == "head" else model.embedding[...]

@@ -77,7 +77,7 @@ class Llama(nnx.Module):
         return self.table("embedding" if self.config.tied_head else "untied_head")
 
     def table(self, name: str) -> Float[Array, "V D"]:
-        """The embedding or the untied head, by its name; with weights on the host it is fetched."""
+        """Return the embedding or the untied head, by its name; with weights on the host it is fetched."""
         return self._at_hand(getattr(self, name)[...])
 
     def hidden(
@@ -89,7 +89,7 @@ class Llama(nnx.Module):
         adapters: Adapters | None = None,
         adapter_B: Int[Array, " B"] | None = None,
     ) -> Any:
-        """The last layer's output after the final norm, `[B, T, D]`: what the loss multiplies with the head.
+        """Return the last layer's output after the final norm, `[B, T, D]`: what the loss multiplies with the head.
 
         `segments_BT` numbers documents packed into one sequence (padding counts as one): they do not see each other.
         Positions need not start again with each, since RoPE is relative.
@@ -138,11 +138,11 @@ class Llama(nnx.Module):
         return (x_BTD, hidden) if return_hidden else x_BTD
 
     def embed(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """What enters the first layer, in the type of the products. On a mesh inside `shard_map`, as `hidden`."""
+        """Return what enters the first layer, in the products' type. On a mesh inside `shard_map`, as `hidden`."""
         return embed(self.table("embedding"), tokens_BT, self.config, self.plan.mesh)
 
     def layer(self, length: int, segments_BT: Int[Array, "B T"] | None = None) -> Callable[[nnx.State, Array], Array]:
-        """`layer(params, x_BTD)`: one layer over whole sequences of `length` tokens, without a mesh or adapters.
+        """Return `layer(params, x_BTD)`: one layer over sequences of `length` tokens, without a mesh or adapters.
 
         `params` are those of `blocks`, without the axis of layers, on the device.
         """
@@ -152,7 +152,7 @@ class Llama(nnx.Module):
     def _layer(
         self, graphdef: nnx.GraphDef, rope: tuple[Array, Array], segments_BT: Array | None
     ) -> Callable[..., Array]:
-        """One layer as the plan says, of its parameters, what enters it, and what adapters add."""
+        """Compute one layer as the plan says, of its parameters, what enters it, and what adapters add."""
         plan, mesh = self.plan, self.plan.mesh
         tools = {name: getattr(plan, name) for name in ("head_groups", "mlp_tiles", "offload")}
 
@@ -171,12 +171,12 @@ class Llama(nnx.Module):
         adapters: Adapters | None = None,
         adapter_B: Int[Array, " B"] | None = None,
     ) -> Float[Array, "B T V"]:
-        """Logits, f32. For training use `hidden` and a tiled loss: this array is the one the course is about."""
+        """Return all logits, f32. To train use `hidden` and a tiled loss: this array is the one the course is about."""
         x_BTD = self.hidden(tokens_BT, segments_BT, adapters=adapters, adapter_B=adapter_B)
         return self._logits(x_BTD, adapters, check_adapters(adapters, adapter_B, tokens_BT.shape[0], self.config))
 
     def empty_cache(self, batch_size: int, max_len: int) -> KVCache:
-        """A cache for `batch_size` sequences of up to `max_len` tokens: 2 L B S K h elements of the compute type."""
+        """Return a cache for `batch_size` sequences of up to `max_len` tokens: 2 L B S K h of the compute type."""
         c = self.config
         batch_size, max_len = count("batch_size", batch_size), count("max_len", max_len)
         self._check_length(max_len)
@@ -192,7 +192,7 @@ class Llama(nnx.Module):
         adapters: Adapters | None = None,
         adapter_B: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B V"], KVCache]:
-        """Reads T more tokens after those in the cache: the logits that follow the last one, and the longer cache.
+        """Read T more tokens after those in the cache; return the logits that follow the last, and the longer cache.
 
         Raises ValueError where `cache.length + T` is known to be beyond the cache's S places. In a program that is
         traced the length is not known: there the logits are NaN. No training option touches this path. A cache belongs
@@ -231,7 +231,7 @@ class Llama(nnx.Module):
         return logits_BV, KVCache(k_LBSKh, v_LBSKh, cache.length + T)
 
     def _at_hand(self, params: Any) -> Any:
-        """Parameters, or one of them, where they are computed with: fetched, if the weights are on the host."""
+        """Return parameters, or one of them, where they are computed with: fetched, if the weights are on the host."""
         return fetch(params) if self.plan.weights == "host" else params
 
     def _logits(self, x_BTD: Array, adapters: Adapters | None, adapter_B: Array | None) -> Array:
@@ -244,7 +244,7 @@ class Llama(nnx.Module):
         return logits_BTV
 
     def _check_cache(self, cache: KVCache, batch_size: int) -> int:
-        """The cache's places; ValueError where it belongs to another model or batch."""
+        """Return how many places the cache has. Raise ValueError where it belongs to another model or batch."""
         c = self.config
         if not isinstance(cache, KVCache):
             raise TypeError(f"cache={cache!r}: expected what model.empty_cache(batch_size, max_len) makes.")
@@ -268,7 +268,7 @@ class Llama(nnx.Module):
 
 
 def check_heads(config: LlamaConfig, plan: Plan) -> None:
-    """Raises ValueError where the plan's groups of heads would not be equal."""
+    """Raise ValueError where the plan's groups of heads would not be equal."""
     tensor = plan.mesh.tensor
     heads = config.n_kv_heads // tensor
     if heads % plan.head_groups:

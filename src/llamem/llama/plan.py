@@ -179,11 +179,11 @@ class Plan:
         return {name: value for name, (value, default) in named.items() if value != default}
 
     def __repr__(self) -> str:
-        """What the plan says beyond the defaults, as in its call: `Plan(mlp_tiles=16, offload=('block_in',))`."""
+        """Return what differs from the defaults, as in its call: `Plan(mlp_tiles=16, offload=('block_in',))`."""
         return f"Plan({', '.join(f'{name}={_shown(value)}' for name, value in self.changes.items())})"
 
     def replace(self, **changes: Any) -> "Plan":
-        """A copy with some fields changed, checked again. Raises TypeError for a field that does not exist."""
+        """Return a copy with some fields changed, checked again. Raise TypeError for a field that does not exist."""
         return dataclasses.replace(self, **changes)
 
 

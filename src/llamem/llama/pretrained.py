@@ -85,7 +85,7 @@ def load_pretrained(
 
 
 def save_pretrained(model: Llama, folder: str | os.PathLike, *, max_shard_bytes: int = 5_000_000_000) -> Path:
-    """Writes `config.json` and safetensors that transformers, vLLM and `load_pretrained` read; returns the folder.
+    """Write `config.json` and safetensors that transformers, vLLM and `load_pretrained` read; return the folder.
 
     Tensors go to the host file by file, each file of at most `max_shard_bytes` (or one tensor). The folder appears
     when all of it is written; raises FileExistsError where it exists and is not empty. It holds no tokenizer: copy
@@ -145,7 +145,7 @@ def _config(folder: Path, dtype: Any, compute_dtype: Any) -> LlamaConfig:
 
 
 def _places(abstract: Any, sharding: Any, plan: Plan) -> Any:
-    """Where each leaf goes: a tree of shardings, or None for the default device."""
+    """Return where each leaf goes: a tree of shardings, or None for the default device."""
     if sharding is None and plan.mesh.devices > 1:
         sharding = shardings(parameter_specs(abstract, plan.mesh), plan.mesh)
     if sharding is None and plan.weights == "host":

@@ -109,7 +109,7 @@ def generate_text(
 
 
 def _side_by_side(prompts: Any) -> tuple[Any, Array]:
-    """Prompts as an array `[B, T]`, filled up with zeros at their ends, and the length of each."""
+    """Return prompts as an array `[B, T]`, filled up with zeros at their ends, and the length of each."""
     if isinstance(prompts, (jax.Array, np.ndarray)):
         shape = prompts.shape if prompts.ndim == 2 else (0, 0)
         return prompts, jnp.full(shape[0], shape[1], jnp.int32)
@@ -136,7 +136,7 @@ def _rounded_up(size: int, most: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _generate(graphdef, how, state, prompt_BT, length_B, max_new_tokens, cache, key, numbers, lora):
-    """Prompts and what follows them `[B, places]`: one program for all lengths, which are numbers of it."""
+    """Return prompts and what follows them `[B, places]`: one program for all lengths, which are numbers of it."""
     model, (temperature, top_p, stop_ids), (greedy, cut) = nnx.merge(graphdef, state), numbers, how
     tokens_BS = jnp.pad(prompt_BT.astype(jnp.int32), ((0, 0), (0, cache.k_LBSKh.shape[2] - prompt_BT.shape[1])))
     end_B = length_B + max_new_tokens

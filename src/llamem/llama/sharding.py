@@ -75,7 +75,7 @@ class MeshShape:
 
     @classmethod
     def of(cls, sizes: "Mapping[str, int] | MeshShape") -> "MeshShape":
-        """From `{"fsdp": 4, "tensor": 2}`; what is not named is 1. Raises ValueError for an axis nobody knows."""
+        """Make one of `{"fsdp": 4, "tensor": 2}`; what is not named is 1. Raise ValueError for an unknown axis."""
         if isinstance(sizes, MeshShape):
             return sizes
         known = [field.name for field in dataclasses.fields(cls)]
@@ -104,11 +104,11 @@ class MeshShape:
         return "context" if self.context > 1 else None
 
     def over(self, *names: str) -> tuple[str, ...]:
-        """The axes of this mesh that split array axes of these names: `over("d_model")` is that of every weight."""
+        """Return the mesh axes that split array axes of these names: `over("d_model")` is that of every weight."""
         return tuple(axis for name in names for axis in RULES[name] if axis in self.axes)
 
     def check_devices(self) -> None:
-        """Raises ValueError where this process sees fewer devices than the mesh has."""
+        """Raise ValueError where this process sees fewer devices than the mesh has."""
         if jax.device_count() < self.devices:
             raise ValueError(
                 f"the plan's mesh {self.axes} has {self.devices} devices, and there are {jax.device_count()}. Choose "
@@ -117,7 +117,7 @@ class MeshShape:
             )
 
     def check_inside(self) -> None:
-        """Raises ValueError where the function that calls this is not the program of one device of such a mesh."""
+        """Raise ValueError where the function that calls this is not the program of one device of such a mesh."""
         try:
             found = {name: jax.lax.axis_size(name) for name in self.axes}
         except NameError:
@@ -130,7 +130,7 @@ class MeshShape:
             )
 
     def mesh(self) -> Any:
-        """The mesh to compute on: that of the program being traced for an absent chip, else this machine's devices.
+        """Return the mesh to compute on: that of the absent chip traced for, else this machine's devices.
 
         Without enough devices here an abstract one, whose shardings a compiler for absent chips understands.
         """
@@ -151,7 +151,7 @@ def partition_spec(
     mesh: MeshShape,
     rules: Mapping[str, tuple[str, ...]] = RULES,
 ) -> PartitionSpec:
-    """How an array called `what`, whose last axes have these `names`, lies on a mesh.
+    """Return how an array called `what`, whose last axes have these `names`, lies on a mesh.
 
     Raises ValueError where two of its axes are split over the same mesh axis, and where a size does not divide.
     """
@@ -178,19 +178,19 @@ def partition_spec(
 
 
 def parameter_name(path: tuple[Any, ...]) -> str | None:
-    """Which parameter a leaf belongs to, of a model, one layer or an optimizer's moments; None for other leaves."""
+    """Return which parameter a leaf of a model, a layer or moments is part of; None for other leaves."""
     keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
     return next((key for key in keys if key in PARAMETERS), None)
 
 
 def is_in_blocks(path: tuple[Any, ...]) -> bool:
-    """Whether a parameter's leaf is a part of its blocks (`llamem.llama.quantized`), and not its numbers."""
+    """Return whether a parameter's leaf is a part of its blocks (`llamem.llama.quantized`), and not its numbers."""
     keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
     return bool(keys) and keys[-1] in ("values", "scale", "minimum")
 
 
 def parameter_specs(tree: Any, mesh: MeshShape) -> Any:
-    """How every leaf of parameters, or of a training state, lies on the mesh: a tree of `PartitionSpec`.
+    """Return how every leaf of parameters, or of a training state, lies on the mesh: a tree of `PartitionSpec`.
 
     Moments lie as their parameters; counters, and matrices in blocks, are everywhere. Raises ValueError as
     `partition_spec` does, and for blocks on a mesh that would split them.
@@ -211,13 +211,13 @@ def parameter_specs(tree: Any, mesh: MeshShape) -> Any:
 
 
 def shardings(specs: Any, mesh: MeshShape) -> Any:
-    """`NamedSharding`s for a tree of `PartitionSpec`s, over the devices of this machine or a chip's that is absent."""
+    """Return `NamedSharding`s for a tree of `PartitionSpec`s, over this machine's devices or an absent chip's."""
     devices = mesh.mesh()
     return jax.tree.map(lambda s: NamedSharding(devices, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
 
 
 def gather_weight(name: str, w: Array, mesh: MeshShape, dtype: Any) -> Array:
-    """A parameter whole along D, in the type of the products, inside `shard_map`; along `tensor` it stays split."""
+    """Return a parameter whole along D, in the products' type, inside `shard_map`; along `tensor` it stays split."""
     names = PARAMETERS[name]
     if "d_model" not in names:
         return w
@@ -225,7 +225,7 @@ def gather_weight(name: str, w: Array, mesh: MeshShape, dtype: Any) -> Array:
 
 
 def gather_weights(params: Any, mesh: MeshShape, dtype: Any) -> Any:
-    """`gather_weight` for every leaf of one layer's parameters. Without a mesh the parameters as they are."""
+    """Apply `gather_weight` to every leaf of one layer's parameters; without a mesh return them as they are."""
     if not mesh.over("d_model"):
         return params
 

@@ -15,7 +15,7 @@ def embed(
     config: LlamaConfig,
     mesh: MeshShape = MeshShape(),
 ) -> Float[Array, "B T D"]:
-    """The rows of an embedding, in the type of the products; NaN for an id that there is not.
+    """Return the rows of an embedding, in the type of the products; NaN for an id that there is not.
 
     On a mesh inside `shard_map` the table is this device's part, of the vocabulary and of D.
     """
@@ -24,7 +24,7 @@ def embed(
 
 
 def whole_logits(x_BTD: Float[Array, "B T D"], head_VD: Float[Array, "V D"]) -> Float[Array, "B T V"]:
-    """All logits of hidden states, in float32."""
+    """Return all logits of hidden states, in float32."""
     if jax.__version_info__ >= (0, 9):
         return jnp.einsum("BTD,VD->BTV", x_BTD, head_VD, preferred_element_type=jnp.float32)
     # Older compilers for CPUs have no bf16 product of an array with three axes and a matrix that lies this way.

@@ -64,7 +64,7 @@ class Tokenizer:
         return self.encode_to_numpy(text, bos=bos, eos=eos).tolist()
 
     def encode_to_numpy(self, text: str, *, bos: bool = False, eos: bool = False) -> Integer[np.ndarray, " tokens"]:
-        """Like `encode`, as a uint32 array."""
+        """Encode as `encode` does, to a uint32 array."""
         if not isinstance(text, str):
             raise TypeError(f"encode({type(text).__name__} {str(text)[:60]!r}): expected a str.")
         before = [self.bos_id] if bos and self.bos_id is not None else []

@@ -141,7 +141,7 @@ class _HuggingFace:
 
 
 def _told_in(folder: Path, special: dict[str, int]) -> tuple[int | None, tuple[int, ...], str | None]:
-    """What a folder's small files say: the id of bos, those that end an answer, the chat template."""
+    """Return what a folder's small files say: the id of bos, those that end an answer, the chat template."""
 
     def content(name: str) -> dict[str, Any]:
         return read_json(folder / name, _MAX_BYTES) if (folder / name).is_file() else {}

@@ -57,7 +57,7 @@ def tiled_cross_entropy(
     logit_scale: Scalar = 1.0,
     vocab_axis_name: str | None = None,
 ) -> Float[Array, "*out"]:
-    """Softmax cross-entropy of `hidden @ head.T` against `targets`, a tile of logits at a time.
+    """Compute the softmax cross-entropy of `hidden @ head.T` against `targets`, a tile of logits at a time.
 
     Tiles of tokens make all gradients in the forward pass (3 matrix products) and sum the head's in float32. Tiles of
     the vocabulary compute the logits a second time (4), but need no float32 `[V, D]` sum. Only what is differentiated
@@ -179,7 +179,7 @@ def tiled_logprobs(
     ignore_index: int = -100,
     vocab_axis_name: str | None = None,
 ) -> Float[Array, "*batch"]:
-    """Log-probability of each target under `softmax(hidden @ head.T / temperature)`, without the logits.
+    """Return each target's log-probability under `softmax(hidden @ head.T / temperature)`, without the logits.
 
     Differentiable token by token, as losses of reinforcement learning need it: 4 matrix products, 2 with a frozen
     head. Arguments are those of `tiled_cross_entropy`; a greedy choice, temperature 0, is an argmax and has none.

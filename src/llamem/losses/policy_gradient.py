@@ -29,7 +29,7 @@ class PolicyObjective:
     entropy_weight: float
 
     def __call__(self, logprob: Array, entropy: Array, extras: dict) -> Array:
-        """The loss of this token, from its "advantage" and, where there are any, "old" and "ref" log-probabilities."""
+        """Return this token's loss, from its "advantage" and, if there are any, "old" and "ref" log-probabilities."""
         advantage = extras["advantage"]
         ratio = jnp.exp(logprob - extras.get("old", jax.lax.stop_gradient(logprob)))
         if self.objective == "reinforce":
@@ -69,7 +69,7 @@ def tiled_policy_loss(
     logit_softcap: Scalar | None = None,
     ignore_index: int = -100,
 ) -> Float[Array, ""]:
-    """Policy-gradient losses of REINFORCE, PPO and GRPO: `tiled_token_loss`, with its products and memory.
+    """Compute a policy-gradient loss of REINFORCE, PPO or GRPO: `tiled_token_loss`, with its products and memory.
 
     With `ratio = exp(logprob - old_logprob)` and a token's advantage A, a token's loss is
 
@@ -196,7 +196,7 @@ def _weights_by_sequence(batch: arguments.Batch, ignore_index: int) -> Array:
 def group_advantages(
     rewards: Float[Array, "*groups G"], *, scale: bool = True, epsilon: float = 1e-4
 ) -> Float[Array, "*groups G"]:
-    """GRPO's advantages: each reward less the mean of its group, over the group's standard deviation.
+    """Return GRPO's advantages: each reward less the mean of its group, over the group's standard deviation.
 
     The deviation is that of TRL and PyTorch, with `G - 1` in its denominator, plus `epsilon`; `scale=False` leaves it
     out (Dr. GRPO, arXiv 2503.20783). No gradient.

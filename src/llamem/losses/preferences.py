@@ -27,7 +27,7 @@ def tiled_dpo_loss(
     temperature: Scalar = 1.0,
     vocab_axis_name: str | None = None,
 ) -> Float[Array, ""]:
-    """Direct preference optimisation (arXiv 2305.18290), a tile of logits at a time.
+    """Compute the loss of direct preference optimisation (arXiv 2305.18290), a tile of logits at a time.
 
     With `r = beta * (sum of log-probabilities - the reference's)` of an answer, the mean over pairs of
     `-log sigmoid(r_chosen - r_rejected)`. A token's gradient waits for the sums of both answers, so its logits are

@@ -40,7 +40,7 @@ def tiled_token_loss(
     logit_softcap: Scalar | None = None,
     ignore_index: int = -100,
 ) -> Float[Array, ""]:
-    """The mean over tokens of any function of a token's own log-probability and entropy.
+    """Return the mean over tokens of any function of a token's own log-probability and entropy.
 
     Tiles of tokens take 3 matrix products, 2 with a frozen head, and sum the head's gradient in float32, `4VD` bytes.
     Tiles of the vocabulary take 4 and need no such sum. 1 product without gradients; no array has `tokens * vocab`

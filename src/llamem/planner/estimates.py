@@ -92,7 +92,7 @@ class Estimate(Shown):
         return self.question.compile(self.plan)
 
     def parts_shown(self) -> Iterable[str | Table]:
-        """The verdict, the lines at the peak, and the parts of the seconds."""
+        """Return the verdict, the lines at the peak, and the parts of the seconds."""
         of = f" of {self.capacity_bytes / GiB:.2f}" if self.capacity_bytes else ""
         yield (
             f"{self.chip.name}, {self.batch_size} x {self.seq_len:,} tokens, estimated: "

@@ -29,7 +29,7 @@ class Fitting(Shown):
     answers: Mapping[str, Answer]
 
     def parts_shown(self) -> Iterable[str | Table]:
-        """What was found, and a table of all that the compiler was asked about."""
+        """Return what was found, and a table of all that the compiler was asked about."""
         yield f"{self.name}: {self.report.peak_bytes / GiB:.2f} GiB on {self.report.chip.name}, fits"
         yield _table(self.answers)
 

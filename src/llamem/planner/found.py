@@ -75,7 +75,7 @@ class Found(Shown):
         )
 
     def parts_shown(self) -> Iterable[str | Table]:
-        """Why this plan, what it does, the plans beside it, and the lines that run it."""
+        """Return why this plan, what it does, the plans beside it, and the lines that run it."""
         yield self.why
         shown = [self.estimate, *(e for e in self.alternatives if e.plan != self.plan)]
         head = ("plan", "GiB, estimated", "", "host GiB", "s a step, estimated", "tokens/s", "hours for 1e9 tokens")

@@ -176,8 +176,8 @@ def lora_losses(graphdef: nnx.GraphDef, base: Any, adapters: Adapters, batch: Ba
 
 
 def _of_adapters(count: int, mesh: MeshShape, batch: Batch) -> tuple[Array, Array, Callable[[Array], Array]]:
-    """One over the tokens of each sequence's adapter `[B]`, the tokens of each adapter `[A]`, and what makes the mean
-    losses `[A]` of the summed losses of sequences `[B]`.
+    """Return one over the tokens of each sequence's adapter `[B]`, the tokens of each adapter `[A]`, and what
+    makes the mean losses `[A]` of the summed losses of sequences `[B]`.
     """
     _, targets_BT, adapter_B, *_ = batch
     per_adapter = partial(jax.ops.segment_sum, segment_ids=adapter_B, num_segments=count)
@@ -194,7 +194,7 @@ def _of_adapters(count: int, mesh: MeshShape, batch: Batch) -> tuple[Array, Arra
 
 
 def _summed_over(path: tuple[Any, ...], mesh: MeshShape) -> tuple[str, ...]:
-    """The mesh axes whose devices have summands of this gradient each: on the others all have the same."""
+    """Return the mesh axes whose devices have summands of this gradient each: on the others all have the same."""
     part, target = (entry.key for entry in path[-2:])
     # In a layer devices of "tensor" compute for their heads and their part of F, and B of the head meets their rows.
     in_parts = target in IN_LAYERS or (part, target) == ("b", "head")
@@ -206,7 +206,7 @@ def _psum(x: Array, axes: tuple[str, ...]) -> Array:
 
 
 def _axis_of_adapters(tree: Any) -> Any:
-    """For every leaf of adapters' weights, or of an optimizer's state of them, which axis the adapters are."""
+    """Return for every leaf of adapters' weights, or of an optimizer's state of them, which axis the adapters are."""
 
     def axis(path: tuple[Any, ...], _: Any) -> int:
         return int(any(getattr(entry, "key", None) in IN_LAYERS for entry in path))
@@ -215,7 +215,7 @@ def _axis_of_adapters(tree: Any) -> Any:
 
 
 def _along(axis: int, array: Array, values_A: Array) -> Array:
-    """Values of the adapters, to be broadcast with an array whose axis of adapters is `axis`."""
+    """Return values of the adapters, to be broadcast with an array whose axis of adapters is `axis`."""
     return values_A.reshape([-1 if i == axis else 1 for i in range(array.ndim)])
 
 

@@ -99,7 +99,7 @@ def loss_of_hidden(
     *,
     frozen_head: bool = False,
 ) -> Float[Array, ""]:
-    """`summed_loss` from the last hidden states, normed, and the head: matrices that stand side by side."""
+    """Compute `summed_loss` from the last hidden states, normed, and the head: matrices that stand side by side."""
     if plan.mesh.context_axis:
         targets_BT = targets_BT[:, local_positions(targets_BT.shape[1], plan.mesh.context_axis)]
     weights_BT = jnp.broadcast_to(weights_B[:, None], targets_BT.shape)

@@ -97,7 +97,7 @@ def load_chats(
 
 
 def _records(source: Any) -> list[tuple[str, Any]]:
-    """Each record, and where it stands."""
+    """Return each record, and where it stands."""
     if not isinstance(source, (str, os.PathLike)):
         if not isinstance(source, Sequence):
             raise TypeError(f"load_chats({show(source)}): expected the path of a JSONL file, or a list of chats.")
@@ -172,7 +172,7 @@ class PackedBatches(Shuffled):
 
 
 def _pack(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which chats share a sequence: the longest first, each into the fullest sequence that has room for it."""
+    """Return which chats share a sequence: the longest first, each into the fullest sequence that has room for it."""
     rows: list[list[int]] = []
     left: list[tuple[int, int]] = []  # what is free in each sequence, and its number, in rising order
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -186,7 +186,7 @@ def _pack(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def _what_is_cut(chats: Sequence[Chat], left: Sequence[Chat], T: int) -> str:
-    """How many of the assistant's tokens are not trained on, and why; nothing where all are."""
+    """Return how many of the assistant's tokens are not trained on, and why; nothing where all are."""
     lost = sum(int(chat.wrote[1:].sum()) for chat in chats) - sum(int(chat.wrote[1:].sum()) for chat in left)
     if not lost:
         return ""

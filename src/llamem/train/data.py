@@ -33,7 +33,7 @@ _CACHE_FORMAT = 1  # raise it when the tokens written for the same text change
 
 
 def read_documents(source: str | os.PathLike = STANDARD_LIBRARY) -> list[str]:
-    """Documents of a corpus, in an order that depends on nothing but the corpus.
+    """Read the documents of a corpus, in an order that depends on nothing but the corpus.
 
     `source` is one of
     - "python-standard-library": the source and docstrings of the running Python's standard library, without tests
@@ -226,7 +226,7 @@ def _split(documents: list[str], heldout_fraction: float) -> tuple[list[str], li
 def unigram_entropy(
     train: Integer[np.ndarray, " train_tokens"], heldout: Integer[np.ndarray, " heldout_tokens"], vocab_size: int
 ) -> float:
-    """Cross-entropy in nats per token of held-out tokens under the training tokens' frequencies (each count plus one).
+    """Return held-out tokens' cross-entropy, in nats each, under the training tokens' frequencies (counts plus one).
 
     What a model that looks at no context can reach: a validation loss above it has learned nothing about order.
     Errors: ValueError for an id outside the vocabulary and for a stream without tokens.

@@ -37,7 +37,7 @@ def initialize(
     *,
     timeout_seconds: int = 300,
 ) -> None:
-    """Joins the processes of this run, before JAX is used for anything else. Does nothing where there is one.
+    """Join the processes of this run, before JAX is used for anything else. Do nothing where there is one.
 
     `coordinator`: address and port, `"10.0.0.1:8476"`, at which process 0 of `num_hosts` listens; `host` is this
     process's number, from 0. What is not given is read from `LLAMEM_COORDINATOR`, `LLAMEM_NUM_HOSTS` and `LLAMEM_HOST`.
@@ -79,7 +79,7 @@ def initialize(
 
 
 def _addresses(coordinator: str | None, num_hosts: int | None, host: int | None) -> dict[str, Any] | None:
-    """What the caller or its environment says, whole; None where neither says anything."""
+    """Return what the caller or its environment says, whole; None where neither says anything."""
     given = dict(zip(VARIABLES, (coordinator, num_hosts, host), strict=True))
     said = {name: os.environ.get(name) if value is None else value for name, value in given.items()}
     if said["LLAMEM_COORDINATOR"] is not None:
@@ -114,7 +114,7 @@ def _addresses(coordinator: str | None, num_hosts: int | None, host: int | None)
 
 
 def _launched_for_several() -> bool:
-    """Whether a launcher started several processes. Raises ValueError where it left out what JAX needs to know."""
+    """Return whether a launcher started several processes. Raise ValueError where it left out what JAX needs."""
     environment = os.environ
     if environment.get("LLAMEM_CLUSTER") == "auto" or "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
         return True
@@ -136,7 +136,7 @@ def _launched_for_several() -> bool:
 
 @contextlib.contextmanager
 def agreed(same: Mapping[str, Any]) -> Iterator[None]:
-    """Around what all hosts do together: check that they mean the same, and explain where one of them is lost.
+    """Check that hosts mean the same by what they do together, and explain where one of them is lost.
 
     `same`: what has to be equal, by name; the version of this package's code and of JAX come by themselves. Do nothing
     where there is one process. Raise ValueError on every host, before anything is computed, that names what differs;
@@ -159,7 +159,7 @@ def agreed(same: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _code() -> str:
-    """A name for this package's code as it stands on this host."""
+    """Return a name for this package's code as it stands on this host."""
     root = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(root.rglob("*.py")):
@@ -172,7 +172,7 @@ def _versions() -> dict[str, str]:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises FileNotFoundError where this host does not see the folder that the first host made and holds."""
+    """Raise FileNotFoundError where this host does not see the folder that the first host made and holds."""
     holder = ""
     for _ in range(20):
         with contextlib.suppress(OSError):

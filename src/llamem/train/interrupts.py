@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[int], bool]]:
-    """Gives `stop(done)`, to be asked after each step, `done` of them: whether to end here.
+    """Yield `stop(done)`, to be asked after each step, `done` of them: whether to end here.
 
     An exception in the middle of a step would lose the state, whose buffers the step was given; so the first Ctrl-C or
     SIGTERM (a cloud takes its machine back) is only noted. A second one acts as usual. Of several hosts any may be told

@@ -187,7 +187,7 @@ def _batches(config: LlamaConfig, corpus: Any, settings: TrainSettings, lora: An
 
 
 def _numbers(name: str, value: Any) -> dict[str, Any]:
-    """A metric as JSON: its mean over adapters, of which one may have had no token, and that of each of several."""
+    """Return a metric as JSON: its mean over adapters, some perhaps without a token, and that of each of several."""
     each = np.asarray(value, np.float64)
     if each.size == 1:
         return {name: float(each.reshape(()))}
@@ -253,7 +253,7 @@ def memory_in_use() -> int:
 def _identity(
     config: LlamaConfig, settings: TrainSettings, corpus: Any, optimizer: Any, learning_rates: Any
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """What a snapshot's model is, and what of the rest decides the curve."""
+    """Return what a snapshot's model is, and what of the rest decides the curve."""
     model = {f"model {name}": str(value) for name, value in dataclasses.asdict(config).items()}
     watching = ("eval_every", "snapshot_every")  # when the curve is looked at or stored, not what it is
     decides: dict[str, Any] = {n: v for n, v in dataclasses.asdict(settings).items() if n not in watching}
@@ -268,7 +268,7 @@ def _identity(
 
 
 def _described(init: Init, corpus: Any, settings: TrainSettings, plan: Plan) -> dict[str, str]:
-    """What a run was, in words."""
+    """Return what a run was, in words."""
     base = {} if init is None or isinstance(init, Llama) else {"base": os.fspath(init)}
     corpora = [corpus] if isinstance(corpus, Corpus | Chats) else corpus
     return base | {"data": "; ".join(one.described for one in corpora), "settings": str(settings), "plan": str(plan)}

@@ -33,7 +33,7 @@ class LostHost(ConnectionError):
 
 @contextlib.contextmanager
 def losses_explained() -> Iterator[None]:
-    """Around what all hosts do together: raise LostHost where it breaks since a host is gone, or print its words.
+    """Raise LostHost where what all hosts do together breaks since a host is gone, or print the last words.
 
     An error that every host met is raised as it is: they all come to the meeting that follows it.
     """

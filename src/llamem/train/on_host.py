@@ -43,7 +43,7 @@ def update_by_parts(update: Update, plan: Plan, grads: Any, opt_state: Any, para
 
 
 def update_by_rows(update: Update, plan: Plan, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-    """`update` piece by piece of the leading axis, in a loop that changes parameters and moments in place.
+    """Apply `update` piece by piece of the leading axis, in a loop that changes parameters and moments in place.
 
     All leaves are matrices of one leading axis, or counters, which stay as they are. Gradients are on the device.
     """
@@ -103,7 +103,7 @@ def combine(one: Any, other: Any) -> Any:
 
 
 def _rows_of_a_piece(leaf: Any) -> int:
-    """One layer, or a share of a table; the whole table where no such share divides it."""
+    """Return one layer, or a share of a table; the whole table where no such share divides it."""
     if leaf.ndim > 2:
         return 1
     size = leaf.shape[0]

@@ -70,7 +70,7 @@ def within(grads: Any, norm: Array, max_norm: float | None) -> Any:
 
 
 def is_stacked(path: tuple[Any, ...]) -> bool:
-    """Whether a leaf is of the stacked layers, and so has them as its first axis."""
+    """Return whether a leaf is of the stacked layers, and so has them as its first axis."""
     return any(getattr(entry, "key", None) == "blocks" for entry in path)
 
 

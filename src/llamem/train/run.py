@@ -73,7 +73,7 @@ class Run:
         return merge_adapter(dequantize(self.model) if is_quantized(self.model) else self.model, self.adapters, 0)
 
     def _card(self, name: str, base: str, merge: bool) -> str:
-        """The folder's README: what Hugging Face's hub reads between the dashes, then a table for people."""
+        """Return the folder's README: what Hugging Face's hub reads between the dashes, then a table for people."""
         adapters = self.adapters is not None and not merge
         known = f"base_model: {base}\n" if base else ""
         head = f"---\nlibrary_name: {'peft' if adapters else 'transformers'}\n{known}tags: [llamem]\n---\n"

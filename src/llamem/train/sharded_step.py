@@ -30,7 +30,7 @@ def on_mesh(fn: Callable[..., Any], mesh: MeshShape, in_specs: Any, out_specs: A
 
 
 def batch_spec(mesh: MeshShape) -> PartitionSpec:
-    """How token ids `[B, T]` lie: sequences apart, each of them whole, for every device picks its own positions."""
+    """Return how token ids `[B, T]` lie: sequences apart, each whole, for every device picks its own positions."""
     return PartitionSpec(mesh.over("batch") or None)
 
 

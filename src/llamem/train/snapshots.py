@@ -131,7 +131,7 @@ class Snapshots:
         )
 
     def _read(self, step: int, abstract_state: Any, on_change: OnChange) -> tuple[Any, str | None]:
-        """The state of a snapshot, and None; or None, and what is wrong with it."""
+        """Return the state of a snapshot and None; or None and what is wrong with it."""
         args = self._ocp.args
         wanted = {name: _with_sharding(leaf) for name, leaf in _by_name(abstract_state).items()}
         try:
@@ -247,7 +247,7 @@ def checksum(params: Any) -> str:
 
 
 def _sums(arrays: dict[str, Any]) -> tuple[dict[str, int], dict[str, bool]]:
-    """A sum of every array's bits, and whether all its numbers are finite: the same however the array is spread."""
+    """Return each array's sum of bits, and whether its numbers are finite: the same however the array is spread."""
     found = {name: _sum_of_bits(array) for name, array in arrays.items()}
     return {name: int(total) for name, (total, _) in found.items()}, {
         n: bool(finite) for n, (_, finite) in found.items()
@@ -256,7 +256,7 @@ def _sums(arrays: dict[str, Any]) -> tuple[dict[str, int], dict[str, bool]]:
 
 @jax.jit
 def _sum_of_bits(x: Any) -> tuple[jax.Array, jax.Array]:
-    """Modulo 2**32, each element times an odd number of its place: a change of one element always changes the sum."""
+    """Sum bits modulo 2**32, each element times an odd number of its place: one changed element changes the sum."""
     x = to_device(x) if on_host(x.aval) else x
     bits = x.astype(jnp.uint8) if x.dtype == bool else jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     place, stride = jnp.zeros(x.shape, jnp.uint32), 1
@@ -281,7 +281,7 @@ def _by_name(tree: Any) -> dict[str, Any]:
 
 
 def _with_sharding(leaf: Any) -> Any:
-    """A leaf without a sharding on this process's device: else Orbax asks for the devices that wrote the snapshot."""
+    """Put a leaf without a sharding on this process's device: else Orbax asks for the devices that wrote it."""
     if getattr(leaf, "sharding", None) is not None:
         return leaf
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))

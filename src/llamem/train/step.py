@@ -181,7 +181,7 @@ def weights_loss_and_grads(
 
 
 def _on_host(state: TrainState, plan: Plan, put: Callable[[Any], Any]) -> TrainState:
-    """The state with `put` of what waits on the host."""
+    """Return the state with `put` of what waits on the host."""
     homes = {"params": plan.weights, "opt_state": plan.moments}
     there = [name for name, home in homes.items() if home == "host"]
     return dataclasses.replace(state, **{name: of_matrices(getattr(state, name), put) for name in there})

@@ -100,7 +100,7 @@ def _how_to_stream(model: Llama, inputs_BT: Array) -> dict[str, Any]:
 
 
 def _loss_and_grads(model: Llama, x_BTD: Array, targets_BT: Array) -> tuple[Array, Array, Array, Array]:
-    """The loss, its gradients for the head, in the type of the products, for the last norm and for `x_BTD`."""
+    """Return the loss, its gradients for the head, in the type of the products, for the last norm and for `x_BTD`."""
 
     def loss(head_VD: Array, norm_D: Array, x_BTD: Array) -> Array:
         hidden_BTD, head_VD = order_gradients(rms_norm(x_BTD, norm_D, model.config.norm_eps), head_VD)
@@ -113,26 +113,26 @@ def _loss_and_grads(model: Llama, x_BTD: Array, targets_BT: Array) -> tuple[Arra
 
 
 def _d_embedding(model: Llama, inputs_BT: Array, dx_BTD: Array) -> Array:
-    """The gradient of the embedding, without the head's share of it."""
+    """Return the gradient of the embedding, without the head's share of it."""
     config = model.config
     table_VD = jnp.zeros((config.vocab_size, config.d_model), config.compute_dtype)
     return jax.vjp(lambda table_VD: embed(table_VD, inputs_BT, config), table_VD)[1](dx_BTD)[0]
 
 
 def _part(tree: Any, name: str) -> Any:
-    """The tree with the leaves of "blocks", or of the one parameter of that name, and counters; None for the others."""
+    """Return the tree with the leaves of "blocks", or of one parameter by name, and counters; None for the others."""
     return select_part(tree, name, lambda path: "blocks" if is_stacked(path) else str(parameter_name(path)))
 
 
 def _apart(opt_state: Any) -> tuple[Any, Any]:
-    """Counters, and moments, of an optimizer's state: each tree with None for the other."""
+    """Return counters, and moments, of an optimizer's state: each tree with None for the other."""
     counters = jax.tree.map_with_path(lambda path, a: a if parameter_name(path) is None else None, opt_state)
     moments = jax.tree.map_with_path(lambda path, a: None if parameter_name(path) is None else a, opt_state)
     return counters, moments
 
 
 def _stacked(layer: Any) -> Any:
-    """One layer as a stack of one: optimizers see the shapes that they know."""
+    """Return one layer as a stack of one: optimizers see the shapes that they know."""
     return jax.tree.map(lambda a: a[None], layer)
 
 

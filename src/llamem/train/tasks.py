@@ -123,7 +123,7 @@ def train_adapters(
 
 
 def _loaded(init: Any, config: LlamaConfig, plan: Plan) -> Llama:
-    """A model as it is given, or that of a folder, file or hub name."""
+    """Return a model as it is given, or that of a folder, file or hub name."""
     if isinstance(init, (str, os.PathLike)):
         init = load_pretrained(init, dtype=config.param_dtype, compute_dtype=config.compute_dtype, plan=plan)
     if not isinstance(init, Llama):
@@ -138,18 +138,18 @@ def _loaded(init: Any, config: LlamaConfig, plan: Plan) -> Llama:
 
 
 def _trainable(model: Llama) -> Any:
-    """The parameters of a model that can be trained itself."""
+    """Return the parameters of a model that can be trained itself."""
     check_trainable(model)
     return nnx.state(model, nnx.Param)
 
 
 def _placed(tree: Any, plan: Plan) -> Any:
-    """Parameters where the plan says: on their part of a mesh, or on the host."""
+    """Return parameters where the plan says: on their part of a mesh, or on the host."""
     if plan.mesh.devices > 1:
         return jax.device_put(tree, shardings(parameter_specs(tree, plan.mesh), plan.mesh))
     return of_matrices(tree, lambda a: jax.device_put(a, host_place())) if plan.weights == "host" else tree
 
 
 def _off_the_mesh(config: LlamaConfig, plan: Plan, params: Any) -> Llama:
-    """The model, its parameters where they are: JAX shares out the work of whoever calls it."""
+    """Return the model, its parameters where they are: JAX shares out the work of whoever calls it."""
     return nnx.merge(graphdef_of(config, plan.replace(mesh={}), params), params)

@@ -36,7 +36,7 @@ class BothWays:
     step: jax.stages.Lowered | None = None
 
     def loss(self, how: Any) -> Callable[[Any, Any], Any]:
-        """The loss as a function of parameters and batch."""
+        """Return the loss as a function of parameters and batch."""
 
         def loss(params: Any, batch: Any) -> Any:
             # Built anew, for flax: a layer may change only Variables that were made in the trace it runs in.
@@ -46,11 +46,11 @@ class BothWays:
         return loss
 
     def gradient(self, how: Any) -> Callable[[Any, Any], Any]:
-        """The loss (and what it returns besides) with its gradients."""
+        """Return the loss (and what it returns besides) with its gradients."""
         return jax.value_and_grad(self.loss(how), has_aux=self.has_aux, allow_int=True)
 
     def residuals(self, how: Any) -> Residuals:
-        """What the gradient for the parameters keeps from the forward pass."""
+        """Return what the gradient for the parameters keeps from the forward pass."""
 
         def loss(params: Any) -> Any:
             value = self.loss(how)(params, self.batch)

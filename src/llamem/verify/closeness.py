@@ -56,14 +56,14 @@ def moved_by_rounding(tree: Any, mantissa_bits: int) -> Any:
 
 
 def dtype_of(leaf: Any) -> Any:
-    """The type of a leaf; Python's own numbers have JAX's."""
+    """Return the type of a leaf; Python's own numbers have JAX's."""
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
 def differing_rows(
     got: np.ndarray, want: np.ndarray, tolerance: float, moved: Callable[[], np.ndarray]
 ) -> list[DifferingRow]:
-    """Rows along the first axis, layers for instance, in which `got` is not `want`: beyond tolerance and rounding.
+    """Return rows along the first axis, such as layers, in which `got` is not `want`: beyond tolerance and rounding.
 
     `moved` makes `want` from inputs moved by rounding; it is asked only where the tolerance is exceeded. In a vector
     every element is a row. An expert or unit inside a row counts where `got` is all zero and `want` is not.
@@ -93,5 +93,5 @@ def _beyond_rounding(
 
 
 def _norms(values: np.ndarray, axes: int) -> np.ndarray:
-    """The Euclidean norm of every row along the first `axes` axes."""
+    """Return the Euclidean norm of every row along the first `axes` axes."""
     return np.asarray(np.sqrt(np.sum(np.abs(values) ** 2, axis=tuple(range(min(axes, values.ndim), values.ndim)))))

@@ -15,7 +15,7 @@ from llamem.verify.proof import Proof, Title
 
 
 def loss_is_the_same(both: BothWays) -> Proof:
-    """The loss is that without, within the tolerance of its type and what rounding does to it."""
+    """Check that the loss is that without, within the tolerance of its type and what rounding does to it."""
     found, expected = (float(_values(way[0])) for way in (both.found, both.expected))
     seen = f"{found:.6g} and {expected:.6g}"
     if not np.isfinite(expected):
@@ -30,7 +30,7 @@ def loss_is_the_same(both: BothWays) -> Proof:
 
 
 def results_are_the_same(both: BothWays) -> Proof | None:
-    """What the loss returns besides is that without: hidden states, statistics and counts updated once, choices."""
+    """Check that what the loss returns besides is that without: hidden states, statistics updated once, choices."""
     if not both.has_aux:
         return None
     found, expected = (jax.tree.leaves_with_path(way[1]) for way in (both.found, both.expected))
@@ -56,7 +56,7 @@ def results_are_the_same(both: BothWays) -> Proof | None:
 
 
 def gradients_are_the_same(both: BothWays) -> Proof:
-    """Every parameter has the gradient that it has without, each layer of it; one that is not zero is not zero here."""
+    """Check that every parameter's gradient, each layer of it, is that without; one that is not zero stays so."""
     proofs = [_compared_gradients(way) for way in _ways(both)]
     wrong = next((proof for proof in proofs if not proof.holds), None)
     return wrong or dataclasses.replace(proofs[0], seen=proofs[0].seen + _unseen(both))
@@ -97,7 +97,7 @@ def _compared_gradients(both: BothWays) -> Proof:
 
 
 def evaluation_is_untouched(both: BothWays) -> Proof | None:
-    """`evaluate(params, batch, how)` has no checkpoint, and returns the same arrays, a KV cache included."""
+    """Check that `evaluate(params, batch, how)` has no checkpoint, and returns the same arrays, a KV cache included."""
     if both.evaluate is None:
         return None
     evaluate = both.evaluate
@@ -118,12 +118,12 @@ def evaluation_is_untouched(both: BothWays) -> Proof | None:
 
 
 def _ways(both: BothWays) -> list[BothWays]:
-    """As it is, and in float32 where 16 bits hide small terms."""
+    """Return them as they are, and in float32 where 16 bits hide small terms."""
     return [both, both.in_float32] if both.in_float32 is not None else [both]
 
 
 def _unseen(both: BothWays) -> str:
-    """What a comparison could not see, in words."""
+    """Return what a comparison could not see, in words."""
     if both.in_float32 is not None:
         return f" (in float32, too: {TOLERANCE['float32']:.0e} would be seen)"
     coarse = TOLERANCE[both.coarsest] > TOLERANCE["float32"]
@@ -137,14 +137,14 @@ def _identical(got: Any, want: Any) -> bool:
 
 
 def _values(array: Any) -> np.ndarray:
-    """On the host, wide enough to compare: keys as the numbers they are made of."""
+    """Return a leaf on the host, wide enough to compare: keys as the numbers they are made of."""
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     return np.asarray(array, np.complex128 if jnp.issubdtype(array.dtype, jnp.complexfloating) else np.float64)
 
 
 def _leaf_moved(both: BothWays, part: int, i: int) -> Callable[[], np.ndarray]:
-    """Leaf `i` of the results (part 1) or gradients (2) of the run whose inputs were moved by rounding."""
+    """Return leaf `i` of the results (part 1) or gradients (2) of the run whose inputs were moved by rounding."""
     return lambda: _values(jax.tree.leaves(both.rounded[part])[i])
 
 

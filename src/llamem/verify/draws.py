@@ -57,7 +57,7 @@ class Draw:
 
 
 def draw_faults(all_draws: Sequence[Draw], moving: set[Hashable]) -> list[str]:
-    """What is wrong with the keys of these draws, in words; `moving`: what is another in the next step."""
+    """Return what is wrong with the keys of these draws, in words; `moving`: what is another in the next step."""
     found = [
         _STATE if any(isinstance(atom, tuple) and atom[0] == "leaf" for atom in draw.key.fed) else _CONSTANT
         for draw in all_draws
@@ -80,6 +80,6 @@ def _key_number(draw: Draw) -> int:
 
 
 def _both_run(a: Draw, b: Draw) -> bool:
-    """Whether two draws can happen in one step: not where they are in different branches of one choice."""
+    """Return whether two draws can happen in one step: not where they are in different branches of one choice."""
     of_a = dict(a.branches)
     return all(of_a.get(place, branch) == branch for place, branch in b.branches)

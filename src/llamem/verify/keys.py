@@ -58,11 +58,11 @@ class Keys:
         return Value(self._number("leaf", i), frozenset(fed), ("",) * np.ndim(leaf))
 
     def faults(self) -> list[str]:
-        """What is wrong with the keys of the draws, in words."""
+        """Return what is wrong with the keys of the draws, in words."""
         return draw_faults(self.draws, self._moving) or list(dict.fromkeys(self._meetings))
 
     def _leaves_that_move(self, avals: Sequence[Any], given: list[Value], results: list[Value]) -> set[Hashable]:
-        """The leaves of integers and keys that are others in the next step.
+        """Return the leaves of integers and keys that are others in the next step.
 
         Those of the batch, unless the loss returns them as they are; of the parameters only those that come back
         changed, such as a counter of draws.
@@ -136,7 +136,7 @@ class Keys:
         self.draws.append(Draw(key, shape[len(key.repeats) :], where.loops, where.branches, where.vmaps - axes))
 
     def _look_at_meeting(self, eqn: jex_core.JaxprEqn, ins: list[Value], where: _Where) -> None:
-        """Random numbers applied to data that differs where they do not: over the devices, or from layer to layer."""
+        """Find random numbers applied to data that differs where they do not: over devices, or from layer to layer."""
         if eqn.primitive.name not in _MEETS:
             return
         data = [value.fed for value in ins if not value.drawn and not value.constant]
@@ -229,7 +229,7 @@ class Keys:
         loop: int,
         where: _Where,
     ) -> list[Value]:
-        """What a loop's body returns. A carried value that it hands on as it came is a constant of the loop."""
+        """Return what a loop's body returns. A carried value that it hands on as it came is a constant of the loop."""
         recording, self._recording = self._recording, False
         turn = frozenset({("loop", loop)})
         carry = [

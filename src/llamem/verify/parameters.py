@@ -19,7 +19,7 @@ _SPLIT = "equal: {names}. A tied weight was split in two, and each gets half of 
 
 
 def parameter_faults(params: Any, gradients: Callable[[], Any]) -> list[str]:
-    """What is wrong with parameters, in words. `gradients` makes theirs; it is asked only where two leaves are equal.
+    """Return what is wrong with parameters, in words. `gradients` makes theirs, where two leaves are equal.
 
     Only what looks random is judged: zeros, ones, identities and tables may well be alike. Of two equal leaves both
     must have a gradient: a frozen copy, such as a target network that starts as the model, is no fault.
@@ -49,7 +49,7 @@ def parameter_faults(params: Any, gradients: Callable[[], Any]) -> list[str]:
 
 
 def _equal_layers(values: np.ndarray) -> int:
-    """How many layers of a stack are a copy of another, or have one."""
+    """Return how many layers of a stack are a copy of another, or have one."""
     rows = Counter(row.tobytes() for row in values if _looks_random(row))
     return sum(times for times in rows.values() if times > 1)
 

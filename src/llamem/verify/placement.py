@@ -50,7 +50,7 @@ def find_checkpoints(
     outer: tuple[Checkpoint, ...] = (),
     axes: Mapping[str, int] = MappingProxyType({}),
 ) -> Iterator[Checkpoint]:
-    """Every checkpoint of a traced function, those inside loops, calls and other checkpoints included."""
+    """Yield every checkpoint of a traced function, those inside loops, calls and other checkpoints included."""
     for eqn in jaxpr.eqns:
         call = checkpoint_call(eqn)
         if call is not None:
@@ -67,7 +67,7 @@ def find_checkpoints(
 
 
 def work_again(gradient: jex_core.Jaxpr) -> tuple[int, int]:
-    """How many products, and how many values of other operations, checkpoints compute a second time, loops multiplied.
+    """Count the products, and the values of other operations, that checkpoints compute again, loops multiplied.
 
     JAX marks each operation that it computes again in the backward pass.
     """
@@ -81,7 +81,7 @@ def work_again(gradient: jex_core.Jaxpr) -> tuple[int, int]:
 
 
 def layers_left_out(jaxpr: jex_core.Jaxpr) -> tuple[int, int]:
-    """How many layers run under the commonest checkpoint, and how many with the same products run without any.
+    """Return how many layers run under the commonest checkpoint, and how many with the same products run without any.
 
     A layer is told by its matrix products and convolutions: shapes and types, how often each. (0, 0) without products.
     """
@@ -100,7 +100,7 @@ def layers_left_out(jaxpr: jex_core.Jaxpr) -> tuple[int, int]:
 
 
 def stacks_left_out(gradient: jex_core.Jaxpr, params: Any) -> int:
-    """How many layers stand in stacks of which most, or all, are differentiated without a checkpoint.
+    """Return how many layers stand in stacks of which most, or all, are differentiated without a checkpoint.
 
     A stack is told by its backward loop: it returns the gradients of stacked parameters, one slice in each turn. Stacks
     of the same shapes count as one.
@@ -122,7 +122,7 @@ def stacks_left_out(gradient: jex_core.Jaxpr, params: Any) -> int:
 
 
 def placements(jaxpr: jex_core.Jaxpr) -> list[str]:
-    """Places at which a checkpoint usually saves nothing: reasons to name where memory did not fall."""
+    """Return places at which a checkpoint usually saves nothing: reasons to name where memory did not fall."""
     found = []
     checkpoints = list(find_checkpoints(jaxpr))
     for checkpoint in checkpoints:
@@ -147,7 +147,7 @@ def placements(jaxpr: jex_core.Jaxpr) -> list[str]:
 
 
 def large_results(jaxpr: jex_core.Jaxpr) -> int:
-    """Bytes that loops of checkpointed layers hand out, turn by turn, where that is more than twice what they carry."""
+    """Return the bytes that loops of checkpointed layers hand out by turns, where over twice what they carry."""
     total = 0
     for eqn, _ in equations(jaxpr):
         if eqn.primitive.name != "scan" or not any(True for _ in find_checkpoints(inner_jaxprs(eqn)[0])):
@@ -160,12 +160,12 @@ def large_results(jaxpr: jex_core.Jaxpr) -> int:
 
 
 def without_products(jaxpr: jex_core.Jaxpr) -> bool:
-    """Whether no checkpoint has a matrix product in it, and the program has some."""
+    """Return whether no checkpoint has a matrix product in it, and the program has some."""
     return bool(_products(jaxpr)) and not any(_products(one.body) for one in find_checkpoints(jaxpr))
 
 
 def offloads(jaxpr: jex_core.Jaxpr) -> bool:
-    """Whether a policy of the program means to offload, wherever to."""
+    """Return whether a policy of the program means to offload, wherever to."""
     return any("offload_dst" in policy_arguments(checkpoint.policy) for checkpoint in find_checkpoints(jaxpr))
 
 
@@ -191,7 +191,7 @@ def _has_scan(jaxpr: jex_core.Jaxpr) -> bool:
 
 
 def _products(jaxpr: jex_core.Jaxpr) -> Counter[str]:
-    """The products and convolutions of a program, by shapes and types, and how often each is computed."""
+    """Return the products and convolutions of a program, by shapes and types, and how often each is computed."""
     found: Counter[str] = Counter()
     for eqn, times in equations(jaxpr):
         if eqn.primitive.name in PRODUCTS:

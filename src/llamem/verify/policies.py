@@ -34,7 +34,7 @@ _FACTORIES = tuple(
 
 
 def option_faults(jaxpr: jex_core.Jaxpr) -> list[str]:
-    """What is certainly wrong with a program's checkpoints: each makes one of them useless or different."""
+    """Return what is certainly wrong with a program's checkpoints: each makes one of them useless or different."""
     checkpoints = list(find_checkpoints(jaxpr))
     found = _name_faults(jaxpr, checkpoints)
     for checkpoint in checkpoints:
@@ -82,7 +82,7 @@ def _policy_faults(checkpoint: Checkpoint) -> list[str]:
 
 
 def _name_faults(jaxpr: jex_core.Jaxpr, checkpoints: list[Checkpoint]) -> list[str]:
-    """Names that a policy mentions and nothing bears. One policy may serve several layers: any of them may name it."""
+    """Return names that a policy mentions and nothing bears. One policy may serve several layers."""
     found, mentioned_by = [], {}
     for checkpoint in checkpoints:
         arguments = policy_arguments(checkpoint.policy).values()
@@ -110,7 +110,7 @@ def _name_faults(jaxpr: jex_core.Jaxpr, checkpoints: list[Checkpoint]) -> list[s
 
 
 def _kept_in_vain(checkpoint: Checkpoint, all_checkpoints: list[Checkpoint]) -> bool:
-    """Whether what a policy saves is thrown away by the checkpoint around it.
+    """Return whether what a policy saves is thrown away by the checkpoint around it.
 
     Around several layers, or a loop of them, an inner policy says what is kept while the group is computed again.
     """
@@ -126,7 +126,7 @@ def _saves_nothing(policy: Any) -> bool:
 
 
 def _names(jaxpr: jex_core.Jaxpr) -> Iterator[tuple[str, bool]]:
-    """Every name given in a program, and whether what bears it is used."""
+    """Yield every name given in a program, and whether what bears it is used."""
     used = {id(var) for eqn in jaxpr.eqns for var in eqn.invars} | {id(var) for var in jaxpr.outvars}
     for eqn in jaxpr.eqns:
         if (name := given_name(eqn)) is not None:

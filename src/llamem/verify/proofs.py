@@ -34,7 +34,7 @@ from llamem.verify.proof import Proof, Title
 
 
 def checkpoints_are_there(both: BothWays) -> Proof:
-    """A checkpoint reaches the traced program, and most layers of each kind; `seen` counts those left out."""
+    """Check that checkpoints reach the traced program, and most layers of each kind; `seen` counts those left out."""
     there = len(list(find_checkpoints(both.traced.jaxpr)))
     extra = there - len(list(find_checkpoints(both.plain.jaxpr)))
     covered, left_out = layers_left_out(both.traced.jaxpr)
@@ -55,13 +55,13 @@ def checkpoints_are_there(both: BothWays) -> Proof:
 
 
 def options_are_sound(both: BothWays) -> Proof:
-    """Policies name what is there, options do what they say, and nothing with a side effect runs twice."""
+    """Check that policies name what is there, options do what they say, and nothing with a side effect runs twice."""
     wrong = both.option_faults
     return Proof(Title.OPTIONS, not wrong, " ".join(wrong) or "nothing odd")
 
 
 def layer_runs_again(both: BothWays) -> Proof:
-    """The layer runs again in the backward pass: what JAX marked so in the traced gradient, and not without."""
+    """Check that the layer runs again in the backward pass, as JAX marks it in the traced gradient, and not without."""
     (products, values), (products_without, values_without) = (work_again(way.jaxpr) for way in both.gradients)
     products, values = products - products_without, values - values_without
     seen = f"{products:,} products and {values:,} values of other operations are computed again"
@@ -71,7 +71,7 @@ def layer_runs_again(both: BothWays) -> Proof:
 
 
 def choices_are_the_same(both: BothWays) -> Proof | None:
-    """Dropout masks, experts and what host functions answer are the same when the layer runs again."""
+    """Check that dropout masks, experts and what host functions answer are the same when the layer runs again."""
     inside = [eqn for one in find_checkpoints(both.traced.jaxpr) if not one.outer for eqn, _ in equations(one.body)]
     asked = [_answers_the_same(eqn) for eqn in inside if host_function(eqn) is not None]
     drawn = sum(eqn.primitive.name in DRAWS for eqn in inside)
@@ -93,7 +93,7 @@ def choices_are_the_same(both: BothWays) -> Proof | None:
 
 
 def compiler_leaves_them(both: BothWays) -> Proof:
-    """The compiler has not merged the second computation with the first."""
+    """Check that the compiler has not merged the second computation with the first."""
     mine, plain = both.reports
     again = mine.matmul_flops - plain.matmul_flops
     if again <= 0:
@@ -112,7 +112,7 @@ def compiler_leaves_them(both: BothWays) -> Proof:
 
 
 def memory_falls(both: BothWays) -> Proof:
-    """Residuals are fewer, and the chip's temporaries fall with them."""
+    """Check that residuals are fewer, and the chip's temporaries fall with them."""
     mine, plain = both.reports
     # Those of the parameters alone: what the batch needs is an argument anyway.
     kept, kept_without = both.residuals(both.remat), both.residuals(both.baseline)
@@ -136,7 +136,7 @@ def memory_falls(both: BothWays) -> Proof:
 
 
 def _kept_for_nothing(both: BothWays, kept: Residuals, kept_without: Residuals) -> str:
-    """Why far more is kept than has to be; "" where nothing is odd."""
+    """Return why far more is kept than has to be; "" where nothing is odd."""
     made = [row for row in kept.rows if not row.argument]
     if kept_without.bytes - kept.bytes < 0.25 * kept_without.bytes and without_products(both.traced.jaxpr):
         largest = made[0]
@@ -154,7 +154,7 @@ def _kept_for_nothing(both: BothWays, kept: Residuals, kept_without: Residuals) 
 
 
 def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
-    """What a policy offloads lies in the host's memory in the compiled program, and is read back where it was written.
+    """Check that what a policy offloads lies on the host in the compiled program, and is read where it was written.
 
     The second by the text of a GPU's program, whose notes on slices are compared with their indices.
     """
@@ -179,7 +179,7 @@ def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
 
 
 def randomness_is_fresh(both: BothWays) -> Proof:
-    """Every draw has a key of its own, fed by the step's key and by the number or inputs of the layer it is in."""
+    """Check that every draw has its own key, fed by the step's key and by its layer's number or inputs."""
     keys = both.keys
     if wrong := keys.faults():
         return Proof(Title.RANDOMNESS, False, " ".join(wrong))
@@ -190,13 +190,13 @@ def randomness_is_fresh(both: BothWays) -> Proof:
 
 
 def parameters_are_sound(both: BothWays) -> Proof:
-    """Stacked layers differ from one another, and no weight that is trained is there twice."""
+    """Check that stacked layers differ from one another, and no weight that is trained is there twice."""
     wrong = parameter_faults(both.params, lambda: both.expected[2])
     return Proof(Title.PARAMETERS, not wrong, " ".join(wrong) or "layers differ, nothing is double")
 
 
 def donation_is_used(both: BothWays) -> Proof | None:
-    """Each argument that the training step donates shares its memory with a result, in the compiled program."""
+    """Check that each argument that the step donates shares its memory with a result, in the compiled program."""
     if both.step is None:
         return None
     donated = [leaf for leaf in jax.tree.leaves(both.step.args_info) if leaf.donated]
@@ -233,7 +233,7 @@ PROOFS: dict[Title, Callable[[BothWays], Proof | None]] = {
 
 
 def _answers_the_same(eqn: jex_core.JaxprEqn) -> bool | None:
-    """Whether a function on the host answers twice alike, asked with zeros; None where it cannot be asked so."""
+    """Return whether a function on the host answers twice alike, asked with zeros; None where it cannot be asked so."""
     ask: Any = host_function(eqn)
     try:
         first, second = (

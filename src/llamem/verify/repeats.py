@@ -19,7 +19,7 @@ _SAME_AXES = ("slice", "rev", "copy", "random_unwrap", "random_wrap", "random_sp
 
 
 def repeats_of_array(array: Any) -> Repeats:
-    """Those of numbers at hand, along the first axis; a scalar has no axis."""
+    """Return those of numbers at hand, along the first axis; a scalar has no axis."""
     if not np.ndim(array):
         return ()
     none = ("",) * np.ndim(array)
@@ -34,7 +34,7 @@ def repeats_of_array(array: Any) -> Repeats:
 
 
 def repeats_of_result(eqn: jex_core.JaxprEqn, aval: Any, ins: Sequence[tuple[int, Repeats]]) -> Repeats:
-    """Those of an operation's result; `ins`: the numbers and repeats of its operands."""
+    """Return those of an operation's result; `ins`: the numbers and repeats of its operands."""
     shape = tuple(getattr(aval, "shape", ()))
     name, params, none = eqn.primitive.name, eqn.params, ("",) * len(shape)
     if not shape or not ins:
@@ -80,14 +80,14 @@ def _copied(size: int) -> str:
 
 
 def _together(labels: list[str]) -> str:
-    """Of an operation on each element: copies stay copies where nothing else differs."""
+    """Tell of an operation on each element: copies stay copies where nothing else differs."""
     if not labels or "" in labels:
         return ""
     return "all" if set(labels) == {"all"} else "some" if labels.count("some") == 1 else ""
 
 
 def _reshaped(labels: Repeats, old: Sequence[int], new: Sequence[int]) -> Repeats:
-    """Groups of axes with equal products belong together."""
+    """Follow a reshape: groups of axes with equal products belong together."""
     if 0 in old:
         return ("",) * len(new)
     found: list[str] = []

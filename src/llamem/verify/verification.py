@@ -45,7 +45,7 @@ class Verification(Shown):
         return "\n".join(map(str, self.proofs))
 
     def parts_shown(self) -> Iterable[str | Table]:
-        """The table of a notebook."""
+        """Return the table of a notebook."""
         rows = [(proof.mark, proof.name, proof.seen, proof.cause) for proof in self.proofs]
         yield Table(("", "proof", "seen", "usual cause"), rows)
 
@@ -104,7 +104,7 @@ def verify_remat(
 
 
 def assert_remat(loss_fn: Callable[[Any, Any, Any], Any], params: Any, batch: Any, **options: Any) -> None:
-    """`verify_remat` for a test: raise AssertionError with each proof that failed.
+    """Call `verify_remat` for a test: raise AssertionError with each proof that failed.
 
     Loss, gradients and the layer's second run must be proved unless they are skipped: where one of them is "not
     proved", say because the loss is not finite, that is raised too. Others that are "not proved" pass.

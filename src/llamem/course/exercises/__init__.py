@@ -8,7 +8,7 @@ from llamem.memory.jaxprs import equations
 
 
 def grade(number: int, body: Callable[[], str]) -> None:
-    """Runs a check. `body` raises AssertionError(hint) for a wrong answer and returns what to say about a right one.
+    """Run a check. `body` raises AssertionError(hint) for a wrong answer and returns what to say about a right one.
 
     An answer that still raises NotImplementedError was not tried, which is no error: a notebook runs to its end.
     """

@@ -17,7 +17,7 @@ ROWS, WIDTH = 70, 12
 
 
 def layer(w_DD: Any, x_ND: Any) -> Any:
-    """The layer that both stacks apply: one product and two elementwise functions."""
+    """Return the layer that both stacks apply: one product and two elementwise functions."""
     return jnp.sin(jnp.tanh(x_ND @ w_DD)) + x_ND
 
 
@@ -103,7 +103,7 @@ def _gradients(stack: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _measure(stack: Callable[..., Any], depth: int) -> tuple[float, float]:
-    """What a stack keeps, in arrays of the size of x, and its products; traced, not computed."""
+    """Return what a stack keeps, in arrays of the size of x, and its products; traced, not computed."""
     w_LDD, x_ND = _stack_inputs(depth)
     got = jax.eval_shape(stack, w_LDD, x_ND)
     assert getattr(got, "shape", None) == x_ND.shape, f"Return the last layer's output, {x_ND.shape}."
@@ -115,7 +115,7 @@ def _measure(stack: Callable[..., Any], depth: int) -> tuple[float, float]:
 
 
 def _check_values(stack: Callable[..., Any], depth: int) -> None:
-    """Asserts that a stack applies every layer, and that its gradients are right."""
+    """Assert that a stack applies every layer, and that its gradients are right."""
     w_LDD, x_ND = _stack_inputs(depth)
 
     def plain(w_LDD: Any, x_ND: Any) -> Any:

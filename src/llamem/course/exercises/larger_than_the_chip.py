@@ -39,7 +39,7 @@ def check_hidden_from(fn: Callable[..., float]) -> None:
 
 
 def _not_these(case: str, share: float, trained: bool) -> None:
-    """Raises for answers that a known mistake explains; `share` is the answer over the right one."""
+    """Raise for answers that a known mistake explains; `share` is the answer over the right one."""
     mistakes = {
         True: {
             8 / 6: "six FLOPs for each weight and token keep everything. What runs once more?",
@@ -76,7 +76,7 @@ _other_update = functools.partial(_update, decay=0.6, rate=0.3)
 
 
 def _given() -> tuple[Any, Any, Any]:
-    """A state of stacked layers, what entered each of them, and the gradient of what left the last."""
+    """Return a state of stacked layers, what entered each of them, and the gradient of what left the last."""
     keys = jax.random.split(jax.random.key(0), 6)
     shapes = {"up": (L, D, F), "down": (L, F, D)}
     w, m = (
@@ -88,7 +88,7 @@ def _given() -> tuple[Any, Any, Any]:
 
 
 def _autodiff(state: Any, inputs_LND: Any, dy_ND: Any) -> tuple[Any, Any]:
-    """The gradients of all layers, and that of what entered the first."""
+    """Return the gradients of all layers, and that of what entered the first."""
 
     def whole(w: Any, x_ND: Any) -> Any:
         return jax.lax.scan(lambda x, w: (jax.checkpoint(_layer)(w, x), None), x_ND, w)[0]
@@ -222,7 +222,7 @@ def _same_shapes(new: Any, state: Any) -> None:
 
 
 def _no_gradients_of_all(fn: Callable[..., Any], *args: Any) -> None:
-    """Raises where gradients of several layers wait for their update, as the order of the traced program tells."""
+    """Raise where gradients of several layers wait for their update, as the order of the traced program tells."""
     program = jax.make_jaxpr(lambda *args: fn(_layer, _update, *args))(*args).jaxpr
     shapes = {getattr(var.aval, "shape", ()) for eqn, _ in equations(program) for var in eqn.outvars}
     if shapes & {(L, D + 1, F), (L, F + 1, D)} or not _in_order(program):

@@ -69,7 +69,7 @@ def check_attend_in_tiles(fn: Callable[..., Any]) -> None:
 
 
 def _kept_per_tile(fn: Callable[..., Any], q_h: Any, keys: int) -> float:
-    """The bytes, JAX's and NumPy's, by which an answer grows with a tile, once two tiles have warmed it up."""
+    """Return the bytes, JAX's and NumPy's, by which an answer grows with a tile, once two tiles have warmed it up."""
     held: list[int] = []
 
     def tiles() -> Iterator[tuple[Any, Any]]:

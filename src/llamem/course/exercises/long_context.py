@@ -164,7 +164,7 @@ def _error(found: Any, true: Any) -> float:
 
 
 def given_estimate() -> Estimate:
-    """What the plan of exercise 3 is estimated to need."""
+    """Return what the plan of exercise 3 is estimated to need."""
     return estimate(one_b(), GIVEN, CHIP, seq_len=TOKENS)
 
 

@@ -46,7 +46,7 @@ def check_accumulated(fn: Callable[..., Any]) -> None:
         return jnp.mean(jnp.tanh(x_BD @ params["in"]) @ params["out"]).astype(jnp.float32)
 
     def answer(dtype: Any, rows: int, parts: int) -> tuple[Any, Any, set[int], int]:
-        """What comes out, what should, the rows it took at a time, and the length of the program."""
+        """Return what comes out, what should, the rows it took at a time, and the length of the program."""
         keys = jax.random.split(jax.random.key(0), 3)
         params = {"in": jax.random.normal(keys[0], (4, 8), dtype), "out": jax.random.normal(keys[1], (8, 2), dtype)}
         x_BD, seen = 1 + jax.random.normal(keys[2], (rows, 4), dtype) / 4, set()
@@ -61,7 +61,7 @@ def check_accumulated(fn: Callable[..., Any]) -> None:
         return found, jax.value_and_grad(loss)(wide, x_BD.astype(jnp.float32)), seen, length
 
     def answer_memory(parts: int) -> int:
-        """The bytes of temporaries, with parameters that are large beside the batch."""
+        """Return the bytes of temporaries, with parameters that are large beside the batch."""
         params = {
             name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in (("in", (64, 512)), ("out", (512, 2)))
         }

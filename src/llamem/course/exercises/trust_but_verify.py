@@ -47,7 +47,7 @@ _QUESTIONS = {
 
 
 def _mean_square(layers: range) -> float:
-    """What the loss should be, layer by layer in NumPy."""
+    """Return what the loss should be, layer by layer in NumPy."""
     x = np.asarray(_START, np.float64)
     for i in layers:
         x = x + np.sin(np.tanh(x @ np.asarray(_W["up"][i], np.float64))) @ np.asarray(_W["down"][i], np.float64)
@@ -55,7 +55,7 @@ def _mean_square(layers: range) -> float:
 
 
 def _check_value(loss: Callable[[Any], Any]) -> None:
-    """Raises AssertionError where `loss(remat)`, free of random numbers, is not that of all layers in order."""
+    """Raise AssertionError where `loss(remat)`, free of random numbers, is not that of all layers in order."""
     for remat in (False, True):
         if (found := loss(remat)) is None:
             raise AssertionError("Return the mean of the squares of what leaves the last layer.")

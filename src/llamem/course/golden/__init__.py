@@ -4,5 +4,5 @@ from pathlib import Path
 
 
 def transformers_llama() -> Path:
-    """The folder of `config.json`, `model.safetensors` and `numbers.npz`: tokens, logits, loss, gradients, text."""
+    """Return the folder of `config.json`, `model.safetensors` and `numbers.npz` (tokens, logits, loss, gradients)."""
     return Path(__file__).parent / "llama31"
