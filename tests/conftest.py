@@ -70,6 +70,8 @@ class ReadersEnvironment:
         before = os.environ.copy()
         os.environ.pop("XLA_FLAGS", None)
         os.environ["JAX_PLATFORMS"] = "cpu"
+        # A folder of its own: what another process has half written, JAX says in the output of a cell.
+        os.environ["JAX_COMPILATION_CACHE_DIR"] += f"/{item.path.stem}"
         try:
             return (yield)
         finally:
