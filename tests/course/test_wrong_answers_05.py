@@ -53,6 +53,12 @@ def with_the_head_gathered(x, w, ids, axis):
     return jnp.sum(x * lax.all_gather(w, axis, tiled=True)[ids], 1)
 
 
+def largest_with_nothing_elsewhere(x, w, ids, axis):
+    own = ids - lax.axis_index(axis) * len(w)
+    found = jnp.einsum("nd,nd->n", x, w[own % len(w)])
+    return lax.pmax(jnp.where((own >= 0) & (own < len(w)), found, -jnp.inf), axis)
+
+
 def stay(a, axis):
     return a
 
@@ -66,6 +72,15 @@ def all_its_own_logits(x, w, ids, axis):
 def row_by_a_product(x, w, ids, axis):
     chosen = (ids[:, None] - lax.axis_index(axis) * len(w) == jnp.arange(len(w))).astype(w.dtype)
     return lax.psum(jnp.sum(x * (chosen @ w), axis=1), axis)
+
+
+def word_by_word(x, w, ids, axis):
+    own = ids - lax.axis_index(axis) * len(w)
+
+    def look(found, word):
+        return found + jnp.where(own == word[0], x @ word[1], 0), None
+
+    return lax.psum(lax.scan(look, jnp.zeros(len(x)), (jnp.arange(len(w)), w))[0], axis)
 
 
 WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
@@ -132,8 +147,9 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
         "In which row of its own",
     ),
     "all logits": (mesh.check_target_logit, lambda x, w, ids, axis: lax.psum(x @ w.T, axis), "one number per token"),
-    "all logits of its own words": (mesh.check_target_logit, all_its_own_logits, "a number for every token"),
-    "its row by a product": (mesh.check_target_logit, row_by_a_product, "a number for every token"),
+    "all logits of its own words": (mesh.check_target_logit, all_its_own_logits, "one for every token"),
+    "its row by a product": (mesh.check_target_logit, row_by_a_product, "one for every token"),
+    "its own words one by one": (mesh.check_target_logit, word_by_word, "one for every token"),
     "the head gathered": (mesh.check_target_logit, with_the_head_gathered, "right, but"),
 }
 
@@ -153,6 +169,7 @@ def test_a_wrong_answer_about_a_mesh_is_refused_with_its_hint(name):
     [
         (mesh.check_merge_devices, merged),
         (mesh.check_target_logit, logit),
+        (mesh.check_target_logit, largest_with_nothing_elsewhere),
     ],
 )
 def test_a_right_answer_about_a_mesh_in_other_words_is_accepted(check, answer, capsys):

@@ -1,6 +1,7 @@
-"""Which device of a mesh holds which part of a loss's arrays, and which tile each works on in each round."""
+"""Which device of a mesh holds which part of a loss's arrays, works on which tile in each round, and sends what."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -19,7 +20,12 @@ ROUNDS_ALT = (
     "Two grids of devices by rounds. Left: in each round all eight devices work on the same tile, owned by one. "
     "Right: each device works on eight tiles of its own."
 )
+COLLECTIVES_ALT = (
+    "Three panels of four devices, before and after. all-gather: one part each becomes all parts on each. "
+    "reduce-scatter: a whole array each becomes one part of the sum on each. all-reduce: the whole sum on each."
+)
 _DEVICES = 8
+_COLLECTIVES = "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"
 
 
 def _colours() -> Any:
@@ -81,3 +87,39 @@ def rounds_drawn() -> Figure:
     axes[0].set(ylabel="device")
     axes[0].set_yticks(np.arange(_DEVICES) + 0.45, range(_DEVICES))
     return fig
+
+
+def collectives_drawn() -> Figure:
+    """Return a figure: what each of four devices has before and after three collectives."""
+    fig, axes = plt.subplots(1, 3, figsize=(11, 1.9))
+    for ax, title in zip(axes, ("all-gather", "reduce-scatter", "all-reduce"), strict=True):
+        for device in range(4):
+            for part in range(4):
+                before = title != "all-gather" or part == device
+                _part(ax, (part, device), str(device) if before else "", device)
+                if title == "all-gather":
+                    _part(ax, (part + 6, device), str(part), part)
+                else:
+                    _part(ax, (part + 6, device), "Σ" if title == "all-reduce" or part == device else "", None)
+        ax.annotate("", (5.8, 2), (4.2, 2), arrowprops={"arrowstyle": "->"})
+        ax.set(title=title, xlim=(-1.4, 10), ylim=(4, 0), aspect="equal")
+        ax.text(-0.3, 2, "four devices", rotation=90, ha="right", va="center", fontsize=8)
+        ax.axis("off")
+    return fig
+
+
+def _part(ax: Axes, corner: tuple[float, float], text: str, owner: int | None) -> None:
+    """One part of an array on one device: whose number it holds, a sum of all in grey, or nothing."""
+    colour = "none" if not text else "lightgray" if owner is None else _colours()[2 * owner]
+    ax.add_patch(Rectangle(corner, 0.94, 0.9, facecolor=colour, edgecolor="lightgray"))
+    _number(ax, corner[0] + 0.47, corner[1] + 0.45, text, 8 if owner is None else 2 * owner)
+
+
+def lines_of(program: str | None, kinds: tuple[str, ...] = _COLLECTIVES) -> Iterator[str]:
+    """Yield the collectives of a compiled program, or its lines of other `kinds`, shortened, with a loop's trips."""
+    for line in (program or "").splitlines():
+        if re.search(rf"\s({'|'.join(kinds)})(-start)?\(", line):
+            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            line = re.sub(r", (metadata|backend_config|sharding|frontend_attributes)=.*", "", line.strip())
+            line = re.sub(r"\(.*\) while", "(...) while", line)
+            yield line[:150] + (f" ... runs {trips[1]} times" if trips else "")
