@@ -269,36 +269,6 @@ TILES: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
         lambda z, t, eps: overflowing(z) - (1 - eps) * jax.nn.one_hot(t, z.shape[1]) - eps / z.shape[1],
         "exp of 200",
     ),
-    "sums added as they are": (
-        tiles.check_merge,
-        lambda ma, sa, mb, sb: (jnp.maximum(ma, mb), sa + sb),
-        "maximum of its own",
-    ),
-    "the exponents the wrong way round": (
-        tiles.check_merge,
-        lambda ma, sa, mb, sb: (
-            jnp.maximum(ma, mb),
-            sa * jnp.exp(jnp.maximum(ma, mb) - ma) + sb * jnp.exp(jnp.maximum(ma, mb) - mb),
-        ),
-        "maximum of its own",
-    ),
-    "without a maximum": (
-        tiles.check_merge,
-        lambda ma, sa, mb, sb: (jnp.maximum(ma, mb), jnp.exp(ma) * sa + jnp.exp(mb) * sb),
-        "maximum of its own",
-    ),
-    "the sum of the larger half": (
-        tiles.check_merge,
-        lambda ma, sa, mb, sb: (jnp.maximum(ma, mb), jnp.where(ma > mb, sa, sb)),
-        "maximum of its own",
-    ),
-    "one half's maximum for both": (
-        tiles.check_merge,
-        lambda ma, sa, mb, sb: (jnp.maximum(ma, mb), sa + sb * jnp.exp(mb - ma)),
-        "maximum of its own",
-    ),
-    "the maxima added": (tiles.check_merge, lambda ma, sa, mb, sb: (ma + mb, sa + sb), "first result"),
-    "one array": (tiles.check_merge, lambda ma, sa, mb, sb: sa, "two arrays"),
     "make as it is": (tiles.check_frozen_loss, lambda make: make, "one number"),
     "only the value of make": (
         tiles.check_frozen_loss,
