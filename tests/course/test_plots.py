@@ -3,12 +3,13 @@
 import jax
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
+import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
 import llamem
 from llamem.course import plots
-from llamem.course.tile_figure import TWO_CUTS_ALT, two_cuts
+from llamem.course.tile_figure import TWO_CUTS_ALT, ledger_drawn, two_cuts
 
 
 @pytest.fixture
@@ -51,6 +52,24 @@ def test_residual_bars_name_each_array_and_its_line():
     assert widths == pytest.approx(sorted(row.bytes / 2**20 for row in kept.rows[:2]))
     labels = [label.get_text() for label in ax.get_yticklabels()]
     assert labels[0] == "float32[64,32]  [0]" and "smaller ones hold" in ax.get_xlabel()
+    plt.close(fig)
+
+
+def test_loss_curves_show_each_step_and_name_their_bars():
+    metrics = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "val_loss": 2.5}]
+    fig = plots.loss_curves(metrics, "held-out text", {"only counts": 2.2})
+    ax = fig.axes[0]
+    assert [np.asarray(line.get_ydata()).tolist() for line in ax.lines] == [[3.0, 2.0], [2.5], [2.2, 2.2]]
+    assert [text.get_text() for text in ax.texts] == ["only counts"]
+    plt.close(fig)
+
+
+def test_a_ledger_stacks_its_parts_on_the_floor():
+    fig = ledger_drawn(2.0, {"all": {"logits": 4.0}, "tiles": {"logits": 0.5, "sum": 1.0}}, {"tiles": 3.6})
+    ax = fig.axes[0]
+    assert [text.get_text() for text in ax.texts] == ["6.000", "3.500; compiled 3.600"]
+    ends = [bar.get_bbox().x1 for bar in ax.patches if isinstance(bar, Rectangle)]
+    assert ends == [2.0, 2.0, 6.0, 2.5, 6.0, 3.5]
     plt.close(fig)
 
 

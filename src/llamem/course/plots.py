@@ -1,10 +1,12 @@
 """Figures of the course: one style, alternative text for those who listen, and pictures that several notebooks draw."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 from IPython.display import display
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from llamem.course.timeline_figure import timeline, timeline_alt
 from llamem.course.timeline_html import timeline_page
@@ -12,7 +14,16 @@ from llamem.course.timeline_widget import timeline_slider
 from llamem.memory.report import GiB, Report
 from llamem.memory.residuals import Residuals
 
-__all__ = ["report_bars", "residual_bars", "show", "timeline", "timeline_alt", "timeline_page", "timeline_slider"]
+__all__ = [
+    "loss_curves",
+    "report_bars",
+    "residual_bars",
+    "show",
+    "timeline",
+    "timeline_alt",
+    "timeline_page",
+    "timeline_slider",
+]
 
 plt.style.use("petroff10")  # colours that remain distinct for colour-blind readers
 plt.rcParams.update({"figure.figsize": (8, 4), "figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})
@@ -72,4 +83,27 @@ def residual_bars(residuals: Residuals, most: int = 12) -> Figure:
     others = f"; {len(rest)} smaller ones hold {sum(row.bytes for row in rest) / 2**20:.1f} MiB" if rest else ""
     ax.set_xlabel(f"MiB{others}")
     ax.legend(frameon=False, loc="lower right")
+    return fig
+
+
+def loss_curves(
+    metrics: Sequence[Mapping[str, Any]], held_out: str, bars: Mapping[str, float] | None = None, scale: str = "linear"
+) -> Figure:
+    """Return a figure: the loss of each step's batch, the held-out loss where it was taken, and bars to compare with.
+
+    `metrics` are those of `llamem.train.train`, one dictionary per step; `held_out` names what its `val_loss` is of.
+    """
+    fig, ax = plt.subplots()
+    judged = [row for row in metrics if "val_loss" in row]
+    ax.plot([row["step"] for row in metrics], [row["loss"] for row in metrics], alpha=0.7, label="each batch")
+    ax.plot([row["step"] for row in judged], [row["val_loss"] for row in judged], marker="o", label=held_out)
+    for (name, value), style in zip((bars or {}).items(), (":", "--", "-."), strict=False):
+        ax.axhline(value, color="black", linestyle=style)
+        ax.text(1.01, value, name, transform=ax.get_yaxis_transform(), va="center")  # right of the axes
+    ax.set(xlabel="step", ylabel="loss (nats per token)", yscale=scale)
+    if scale == "log":
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.minorticks_off()
+    ax.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))  # below the first bar
     return fig
