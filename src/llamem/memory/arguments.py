@@ -113,7 +113,7 @@ def _check_donated(donate_argnums: Any, count: int) -> None:
 
 
 def _placed(shape: jax.ShapeDtypeStruct, leaf: Any, where: str, chip: Chip) -> jax.ShapeDtypeStruct:
-    """The shape with the sharding that its leaf names, if any, on the chips of the chip; a key as its numbers."""
+    """Return the shape with the sharding that its leaf names, if any, on the chip's devices; a key as its numbers."""
     sharding = getattr(leaf, "sharding", None)
     kind = getattr(sharding, "memory_kind", None)
     hosted = _waits_on_host(leaf)
@@ -136,6 +136,6 @@ def _placed(shape: jax.ShapeDtypeStruct, leaf: Any, where: str, chip: Chip) -> j
 
 
 def _waits_on_host(leaf: Any) -> bool:
-    """Whether an argument is in the host's memory and no device's own: a CPU's default memory may be called so."""
+    """Return whether an argument is in the host's memory: a CPU's default memory, called so too, is its own."""
     kind = getattr(getattr(leaf, "sharding", None), "memory_kind", None)
     return kind == "pinned_host" and kind != jax.devices()[0].default_memory().kind

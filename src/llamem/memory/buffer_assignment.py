@@ -46,7 +46,7 @@ class Place:
 
 
 def program_stem(folder: Path) -> str:
-    """The path that the files of the largest program in a dump begin with; "" where there is none."""
+    """Return the path that the files of the largest program in a dump begin with; "" where there is none."""
     for ending in (ASSIGNMENT, ".txt"):  # an old compiler may write its program alone
         if files := sorted(folder.glob(f"*after_optimizations{ending}"), key=lambda file: file.stat().st_size):
             return str(files[-1]).removesuffix(ending)
@@ -54,7 +54,7 @@ def program_stem(folder: Path) -> str:
 
 
 def read_assignment(text: str, platform: Platform) -> tuple[dict[int, Allocation], dict[int, Place]]:
-    """Allocations by their number, and the places of values by the value's number."""
+    """Return allocations by their number, and the places of values by the value's number."""
     allocations: dict[int, Allocation] = {}
     places: dict[int, Place] = {}
     number = -1

@@ -70,7 +70,7 @@ class Chip:
         return 2 * self.gpu.cores * self.gpu.fpus_per_core * self.gpu.clock_ghz * 1e9
 
     def mesh(self, **axes: int) -> jax.sharding.AbstractMesh:
-        """The chips as a mesh with these axes, `find_chip("v5e-8").mesh(data=2, model=4)`, for shardings of shapes.
+        """Return the chips as a mesh, `find_chip("v5e-8").mesh(data=2, model=4)`, for shardings of shapes.
 
         Raises ValueError where the axes do not multiply to the number of chips.
         """
@@ -163,7 +163,7 @@ def _plain(name: str) -> str:
 
 
 def find_chip(name: str) -> Chip:
-    """A chip by name: "local", one of `CHIPS`, or TPUs by how they are connected, "v5e:16x16" or "v5p:4x4x8".
+    """Return a chip by name: "local", one of `CHIPS`, or TPUs by how they are connected, "v5e:16x16" or "v5p:4x4x8".
 
     "cpu", "gpu" and "tpu" mean the local device, which must be of that kind. Raises ValueError for an unknown name,
     RuntimeError for a local device of another kind, ImportError that says what to install
@@ -189,8 +189,8 @@ def find_chip(name: str) -> Chip:
 
 
 def pod(name: str) -> Chip | None:
-    """TPUs by generation and sizes, "v5p:4x4x8"; None where the name is no such thing. Which sizes Google builds, their
-    compiler knows.
+    """Return TPUs by generation and sizes, "v5p:4x4x8"; None where the name is no such thing. Their compiler
+    knows which sizes Google builds.
     """
     generation, _, sizes = name.partition(":")
     one = CHIPS.get(f"{generation}-1")
@@ -201,7 +201,7 @@ def pod(name: str) -> Chip | None:
 
 
 def compiling_for() -> str:
-    """The kind of chip that the program being traced is for, "TPU v5 lite" or "cpu", as its `device_kind` says.
+    """Return the kind of chip that the program being traced is for, "TPU v5 lite" or "cpu", as its `device_kind` says.
 
     A program for an absent chip is traced under a mesh that carries that chip; any other is for the default device.
     """
@@ -210,7 +210,7 @@ def compiling_for() -> str:
 
 
 def available(name: str) -> bool:
-    """Whether programs can be compiled for this chip here."""
+    """Return whether programs can be compiled for this chip here."""
     try:
         find_chip(name)
     except (ImportError, RuntimeError):

@@ -22,7 +22,7 @@ from jaxlib.mlir import ir
 
 
 def main(folder: Path) -> None:
-    """Compiles what FOLDER asks for."""
+    """Compile what FOLDER asks for."""
     request = json.loads((folder / "request.json").read_text())
     exported = jax.export.deserialize(bytearray((folder / "program").read_bytes()))
     topology, axes = topologies.get_topology_desc(**request["topology"]), request["axes"]
@@ -83,7 +83,7 @@ def mark_on_host(module: Any, arguments: list[int]) -> None:
 
 
 def end_with_parent(folder: Path) -> None:
-    """Waits for the end of the parent, then removes FOLDER, which nobody reads any more, and ends this process."""
+    """Wait for the end of the parent, then remove FOLDER, which nobody reads any more, and end this process."""
     sys.stdin.buffer.read()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -48,7 +48,7 @@ def compile_report(
     depth: Depth = "memory",
     cache: bool = True,
 ) -> Report:
-    """Compiles `fn(*args)` for a chip, here or absent, and reports its memory. Nothing is computed.
+    """Compile `fn(*args)` for a chip, here or absent, and report its memory. Nothing is computed.
 
     `args`: pytrees of arrays or `jax.ShapeDtypeStruct`; only shapes and types matter, and for several chips shardings
     over `llamem.find_chip(name).mesh(...)`; what has none lies on every chip whole. A flax nnx module or optimizer
@@ -126,7 +126,7 @@ def _traced(jitted: jax.stages.Wrapped, shapes: Sequence[jax.ShapeDtypeStruct]) 
 
 
 def _compiled_here(lowered: jax.stages.Lowered, chip: Chip) -> dict[str, Any]:
-    """What the local compiler says, as `compile_absent` tells it."""
+    """Return what the local compiler says, as `compile_absent` tells it."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="llamem-") as dump, _no_compilation_cache():
         options = offload_options(lowered.as_text, chip.platform)
@@ -136,14 +136,14 @@ def _compiled_here(lowered: jax.stages.Lowered, chip: Chip) -> dict[str, Any]:
 
 
 def report_compiled(compiled: jax.stages.Compiled, traced: jex_core.ClosedJaxpr) -> Report:
-    """The report of a program that was compiled for the devices at hand, `traced` being what was traced of it."""
+    """Report on a program that was compiled for the devices at hand, `traced` being what was traced of it."""
     answer = analysed_bytes(compiled.memory_analysis()) | describe(parse(optimised_text(compiled)))
     return _report(find_chip("local"), "code", answer | {"compile_seconds": 0.0}, traced, ())
 
 
 @contextlib.contextmanager
 def _no_compilation_cache() -> Iterator[None]:
-    """Turns JAX's persistent cache off: a program that is found there is not compiled, and nothing is written down."""
+    """Turn JAX's persistent cache off: a program that is found there is not compiled, and nothing is written down."""
     before = jax.config.jax_enable_compilation_cache  # pyrefly: ignore[missing-attribute]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX looks at the setting once per process, or after this
@@ -169,7 +169,7 @@ def _versions(chip: Chip) -> tuple[str, ...]:
 
 
 def _without_lines(program: jax.export.Exported) -> str:
-    """Its text without lines of source: the same cell is the same program in another kernel, or further down."""
+    """Return the text without lines of source: the same cell is the same program in another kernel, or further down."""
     return re.sub(r"^#loc.*$|loc\([^)]*\)", "", program.mlir_module(), flags=re.MULTILINE)
 
 

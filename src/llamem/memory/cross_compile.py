@@ -44,7 +44,7 @@ def traced_for(chip: Chip, mesh: Any = None) -> contextlib.AbstractContextManage
 def export_for(
     chip: Chip, jitted: jax.stages.Wrapped, leaves: Sequence[jax.ShapeDtypeStruct], mesh: Any = None
 ) -> jax.export.Exported:
-    """`jitted(*leaves)`, traced and lowered for the chip's platform."""
+    """Trace and lower `jitted(*leaves)` for the chip's platform."""
     with traced_for(chip, mesh):
         # Not for keeping, but for a child process with the same JAX: what may change in a year may be exported.
         names = ("LayoutConstraint", "MoveToHost", "MoveToDevice")
@@ -64,7 +64,7 @@ def compile_absent(
     options: Mapping[str, str | bool],
     argument_bytes: int = 0,
 ) -> dict[str, Any]:
-    """What the chip's compiler says: all of `read_dump`, in place of bytes `{"error": the compiler's message}`.
+    """Return what the chip's compiler says: all of `read_dump`, in place of bytes `{"error": the compiler's message}`.
 
     `axes` are those of the mesh of several chips; `hosted` are the numbers of the "arguments" and "results" that lie in
     the host's memory; `options` are the compiler's, `argument_bytes` what
@@ -150,7 +150,7 @@ def _compile_in_child(
 
 
 def _topology(chip: Chip) -> dict[str, Any]:
-    """What `jax.experimental.topologies.get_topology_desc` is to be given."""
+    """Return what `jax.experimental.topologies.get_topology_desc` is to be given."""
     if chip.platform == "tpu":
         alone: dict[str, Any] = {"chips_per_host_bounds": [1, 1, 1]} if chip.devices == 1 else {}
         return {"platform": "tpu", "topology_name": chip.topology} | alone
@@ -159,7 +159,7 @@ def _topology(chip: Chip) -> dict[str, Any]:
 
 
 def gpu_description(chip: Chip) -> str:
-    """The text form of XLA's GPU description, which stands in for asking a driver."""
+    """Return the text form of XLA's GPU description, which stands in for asking a driver."""
     gpu = chip.gpu
     assert gpu is not None, chip
     major, minor = gpu.compute_capability

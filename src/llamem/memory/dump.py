@@ -25,12 +25,12 @@ _ROOM = 2**20  # bytes that must be left where compilers write
 
 
 def memory_is_assigned(folder: Path) -> bool:
-    """Whether the compiler has assigned the program's memory, found that it fits, and written down how, to the end."""
+    """Return whether the compiler has assigned memory, found that the program fits, and written all of that down."""
     return any(any(folder.glob(pattern)) for pattern in _NEXT) and any(folder.glob(f"*{ASSIGNMENT}"))
 
 
 def read_dump(folder: Path, platform: Platform) -> dict[str, Any]:
-    """The answer that a dump folder holds, for JSON, each of its files read once.
+    """Return the answer that a dump folder holds, for JSON, each of its files read once.
 
     Bytes of memory, where they are assigned; what `describe` says of the program, of none where there is none; and
     "schedule", as `read_schedule` gives it, or "no_schedule", with what is wrong.
@@ -76,14 +76,14 @@ def _text(path: str) -> str:
 
 
 def needed_bytes(error: str) -> int | None:
-    """What a program would need, in the message of a compiler that refuses it as too big; None in any other message."""
+    """Return what a program would need, by the message of a compiler that refuses it as too big; None in any other."""
     # Older compilers say "Used"; newer ones speak of temporaries, where the number is of all that must fit.
     found = re.search(r"(?:required for HLO temporaries \(|hbm\. Used )([\d.]+)([KMGT])", error)
     return int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]]) if found else None
 
 
 def remedy(error: str) -> str:
-    """What to do about a compiler's message, where it is a known one; else ""."""
+    """Return what to do about a compiler's message, where it is a known one; else ""."""
     return next((words for message, words in _REMEDIES.items() if message in error), "")
 
 
@@ -101,7 +101,7 @@ _REMEDIES = {
 
 
 def assigned_bytes(allocations: Iterable[Allocation]) -> dict[str, int]:
-    """Bytes of arguments, outputs, what both share, temporaries, constants, and all on the host, as assigned."""
+    """Return bytes of arguments, outputs, what both share, temporaries, constants, and all on the host, as assigned."""
     names = ("argument", "output", "alias", "temp", "constant", "host")
     table = dict.fromkeys((f"{name}_bytes" for name in names), 0)
     for one in allocations:
@@ -118,7 +118,7 @@ def assigned_bytes(allocations: Iterable[Allocation]) -> dict[str, int]:
 
 
 def analysed_bytes(analysis: Any) -> dict[str, int | None]:
-    """The same from JAX's `compiled.memory_analysis()`, and XLA's own peak, None where it does not say."""
+    """Return the same from JAX's `compiled.memory_analysis()`, and XLA's own peak, None where it does not say."""
     names = ("argument", "output", "alias", "temp")
     table = {f"{name}_bytes": int(getattr(analysis, f"{name}_size_in_bytes")) for name in names}
     host = {name: int(getattr(analysis, f"host_{name}_size_in_bytes")) for name in names}

@@ -23,7 +23,7 @@ class Products:
     loops: int = 0
 
     def times(self, runs: int) -> "Products":
-        """The same, run several times."""
+        """Return the same, run several times."""
         return Products(self.flops * runs, self.kernels * runs, self.loops)
 
 
@@ -40,7 +40,7 @@ class Window(NamedTuple):
 
 
 def matmul_flops(jaxpr: jex_core.Jaxpr) -> int:
-    """FLOPs of the matrix products and convolutions of a jaxpr, those in scans times their length.
+    """Count the FLOPs of the matrix products and convolutions of a jaxpr, those in scans times their length.
 
     Of a cond those of its largest branch, of a `shard_map` those of all its devices. `while` loops of unknown length
     are counted once, as the compilers do; Pallas and cuDNN kernels are not.
@@ -49,7 +49,7 @@ def matmul_flops(jaxpr: jex_core.Jaxpr) -> int:
 
 
 def count_products(jaxpr: jex_core.Jaxpr) -> Products:
-    """The products of a jaxpr as `matmul_flops` counts them, and what that leaves out."""
+    """Count the products of a jaxpr as `matmul_flops` does, and what that leaves out."""
     found = []
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -71,7 +71,7 @@ def count_products(jaxpr: jex_core.Jaxpr) -> Products:
 
 
 def convolution_flops(output: int, features: int, windows: Iterable[Window]) -> int:
-    """FLOPs of a convolution, each product with padding or a hole left out.
+    """Count the FLOPs of a convolution, each product with padding or a hole left out.
 
     `output`: its batch times its features, `features`: those of the input that one output feature sums over.
     """

@@ -24,7 +24,7 @@ _ON_HOST = ("pinned_host", "annotate_device_placement")
 
 
 def has_wrong_slices() -> bool:
-    """Whether this jaxlib's compiler for NVIDIA GPUs reads offloaded residuals back from the wrong place."""
+    """Return whether this jaxlib's compiler for NVIDIA GPUs reads offloaded residuals back from the wrong place."""
     return jaxlib.__version__ in _WRONG_SLICES
 
 
@@ -45,7 +45,7 @@ def offload_options(program_text: Callable[[], str], platform: str) -> dict[str,
 
 
 def compile_lowered(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """`lowered.compile()` for the device at hand, with the options that it needs (`offload_options`)."""
+    """Compile for the device at hand, with the options that the program needs (`offload_options`)."""
     return lowered.compile(compiler_options={**offload_options(lowered.as_text, jax.default_backend())})
 
 
@@ -113,7 +113,7 @@ def check_slice_notes(program: Program) -> SliceNotes:
 
 
 def slice_notes(wrong: Sequence[str]) -> Iterator[str]:
-    """The warning of a report, where a program has `SliceNotes.wrong`."""
+    """Yield the warning of a report, where a program has `SliceNotes.wrong`."""
     if wrong:
         yield (
             f"WRONG NUMBERS: {len(wrong)} slices are read or written at another place than the program says, a fault "
@@ -123,7 +123,7 @@ def slice_notes(wrong: Sequence[str]) -> Iterator[str]:
 
 
 def _offsets(scalars: "_Scalars", lines: list[Instruction], computation: str, line: Instruction) -> dict[int, int]:
-    """Where the slice begins, in bytes, by the turn of its loop: the first, the second and the last."""
+    """Return where the slice begins, in bytes, by the turn of its loop: the first, the second and the last."""
     is_update = line.opcode == "dynamic-update-slice"
     indices = line.operands[2 if is_update else 1 :]
     shapes = {other.name: other.shapes[0] for other in lines}
@@ -142,7 +142,7 @@ def _offsets(scalars: "_Scalars", lines: list[Instruction], computation: str, li
 
 
 def _strides(sizes: tuple[int, ...], layout: str, item_bytes: float) -> list[int]:
-    """Bytes from one index of each axis to the next; `layout` begins with the axes, the fastest first."""
+    """Return bytes from one index of each axis to the next; `layout` begins with the axes, the fastest first."""
     found = re.match(r"\{([\d,]+)", layout)
     order = [int(axis) for axis in found[1].split(",")] if found else list(reversed(range(len(sizes))))
     strides, step = [0] * len(sizes), item_bytes
@@ -166,7 +166,7 @@ class _Scalars:
         }
 
     def trips_around(self, computation: str) -> int:
-        """How often the innermost loop around a computation runs."""
+        """Return how often the innermost loop around a computation runs."""
         _, loop = self._loop(computation)
         trips = self._program.trip_count(loop)
         if not trips:
@@ -174,7 +174,7 @@ class _Scalars:
         return trips
 
     def value(self, computation: str, name: str, turn: int) -> int:
-        """The number of this name, in one turn of the innermost loop around the computation."""
+        """Return the number of this name, in one turn of the innermost loop around the computation."""
         line = self._lines[computation][name]
         if line.opcode == "constant":
             return int(line.operands[0])
@@ -193,7 +193,7 @@ class _Scalars:
         return _ARITHMETIC[line.opcode](*(self.value(computation, operand, turn) for operand in line.operands))
 
     def _element(self, computation: str, line: Instruction, turn: int) -> int:
-        """One of several results of a fusion, or of a loop's arguments its counter."""
+        """Return one of several results of a fusion, or of a loop's arguments its counter."""
         whole, place = self._lines[computation][line.operands[0]], int(line.named("index"))
         if whole.opcode == "fusion":
             inside = whole.called[0]

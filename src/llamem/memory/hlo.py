@@ -57,7 +57,7 @@ class Instruction:
     rest: str
 
     def named(self, attribute: str) -> str:
-        """The word after `attribute=`; "" where the line has no such thing."""
+        """Return the word after `attribute=`; "" where the line has no such thing."""
         found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.rest)
         return found[1] if found else ""
 
@@ -101,7 +101,7 @@ class Program:
         return times
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """How often a `while` runs its body, or None."""
+        """Return how often a `while` runs its body, or None."""
         if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
         # The TPU compiler does not say, but JAX's scans show it: they count from 0, by 1, while below a constant.
@@ -126,7 +126,7 @@ class Program:
         return int(_constant(bound)) if counts_by_one else None
 
     def source(self, instruction: Instruction) -> str:
-        """The line of Python that asked for it, `file.py:12`, or ""."""
+        """Return the line of Python that asked for it, `file.py:12`, or ""."""
         if direct := re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.rest):
             return line_of_source(direct[1], int(direct[2]))
         frame = instruction.named("stack_frame_id")
@@ -138,7 +138,7 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Reads a program; an empty text is one without computations."""
+    """Read a program; an empty text is one without computations."""
     computations: dict[str, list[Instruction]] = {}
     tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
     instructions: list[Instruction] = []
@@ -168,7 +168,7 @@ def parse(text: str) -> Program:
 
 
 def aliased_arguments(text: str) -> list[Shape]:
-    """Types and shapes of the arguments whose memory a program's results take over."""
+    """Return types and shapes of the arguments whose memory a program's results take over."""
     table = re.search(r"input_output_alias=\{(.*?\)) \}", text)
     numbers = set(re.findall(r"\((\d+), \{", table[1])) if table else set()
     lines = [line for line in parse(text).computations.get(ENTRY, []) if line.opcode == "parameter"]
@@ -176,7 +176,7 @@ def aliased_arguments(text: str) -> list[Shape]:
 
 
 def optimised_text(compiled: Any) -> str:
-    """The optimised program as text; "" where XLA cannot print it (seen with some TPU programs, libtpu 0.0.51)."""
+    """Return the optimised program as text; "" where XLA cannot print it (some TPU programs, libtpu 0.0.51)."""
     try:
         return compiled.as_text()
     except jax.errors.JaxRuntimeError:
@@ -184,19 +184,19 @@ def optimised_text(compiled: Any) -> str:
 
 
 def _origin(lines: list[Instruction], name: str) -> Instruction | None:
-    """The instruction of this name; where it copies another one, that one."""
+    """Return the instruction of this name; where it copies another one, that one."""
     found = next((line for line in lines if line.name == name), None)
     return _origin(lines, found.operands[0]) if found is not None and found.opcode == "copy" else found
 
 
 def _element(lines: list[Instruction], name: str, place: int) -> Instruction | None:
-    """What stands at a place of the tuple of this name; None where that is no tuple."""
+    """Return what stands at a place of the tuple of this name; None where that is no tuple."""
     whole = _origin(lines, name)
     return _origin(lines, whole.operands[place]) if whole is not None and whole.opcode == "tuple" else None
 
 
 def _constant(line: Instruction) -> str:
-    """The text of a constant, or ""."""
+    """Return the text of a constant, or ""."""
     return line.operands[0] if line.opcode == "constant" else ""
 
 
@@ -206,7 +206,7 @@ def _shapes(text: str) -> Iterator[Shape]:
 
 
 def _elements(type_of_tuple: str) -> Iterator[str]:
-    """The types in one such as "(s32[], (f32[8]{0:T(8,128)}, u32[]))": here two."""
+    """Yield the types in one such as "(s32[], (f32[8]{0:T(8,128)}, u32[]))": here two."""
     depth, start = 0, 1
     for end, letter in enumerate(type_of_tuple):
         depth += (letter in "([{") - (letter in ")]}")

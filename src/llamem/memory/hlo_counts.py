@@ -16,7 +16,7 @@ _NO_BUFFER = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "co
 
 
 def describe(program: Program, largest: int = 12) -> dict[str, Any]:
-    """All that a report says of an optimised program, for JSON: FLOPs, collectives and the `largest` buffers."""
+    """Return all that a report says of an optimised program, for JSON: FLOPs, collectives and the `largest` buffers."""
     sent = collectives(program)
     return {
         "compiled_matmul_flops": compiled_matmul_flops(program),
@@ -27,7 +27,7 @@ def describe(program: Program, largest: int = 12) -> dict[str, Any]:
 
 
 def compiled_matmul_flops(program: Program) -> int | None:
-    """FLOPs of the matrix products that the compiler left in its program, those in loops as often as they run.
+    """Count the FLOPs of the matrix products that the compiler left, those in loops as often as they run.
 
     Dots, convolutions (also those that TPUs make of dots), and calls of cuBLAS and of cuDNN's convolutions. Not seen:
     the kernels of Pallas and of attention, and products with vectors that became sums. Of a conditional every branch
@@ -44,7 +44,7 @@ def compiled_matmul_flops(program: Program) -> int | None:
 
 
 def collectives(program: Program) -> list[Collective] | None:
-    """What the devices say to each other, by kind: how often, and the bytes of the results on one device, in all.
+    """Return what devices send each other, by kind: how often, and the bytes of the results on one device, in all.
 
     A TPU's asynchronous collective stands in each of the fusions that it runs beside, always with the numbers of its
     channel and its chain: it is counted once. Without a chain each line is one: all that `jax.shard_map` sends goes
@@ -73,7 +73,7 @@ def collectives(program: Program) -> list[Collective] | None:
 
 
 def largest_buffers(program: Program, count: int) -> list[Buffer]:
-    """The largest arrays that a program writes to the device's memory, one row per shape and operation.
+    """Return the largest arrays that a program writes to the device's memory, one row per shape and operation.
 
     What happens inside a fusion or a reduction stays in registers, and what lies in on-chip memory or in the host's is
     not the device's: none of these counts.

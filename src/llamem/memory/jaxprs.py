@@ -20,7 +20,7 @@ _LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 
 
 def names_in(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
-    """Every `checkpoint_name` in a jaxpr, those inside scans, calls and checkpoints included.
+    """Yield every `checkpoint_name` in a jaxpr, those inside scans, calls and checkpoints included.
 
     Without those in the function of a `jax.custom_vjp`: its forward rule takes that function's place.
     """
@@ -32,12 +32,12 @@ def names_in(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
 
 
 def has_own_gradient(eqn: jex_core.JaxprEqn) -> bool:
-    """Whether the operation is a call of a `jax.custom_vjp`, whose rules JAX traces when it differentiates."""
+    """Return whether the operation is a call of a `jax.custom_vjp`, whose rules JAX traces when it differentiates."""
     return eqn.primitive.name.startswith("custom_vjp_call")
 
 
 def given_name(eqn: jex_core.JaxprEqn) -> str | None:
-    """The name that this operation gives to its result with `checkpoint_name`; None for any other operation."""
+    """Return the name that this operation gives to its result with `checkpoint_name`; None for any other operation."""
     # With jax_remat3 a name, like a checkpoint, is an object of its own inside one kind of operation.
     named: Any = eqn.params.get("_prim")
     if type(named).__name__ == "CheckpointName":
@@ -48,7 +48,7 @@ def given_name(eqn: jex_core.JaxprEqn) -> str | None:
 def equations(
     jaxpr: jex_core.Jaxpr, times: int = 1, *, of_all_devices: bool = False
 ) -> Iterator[tuple[jex_core.JaxprEqn, int]]:
-    """Every operation of a program, those inside others included, and how often scans make it run.
+    """Yield every operation of a program, those inside others included, and how often scans make it run.
 
     `of_all_devices`: inside a `shard_map` it runs once on each device, and otherwise is counted for one of them.
     """
@@ -62,7 +62,7 @@ def equations(
 
 
 def inner_jaxprs(eqn: jex_core.JaxprEqn) -> list[Any]:
-    """The programs inside one operation: a loop's body, a call's function, a cond's branches."""
+    """Return the programs inside one operation: a loop's body, a call's function, a cond's branches."""
     return [getattr(program, "jaxpr", program) for program in _programs_in(eqn)]
 
 
@@ -75,7 +75,7 @@ def _programs_in(eqn: jex_core.JaxprEqn) -> list[Any]:
 
 
 def scan_parts(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
-    """How many constants and how many carried values a scan has: the first and the next of its operands."""
+    """Return how many constants and how many carried values a scan has: the first and the next of its operands."""
     if "ft_in" in eqn.params:  # since JAX 0.12
         consts, carry, _ = eqn.params["ft_in"].unpack()
         return len(list(consts)), len(list(carry))
@@ -100,7 +100,7 @@ class CheckpointCall:
 
 
 def checkpoint_call(eqn: jex_core.JaxprEqn) -> CheckpointCall | None:
-    """The checkpoint that this operation is; None for any other operation."""
+    """Return the checkpoint that this operation is; None for any other operation."""
     # With jax_remat3 a checkpoint, like a name, is an object of its own inside one kind of operation.
     prim: Any = eqn.params.get("_prim")
     if not (eqn.primitive.name in ("checkpoint", "remat", "remat2") or type(prim).__name__.startswith("Remat")):
@@ -111,17 +111,17 @@ def checkpoint_call(eqn: jex_core.JaxprEqn) -> CheckpointCall | None:
 
 
 def computed_again(eqn: jex_core.JaxprEqn) -> bool:
-    """Whether JAX marked the operation as one that a checkpoint computes a second time, in the backward pass."""
+    """Return whether JAX marked the operation as one that a checkpoint computes again, in the backward pass."""
     return "rematted_computation" in str(eqn.source_info.name_stack)
 
 
 def vmaps_around(eqn: jex_core.JaxprEqn) -> int:
-    """How many `jax.vmap`s an operation was traced in, without those around the program that it stands in."""
+    """Return how many `jax.vmap`s an operation was traced in, without those around the program that it stands in."""
     return str(eqn.source_info.name_stack).count("vmap(")
 
 
 def policy_arguments(policy: Any) -> dict[str, Any]:
-    """What one of JAX's policy factories was called with; empty for a policy that is a plain function."""
+    """Return what one of JAX's policy factories was called with; empty for a policy that is a plain function."""
     # Attributes in newer JAX, the closure of a function in older.
     if policy is None or isinstance(policy, type):
         return {}
@@ -136,17 +136,17 @@ def policy_arguments(policy: Any) -> dict[str, Any]:
 
 
 def is_names(value: Any) -> bool:
-    """Whether an argument of a policy factory is a collection of names."""
+    """Return whether an argument of a policy factory is a collection of names."""
     return isinstance(value, (set, frozenset, list, tuple)) and all(isinstance(name, str) for name in value)
 
 
 def host_function(eqn: jex_core.JaxprEqn) -> Callable[..., Any] | None:
-    """The function on the host that a `jax.pure_callback` asks, of arrays; None for any other operation."""
+    """Return the function on the host that a `jax.pure_callback` asks, of arrays; None for any other operation."""
     return eqn.params["callback"] if eqn.primitive.name == "pure_callback" else None
 
 
 def tells_the_host(eqn: jex_core.JaxprEqn) -> bool:
-    """Whether the operation runs a function on the host for its effect. Printing does not count: twice is no harm."""
+    """Return whether the operation runs a function on the host for its effect. Printing does not count."""
     # Before JAX 0.8 jax.debug.print was such a callback too; its closure gives it away.
     cells = getattr(eqn.params.get("callback"), "__closure__", None) or ()
     prints = any("_format_print_callback" in repr(cell.cell_contents) for cell in cells)
@@ -154,7 +154,7 @@ def tells_the_host(eqn: jex_core.JaxprEqn) -> bool:
 
 
 def names_when_differentiated(jaxpr: jex_core.ClosedJaxpr, axes: Mapping[str, int] = MappingProxyType({})) -> set[str]:
-    """Every `checkpoint_name` of a program, those given in the forward rule of a `jax.custom_vjp` included.
+    """Return every `checkpoint_name` of a program, those given in the forward rule of a `jax.custom_vjp` included.
 
     `axes`: the mesh axes, and their sizes, of the `shard_map`s around it.
     """
@@ -178,7 +178,7 @@ def names_when_differentiated(jaxpr: jex_core.ClosedJaxpr, axes: Mapping[str, in
 
 
 def control_flow(eqn: jex_core.JaxprEqn) -> Flow | None:
-    """How an operation runs the programs inside it; None where it has none, or runs them in a way not known here."""
+    """Return how an operation runs the programs inside it; None where it has none, or runs them in an unknown way."""
     params, name = eqn.params, eqn.primitive.name
     if (checkpoint := checkpoint_call(eqn)) is not None:
         return Call(jex_core.ClosedJaxpr(checkpoint.body, ()))
@@ -211,7 +211,7 @@ def _shape(var: Any) -> tuple[int, ...] | None:
 
 
 def moved_to_host(jaxpr: jex_core.Jaxpr) -> int:
-    """Bytes that a program asks to be put into the host's memory, as offloading policies write it, loops multiplied.
+    """Count the bytes that a program asks to be put on the host, as offloading policies write it, loops multiplied.
 
     Of all devices together.
     """
@@ -226,7 +226,7 @@ def moved_to_host(jaxpr: jex_core.Jaxpr) -> int:
 
 
 def callbacks_in(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
-    """Names of the operations that call Python while the program runs, `jax.debug.print` among them."""
+    """Yield the names of the operations that call Python while the program runs, `jax.debug.print` among them."""
     for eqn, _ in equations(jaxpr):
         if "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print":
             yield eqn.primitive.name
@@ -235,7 +235,7 @@ def callbacks_in(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
 def same_value_before(
     jaxpr: jex_core.Jaxpr, eqn: jex_core.JaxprEqn, var: jex_core.Var
 ) -> tuple[jex_core.Jaxpr, jex_core.Var] | None:
-    """Where the value of `var`, a result of `eqn` in `jaxpr`, stood before: inside a loop or call, or as its operand.
+    """Return where `var`'s value, a result of `eqn` in `jaxpr`, stood before: inside a loop or call, or as its operand.
 
     None where `eqn` itself computed it, gave it a name, or hands it out of a loop in which nothing changes it.
     """
@@ -257,12 +257,12 @@ def same_value_before(
 
 
 def inner_program(eqn: jex_core.JaxprEqn) -> Any:
-    """The program inside a loop, call or checkpoint that computes its results, or None."""
+    """Return the program inside a loop, call or checkpoint that computes its results, or None."""
     return next((inner for inner in inner_jaxprs(eqn) if len(inner.outvars) == len(eqn.outvars)), None)
 
 
 def source_of(eqn: jex_core.JaxprEqn) -> str:
-    """The line of Python outside of libraries that led to an operation, `file.py:12`, or ""."""
+    """Return the line of Python outside of libraries that led to an operation, `file.py:12`, or ""."""
     frames = getattr(eqn.source_info.traceback, "frames", ())
     own = next((frame for frame in frames if not _is_library(frame.file_name)), None)
     return "" if own is None else line_of_source(own.file_name, own.line_num)
@@ -283,12 +283,12 @@ def read_in_vain(jaxpr: jex_core.Jaxpr) -> list[bool]:
 
 
 def inputs_used(jaxpr: jex_core.ClosedJaxpr) -> list[bool]:
-    """Whether each argument of a program changes a result or an effect of it."""
+    """Return whether each argument of a program changes a result or an effect of it."""
     return partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))[1]
 
 
 def constants_in(jaxpr: jex_core.ClosedJaxpr) -> Iterator[tuple[Any, str]]:
-    """The arrays that a program closes over, those of programs inside it included, and a line that uses each."""
+    """Yield the arrays that a program closes over, those of programs inside it included, and a line that uses each."""
     inside = [program for eqn, _ in equations(jaxpr.jaxpr) for program in _programs_in(eqn)]
     told: set[int] = set()
     for closed in (jaxpr, *(program for program in inside if isinstance(program, jex_core.ClosedJaxpr))):

@@ -32,7 +32,7 @@ class Measurement:
 
 
 def measure(fn: Callable[..., Any], *args: Any, donate_argnums: tuple[int, ...] = ()) -> Measurement:
-    """Compiles `fn`, then calls it once on `args` (arrays) and measures the peak while it runs.
+    """Compile `fn`, then call it once on `args` (arrays) and measure the peak while it runs.
 
     On an accelerator from the allocator's statistics, on a CPU from the process's resident memory (Linux only; other
     threads of the process count too, and a few MiB of the runtime's own; in a process that has freed much a rise can
@@ -90,7 +90,7 @@ def host_memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def _limit(file: Path) -> int | None:
-    """The bytes in a control group's file; None for "max", or where there is no such file."""
+    """Return the bytes in a control group's file; None for "max", or where there is no such file."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

@@ -52,7 +52,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _part(module: Any, *, arrays: bool) -> Any:
-    """The module with None in the place of what is no array, or of what is one."""
+    """Return the module with None in the place of what is no array, or of what is one."""
     return jax.tree.map(lambda leaf: leaf if _is_array(leaf) == arrays else None, module)
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 
 def differentiation_pass(path: str) -> Literal["forward", "backward", "run again", ""]:
-    """Which pass an operation belongs to, by its `op_name`: JAX writes there how it was derived.
+    """Return the pass that an operation belongs to, by its `op_name`: JAX writes there how it was derived.
 
     "" for an operation outside of anything differentiated, as an optimizer's are.
     """

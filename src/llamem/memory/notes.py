@@ -32,7 +32,7 @@ def program_notes(
     leaves: Sequence[Leaf],
     collectives_unknown: bool,
 ) -> Iterator[str]:
-    """The warnings of a report on a traced program, its products and its arguments."""
+    """Yield the warnings of a report on a traced program, its products and its arguments."""
     chip = report.chip
     yield from _state_notes(traced, leaves)
     yield from _constant_notes(report, traced)
@@ -68,7 +68,7 @@ def program_notes(
 
 
 def query_notes(chip: Chip, queries: Mapping[str, str]) -> Iterator[str]:
-    """Warnings of lines that ask which devices are here, as `noted_queries` found them."""
+    """Yield warnings of lines that ask which devices are here, as `noted_queries` found them."""
     if queries:
         lines = ", ".join(f"{question} in {line}" for line, question in sorted(queries.items())[:3])
         yield (
@@ -79,7 +79,7 @@ def query_notes(chip: Chip, queries: Mapping[str, str]) -> Iterator[str]:
 
 
 def _is_cut_by_the_compiler(leaf: Leaf) -> bool:
-    """Whether an argument is cut over several devices of a mesh whose programs leave it to the compiler to go on."""
+    """Return whether an argument is cut over devices of a mesh on which the compiler decides how to go on."""
     sharding = leaf.shape.sharding
     if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.is_fully_replicated:
         return False
@@ -92,7 +92,7 @@ def _multiplies_bf16(traced: jex_core.ClosedJaxpr) -> bool:
 
 
 def _state_notes(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Iterator[str]:
-    """A state that is donated and not given back, and arguments without which every result is the same."""
+    """Yield a state that is donated and not given back, and arguments without which every result is the same."""
     results = {(out.shape, out.dtype) for out in traced.out_avals}
     arguments = dict.fromkeys(leaf.argument for leaf in leaves)
     used = inputs_used(traced) if leaves else []

@@ -51,7 +51,7 @@ class Provenance:
     logits: frozenset[tuple[int, int]] = frozenset()
 
     def is_logits(self, sizes: Sequence[int]) -> bool:
-        """Whether an array of these sizes is one of logits."""
+        """Return whether an array of these sizes is one of logits."""
         return any(math.prod(sizes) == elements and vocabulary in sizes for elements, vocabulary in self.logits)
 
 
@@ -109,7 +109,7 @@ class _Walk:
         self.searched: dict[_Product, int] = {}  # products whose rows are searched for their largest, with their sizes
 
     def run(self, jaxpr: jex_core.Jaxpr, values: Sequence[_Value], *, inside: bool) -> list[_Value]:
-        """The results of a program whose arguments are `values`; `inside` something that is differentiated."""
+        """Run a program whose arguments are `values`; `inside` something that is differentiated. Return its results."""
         known: dict[Any, _Value] = dict(zip(jaxpr.invars, values, strict=True))
 
         def value(atom: Any) -> _Value:

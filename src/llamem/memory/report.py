@@ -94,7 +94,7 @@ class Report(Shown):
         return {"arguments": self.argument_bytes, "outputs": outputs, "temporaries": rest}
 
     def parts_shown(self) -> Iterable[str | Table]:
-        """The verdict, the parts of the peak, messages between chips, the largest arrays, and the notes."""
+        """Return the verdict, the parts of the peak, messages between chips, the largest arrays, and the notes."""
         of = f" of {size_text(self.capacity_bytes)}" if self.capacity_bytes else ""
         yield f"{self.chip.name}: {'fits' if self.fits else 'DOES NOT FIT'}, peak {size_text(self.peak_bytes)}{of}"
         parts = self.parts | {"on the host": self.host_bytes}
@@ -120,7 +120,7 @@ class Comparison(Shown):
     reports: Mapping[str, Report]
 
     def parts_shown(self) -> Iterable[str | Table]:
-        """One table with a row for each report."""
+        """Return one table with a row for each report."""
         rows = []
         for name, report in self.reports.items():
             sizes = (report.peak_bytes, *report.parts.values(), report.host_bytes)
@@ -137,7 +137,7 @@ class Comparison(Shown):
 
 
 def compare(reports: Mapping[str, Report]) -> Comparison:
-    """Reports by name as one table, for print and for a notebook's last line; `plots.report_bars` draws the same."""
+    """Show reports by name as one table, in text or in a notebook; `plots.report_bars` draws the same."""
     if not reports:
         raise ValueError("compare({}): give at least one report, as {'name': compile_report(...)}.")
     return Comparison(dict(reports))

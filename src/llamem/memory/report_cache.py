@@ -14,7 +14,7 @@ from llamem.memory.dump import needed_bytes
 
 
 def cached(program: str, compile_it: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The answer kept for a program, or else that of `compile_it`, kept from now on.
+    """Return the answer kept for a program, or else that of `compile_it`, kept from now on.
 
     `program` names all that an answer depends on. An answer that other code of this package read is no answer of this.
     Of errors only the refusal of a program as too big is kept. Where the cache cannot be read or written, it compiles,

@@ -46,7 +46,7 @@ class Residuals(Shown):
         return sum(row.bytes for row in self.rows if row.argument)
 
     def parts_shown(self) -> Iterable[str | Table]:
-        """Both totals, and a row for each residual."""
+        """Return both totals, and a row for each residual."""
         yield f"{size_text(self.bytes)} kept, and {size_text(self.argument_bytes)} that are arguments"
         rows = [
             (
@@ -61,7 +61,7 @@ class Residuals(Shown):
 
 
 def saved_residuals(fn: Callable[..., Any], *args: Any) -> Residuals:
-    """What `jax.grad` of `fn` at `args` keeps from forward to backward; nothing is computed.
+    """Find what `jax.grad` of `fn` at `args` keeps from forward to backward; nothing is computed.
 
     `args`: pytrees of arrays or `jax.ShapeDtypeStruct`. It is JAX's choice, before the compiler's: XLA may recompute a
     cheap one, and a `scan` stacks those of all its iterations. Where `jax.ad_checkpoint.print_saved_residuals` says
@@ -86,7 +86,7 @@ def saved_residuals(fn: Callable[..., Any], *args: Any) -> Residuals:
 
 
 def _producer(jaxpr: jex_core.Jaxpr, var: Any) -> tuple[str, str]:
-    """What made a value, and on which line, down through loops, calls and checkpoints."""
+    """Return what made a value, and on which line, down through loops, calls and checkpoints."""
     eqn = _maker(jaxpr, var)
     while eqn is not None and (before := same_value_before(jaxpr, eqn, var)) is not None:
         jaxpr, var = before

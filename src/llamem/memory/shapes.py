@@ -9,7 +9,7 @@ import numpy as np
 
 
 def shape_of(leaf: Any, where: str = "an argument") -> jax.ShapeDtypeStruct:
-    """The shape and type that `jax.jit` would see; a Python number stays weakly typed.
+    """Return the shape and type that `jax.jit` would see; a Python number stays weakly typed.
 
     Raises TypeError, with `where` in it, for what is no number, array, shape or random key.
     """
@@ -28,17 +28,17 @@ def shape_of(leaf: Any, where: str = "an argument") -> jax.ShapeDtypeStruct:
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether it is the type of random keys such as `jax.random.key` makes."""
+    """Return whether it is the type of random keys such as `jax.random.key` makes."""
     return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def key_implementation(key: jax.ShapeDtypeStruct) -> Any:
-    """By which method the key draws, "threefry2x32" or "rbg", as `jax.random.wrap_key_data(impl=)` takes it."""
+    """Return how a key draws, "threefry2x32" or "rbg", as `jax.random.wrap_key_data(impl=)` takes it."""
     found = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)  # it answers for arrays, not for shapes
     return found[0]
 
 
 def on_host(aval: Any) -> bool:
-    """Whether a traced value is said to be in the host's memory."""
+    """Return whether a traced value is said to be in the host's memory."""
     return "host" in str(getattr(aval, "memory_space", "")).lower()

@@ -45,7 +45,7 @@ class Shown:
     """An answer that is sentences and tables: both its text and its HTML are made of what `parts_shown` returns."""
 
     def parts_shown(self) -> Iterable[str | Table]:
-        """The sentences and tables, in order."""
+        """Return the sentences and tables, in order."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -63,12 +63,12 @@ class Shown:
 
 
 def line_of_source(file: str, line: int) -> str:
-    """`file.py:12`; `cell:12` for the files under whose numbers Jupyter keeps its cells."""
+    """Return `file.py:12`; `cell:12` for the files under whose numbers Jupyter keeps its cells."""
     name = os.path.basename(file)
     return f"{'cell' if name.removesuffix('.py').isdigit() else name}:{line}"
 
 
 def size_text(n_bytes: int) -> str:
-    """`10.55 GiB`, in the largest unit of which there is one."""
+    """Return a size as `10.55 GiB`, in the largest unit of which there is one."""
     exponent = min(max(n_bytes, 1).bit_length() - 1, 39) // 10
     return f"{n_bytes} B" if exponent == 0 else f"{n_bytes / 2 ** (10 * exponent):.2f} {'KMG'[exponent - 1]}iB"

@@ -83,7 +83,7 @@ class Timeline:
         arguments: Sequence[str],
         provenance: Provenance,
     ) -> "Timeline":
-        """From the table of `read_schedule`, and the names and the provenance of the arguments, in their flat order."""
+        """Make one from the table of `read_schedule`, and the arguments' names and provenance, in their flat order."""
         texts = schedule["texts"]
         allocations = {number: Allocation(*parts) for number, *parts in schedule["allocations"]}
 
@@ -121,11 +121,11 @@ class Timeline:
         )
 
     def curve(self, space: Space = "device") -> np.ndarray:
-        """Bytes in use at each step."""
+        """Return the bytes in use at each step."""
         return sum(self._by_category[space].values(), np.zeros(self.steps, np.int64))
 
     def by_category(self, space: Space = "device") -> dict[Category, np.ndarray]:
-        """Bytes in use at each step by category, those without a byte left out; together they are the curve."""
+        """Return the bytes in use at each step by category, without empty ones; together they are the curve."""
         return {category: row for category, row in self._by_category[space].items() if row.any()}
 
     @functools.cached_property
@@ -179,7 +179,7 @@ class Timeline:
         return (int(above[0]), int(above[-1])) if above.size else None
 
     def alive(self, step: int, space: Space = "device") -> tuple[Span, ...]:
-        """Who lies in memory at a step, largest first. Their bytes add up to the curve there.
+        """Return who lies in memory at a step, largest first. Their bytes add up to the curve there.
 
         Raises IndexError for a step that is not there.
         """
@@ -194,11 +194,11 @@ class Timeline:
         return tuple(sorted(buffers, key=lambda buffer: -buffer.bytes))
 
     def at_peak(self) -> tuple[Span, ...]:
-        """Who lies in the device's memory where it is fullest, largest first. Their bytes add up to `peak_bytes`."""
+        """Return who lies in the device's memory at the peak, largest first. Their bytes add up to `peak_bytes`."""
         return self.alive(self.peak_step)
 
     def runs(self, space: Space = "device") -> dict[int, list[tuple[int, int, int]]]:
-        """For each buffer that adds to the curve, by its number: (first step, last step, bytes it adds there)."""
+        """Return by the number of each buffer that adds to the curve: (first step, last step, bytes added there)."""
         rows: dict[int, list[tuple[int, int, int]]] = {}
         for step in range(self.steps):
             numbers, held = self._places[space].alive(step)
@@ -211,11 +211,11 @@ class Timeline:
         return {number: stretches for number, stretches in rows.items() if stretches}
 
     def pass_at(self, step: int) -> Pass:
-        """The pass that a step lies in; "" in a program that differentiates nothing."""
+        """Return the pass that a step lies in; "" in a program that differentiates nothing."""
         return next((name for name, first, end in self.passes if first <= step < end), "")
 
     def with_categories(self, names: Mapping[str, Category]) -> "Timeline":
-        """With categories of your own: `{"head": "weights"}` for what has "head" in its operation or argument's name.
+        """Return it with your own categories: `{"head": "weights"}` for what has "head" in its operation or argument.
 
         The first entry that fits counts. Raises ValueError for an unknown category.
         """
@@ -273,6 +273,6 @@ class Timeline:
 
 
 def _sizes(shape: str) -> list[int]:
-    """The sizes in the text of an array's shape, `f32[8,16]`; none of a tuple's."""
+    """Return the sizes in the text of an array's shape, `f32[8,16]`; none of a tuple's."""
     found = re.fullmatch(r"\w+\[([\d,]+)\]", shape)
     return [int(size) for size in found[1].split(",")] if found else []

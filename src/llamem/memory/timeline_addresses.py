@@ -33,12 +33,12 @@ class Addresses:
         return len(self._rows)
 
     def alive(self, step: int) -> tuple[Int[np.ndarray, "buffers"], Int[np.ndarray, "buffers"]]:
-        """The numbers of the buffers alive at a step and the bytes that each adds to those before it."""
+        """Return the numbers of the buffers alive at a step and the bytes that each adds to those before it."""
         rows = self._rows
         return _held(rows[(rows[:, 1] <= step) & (rows[:, 2] >= step)])[:2]
 
     def gaps(self, step: int) -> dict[str, int]:
-        """What is set aside and not in use at a step, by where it lies, as `Timeline.gaps` tells it."""
+        """Return what is set aside and not in use at a step, by where it lies, as `Timeline.gaps` tells it."""
         rows = self._rows
         in_use = _by_allocation(rows[(rows[:, 1] <= step) & (rows[:, 2] >= step)])
         ever = _by_allocation(rows)
@@ -53,14 +53,14 @@ class Addresses:
 
 
 def _held(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of rows by address: the buffers' numbers, the bytes that each adds to those before it, their allocations."""
+    """Return, for rows by address, buffers' numbers, bytes that each adds to those before it, and allocations."""
     number, _, _, start, end, allocation = rows.T
     reached = np.maximum.accumulate(np.concatenate([[0], end]))[:-1]
     return number, np.maximum(end - np.maximum(start, reached), 0), allocation
 
 
 def _by_allocation(rows: np.ndarray) -> dict[int, int]:
-    """Bytes of each allocation that lie under one of these rows, or several."""
+    """Return bytes of each allocation that lie under one of these rows, or several."""
     totals: dict[int, int] = {}
     _, held, allocation = _held(rows)
     for number, size in zip(allocation.tolist(), held.tolist(), strict=True):

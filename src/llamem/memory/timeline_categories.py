@@ -35,5 +35,5 @@ _NAMES: dict[str, Category] = {
 
 
 def named_category(name: str) -> Category:
-    """What an argument is, by the first telling name in its path, such as `state.params['norm']`; "other" if none."""
+    """Return what an argument is, by the first telling name in a path such as `state.params['norm']`, or "other"."""
     return next((_NAMES[part] for part in re.findall(r"\w+", name) if part in _NAMES), "other")

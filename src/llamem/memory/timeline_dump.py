@@ -31,7 +31,7 @@ class Value:
 
 
 def read_lives(stem: str, places: dict[int, Place]) -> tuple[tuple[str, ...], tuple[Value, ...]]:
-    """The names of a program's instructions in their order, and the values that they make.
+    """Return the names of a program's instructions in their order, and the values that they make.
 
     `stem`: the path that the dump's files begin with. Raises ValueError where one is missing, cut short, or strange.
     """
@@ -76,7 +76,7 @@ def _live_ranges(text: str) -> tuple[tuple[str, ...], dict[str, tuple[int, int]]
 
 
 def _values(text: str) -> dict[int, tuple[list[str], tuple[str, ...]]]:
-    """Each value's positions and users, by its number."""
+    """Return each value's positions and users, by its number."""
     table = {}
     # A value's entry is its number, then positions, users, and the line of the instruction that makes it.
     for entry in re.split(r"^<(?=\d+ )", text, flags=re.MULTILINE)[1:]:

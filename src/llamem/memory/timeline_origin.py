@@ -33,17 +33,17 @@ class Origins:
         self._by_name = {line.name: line for lines in program.computations.values() for line in lines}
 
     def named(self, name: str) -> Instruction:
-        """The instruction of this name; an empty one where the program's text has none."""
+        """Return the instruction of this name; an empty one where the program's text has none."""
         return self._by_name.get(name) or Instruction(name, (), "", (), "")
 
     def of(self, value: str) -> Instruction:
-        """What computes a value such as "fusion.3{1}"; its own instruction where nothing tells more."""
+        """Return what computes a value such as "fusion.3{1}"; its own instruction where nothing tells more."""
         name, _, index = value.rstrip("}").partition("{")
         found = self._walk(name, index)
         return found if "op_name=" in found.rest else self.named(name)
 
     def argument_of(self, line: Instruction) -> int | None:
-        """The number of the program's argument of which the line is a copy, or which it casts; else None."""
+        """Return the number of the program's argument of which the line is a copy, or which it casts; else None."""
         for _ in range(_MOST_HOPS):
             if line.opcode == "parameter":
                 return int(line.operands[0]) if line in self._computations[ENTRY] else None
@@ -74,7 +74,7 @@ class Origins:
         return line
 
     def _moved_inside(self, line: Instruction) -> Sequence[Instruction]:
-        """The instructions inside a fusion that only moves, or does not say itself what it computes."""
+        """Return the instructions inside a fusion that only moves, or does not say itself what it computes."""
         moves = "dynamic_update_slice" in line.rest or "dynamic-update-slice" in line.name
         if line.opcode != "fusion" or ("op_name=" in line.rest and not moves):
             return ()

@@ -40,7 +40,7 @@ class Row(NamedTuple):
 def read_schedule(
     stem: str, allocations: dict[int, Allocation], places: dict[int, Place], program: Program
 ) -> dict[str, Any]:
-    """What `Timeline.from_schedule` reads, for JSON: of a program and its memory, and the dump's files of its values.
+    """Return what `Timeline.from_schedule` reads, for JSON: of a program, its memory, and the dump's files of values.
 
     `stem`: the path that those begin with. Raises ValueError where one is missing, cut short, or of a form that is not
     known.
@@ -89,12 +89,12 @@ class _Reader:
         return self._origins.named(name)
 
     def allocations(self) -> list[tuple[Any, ...]]:
-        """The pieces of memory that the compiler set aside, each after its number."""
+        """Return the pieces of memory that the compiler set aside, each after its number."""
         own = {number: one for number, one in self._allocations.items() if one.kind != "thread"}
         return [(number, *dataclasses.astuple(one)) for number, one in own.items()]
 
     def held_throughout(self) -> Iterator[Row]:
-        """Rows of arguments, which the caller holds (those donated become outputs), and of constants."""
+        """Yield rows of arguments, which the caller holds (those donated become outputs), and of constants."""
         for number, one in self._allocations.items():
             if one.kind in ("argument", "constant"):
                 yield Row(
@@ -102,7 +102,7 @@ class _Reader:
                 )
 
     def made(self) -> Iterator[Row]:
-        """Rows of what the program makes: one for each stay of a buffer in memory."""
+        """Yield rows of what the program makes: one for each stay of a buffer in memory."""
         for group in self._buffers():
             chosen = next((value for value in _computed_first(group) if _own_pass(self._maker(value))), group[0])
             place, line = chosen.place, self._origins.of(chosen.place.name)
@@ -114,7 +114,7 @@ class _Reader:
                 yield Row(place.allocation, place.offset, place.size, first, last, *told)
 
     def loops(self) -> list[tuple[int, int, int | None]]:
-        """Of each loop in the schedule its first step, the one after its last, and how often it runs, if it says."""
+        """Return each loop's first step in the schedule, the one after its last, and how often it runs, if it says."""
         computations = self._program.computations
         rows: list[tuple[int, int, int | None]] = []
         for loop in (line for lines in computations.values() for line in lines if line.opcode == "while"):
@@ -128,7 +128,7 @@ class _Reader:
         return self.line(value.place.name.partition("{")[0])
 
     def _buffers(self) -> Iterator[list[Value]]:
-        """Values that are one buffer by definition: what a loop takes, updates in place and gives back."""
+        """Yield values that are one buffer by definition: what a loop takes, updates in place and gives back."""
         at_address: dict[tuple[int, int, int], list[Value]] = defaultdict(list)
         for value in sorted(self._values, key=lambda value: (value.first, value.last)):
             kind = self._allocations[value.place.allocation].kind
@@ -145,13 +145,13 @@ class _Reader:
             yield group
 
     def _continues(self, earlier: Value, later: Value) -> bool:
-        """Whether `later` is the same buffer as `earlier` at its address, and not another that reuses the place."""
+        """Return whether `later` is the same buffer as `earlier` at its address, and no other that reuses the place."""
         maker = self._maker(later)
         in_place = any(word in f"{maker.name} {maker.opcode} {maker.rest}" for word in _UPDATES)
         return later.place.phi or in_place or (earlier.place.phi and self._maker(earlier).opcode == "parameter")
 
     def _kind(self, group: list[Value], in_output: bool) -> tuple[str, Pass]:
-        """The category of a buffer, and the pass in which it is made."""
+        """Return the category of a buffer, and the pass in which it is made."""
         makers = [(value.first, self._origins.of(value.place.name)) for value in _computed_first(group)]
         told = [own for step, maker in makers if (own := self._made_in(step, maker))]
         made_in: Pass = told[0] if told else self._pass_of_step[group[0].first]
@@ -181,7 +181,7 @@ class _Reader:
 
 
 def find_passes(passes: list[Pass]) -> list[tuple[Pass, int, int]]:
-    """Where the forward pass ends and the backward one, by the passes of a schedule's steps: (pass, first, end).
+    """Return where the forward pass ends and the backward one, by the passes of a schedule's steps: (pass, first, end).
 
     Compilers interleave them a little: each border lies where the fewest steps are on its wrong side. Empty for a
     program that differentiates nothing.
@@ -198,7 +198,7 @@ def find_passes(passes: list[Pass]) -> list[tuple[Pass, int, int]]:
 
 
 def _border(before: list[bool], after: list[bool]) -> int:
-    """The place with the fewest of `after` before it and of `before` after it."""
+    """Return the place with the fewest of `after` before it and of `before` after it."""
     wrong = sum(before)
     best, place = wrong, 0
     for step, (early, late) in enumerate(zip(before, after, strict=True), 1):
@@ -220,13 +220,13 @@ def _op_name(line: Instruction) -> str:
 
 
 def _is_logits(path: str) -> bool:
-    """Whether it is made within `jax.named_scope("logits")`, and is not one of that scope's products in reverse."""
+    """Return whether it is made within `jax.named_scope("logits")`, and by no product of that scope in reverse."""
     inside = re.search(r"\blogits\b", path) is not None
     return inside and not (path.endswith("dot_general") and "transpose(" in path)
 
 
 def _computed_first(group: list[Value]) -> list[Value]:
-    """First the values that are computed, then those that only pass through a loop."""
+    """Return the values with those that are computed first, then those that only pass through a loop."""
     return sorted(group, key=lambda value: value.place.phi)
 
 
