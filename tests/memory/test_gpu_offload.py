@@ -11,7 +11,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import llamem
-from llamem.memory import compiling, gpu_offload
+from llamem.memory import compiling, gpu_offload, slice_notes
 from llamem.memory.hlo import parse
 
 needs_gpu_compiler = pytest.mark.skipif(not llamem.available("a100-40"), reason="needs the CUDA plugin and ptxas")
@@ -37,8 +37,8 @@ def on_gpu(fn, *shapes, hosted=(), **options) -> llamem.Report:
     return llamem.compile_report(fn, *args, chip="a100-40", cache=False, **options)
 
 
-def check_text(text: str) -> gpu_offload.SliceNotes:
-    return gpu_offload.check_slice_notes(parse(text))
+def check_text(text: str) -> slice_notes.SliceNotes:
+    return slice_notes.check_slice_notes(parse(text))
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def texts(monkeypatch):
 def test_offloaded_residuals_are_read_back_from_where_they_were_written(texts, monkeypatch):
     cured = on_gpu(gradient, (L, D, D), (N, D))
     assert cured.host_bytes == L * N * D * 4 and not any("another place" in note for note in cured.warnings)
-    assert check_text(texts[-1]) == gpu_offload.SliceNotes(0, (), ())
+    assert check_text(texts[-1]) == slice_notes.SliceNotes(0, (), ())
 
     monkeypatch.setattr(compiling, "offload_options", lambda *_: {})
     as_it_comes = on_gpu(gradient, (L, D, D), (N, D))

@@ -16,7 +16,7 @@ from programs import WEIGHTS, D, L, N, X, by_policy, dropout, proved
 
 import llamem
 from llamem import assert_remat, verify_remat
-from llamem.memory.gpu_offload import slice_notes
+from llamem.memory.slice_notes import wrong_slice_notes
 from llamem.train import loss_fn
 from llamem.verify import Title
 from llamem.verify.both_ways import BothWays
@@ -92,13 +92,13 @@ def test_offloaded_bytes_arrive_or_are_missed(place):
 
 
 def test_what_is_read_back_elsewhere_than_it_was_written_fails():
-    """As a GPU's report says it; tests of `llamem.memory.gpu_offload` read such a program."""
+    """As a GPU's report says it; tests of `llamem.memory.slice_notes` read such a program."""
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst="pinned_host"
     )
     both = BothWays(by_policy(policy), WEIGHTS, X, True, False)
     mine, plain = both.reports
-    said = tuple(slice_notes(["fusion.3 of scan: turn 0: byte 40, noted 0"]))
+    said = tuple(wrong_slice_notes(["fusion.3 of scan: turn 0: byte 40, noted 0"]))
     vars(both)["reports"] = dataclasses.replace(mine, warnings=said), plain
     proof = offloaded_bytes_arrive(both)
     assert proof is not None and proof.failed and "read or written at another place" in proof.cause, proof

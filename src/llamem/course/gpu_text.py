@@ -8,8 +8,9 @@ from jax.experimental import topologies
 
 from llamem.memory import find_chip
 from llamem.memory.cross_compile import gpu_description
-from llamem.memory.gpu_offload import SliceNotes, check_slice_notes, offloads_rightly
+from llamem.memory.gpu_offload import offloads_rightly
 from llamem.memory.hlo import parse
+from llamem.memory.slice_notes import SliceNotes, check_slice_notes
 
 
 def compiled_gpu_text(fn: Callable[..., Any], *shapes: Any, chip: str, options: Mapping[str, str]) -> str:

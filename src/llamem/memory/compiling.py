@@ -25,7 +25,7 @@ from llamem.memory.cross_compile import compile_absent, export_for, traced_for
 from llamem.memory.device_queries import noted_queries
 from llamem.memory.dump import analysed_bytes, needed_bytes, read_dump, remedy
 from llamem.memory.flops import count_products, matmul_flops
-from llamem.memory.gpu_offload import offload_options, offloads_rightly, slice_notes
+from llamem.memory.gpu_offload import offload_options, offloads_rightly
 from llamem.memory.hlo import optimised_text, parse
 from llamem.memory.hlo_counts import describe
 from llamem.memory.jaxprs import callbacks_in, moved_to_host
@@ -35,6 +35,7 @@ from llamem.memory.provenance import find_provenance
 from llamem.memory.report import Buffer, Collective, Depth, Report
 from llamem.memory.report_cache import cached
 from llamem.memory.shapes import is_key, on_host
+from llamem.memory.slice_notes import wrong_slice_notes
 from llamem.memory.timeline import Timeline
 
 __all__ = ["compile_report", "matmul_flops", "moved_to_host"]
@@ -214,6 +215,9 @@ def _report(
         refused="error" in answer,
     )
     unknown = "collectives" in answer and answer["collectives"] is None
-    warnings = [*program_notes(report, jaxpr, products, leaves, unknown), *slice_notes(answer.get("wrong_slices", ()))]
+    warnings = [
+        *program_notes(report, jaxpr, products, leaves, unknown),
+        *wrong_slice_notes(answer.get("wrong_slices", ())),
+    ]
     warnings += [NO_TILES_NOTE] if "products_by_library" in answer else []
     return dataclasses.replace(report, warnings=tuple(warnings))

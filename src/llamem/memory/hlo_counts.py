@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 from llamem.memory.flops import Window, convolution_flops
-from llamem.memory.gpu_offload import check_slice_notes
 from llamem.memory.hlo import Instruction, Program, Shape
 from llamem.memory.report import Buffer, Collective
+from llamem.memory.slice_notes import check_slice_notes
 
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # Names for memory that another line already counts, or that is none.
