@@ -36,7 +36,7 @@ _MAX_BYTES = 200_000_000  # of a JSON file; those of large vocabularies have som
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class TokenizerParts:
     """What the files say of a tokenizer."""
 
     model: Any  # a _Tiktoken or a _HuggingFace, which have the same methods
@@ -46,7 +46,7 @@ class Found:
     chat_template: str | None = None
 
 
-def open_tokenizer(path: Path) -> Found:
+def open_tokenizer(path: Path) -> TokenizerParts:
     """Open a tokenizer's file or a model's folder. Raise FileNotFoundError, or ValueError with the file's name."""
     file = path
     if path.is_dir():
@@ -63,8 +63,8 @@ def open_tokenizer(path: Path) -> Found:
     model = _HuggingFace.open(file) if file.suffix == ".json" else _Tiktoken(file, content)
     fingerprint = hashlib.blake2b(content, digest_size=8).hexdigest()
     if path.is_dir():
-        return Found(model, fingerprint, *_told_in(path, model.special))
-    return Found(model, fingerprint)
+        return TokenizerParts(model, fingerprint, *_told_in(path, model.special))
+    return TokenizerParts(model, fingerprint)
 
 
 class _Tiktoken:
@@ -166,11 +166,11 @@ def _told_in(folder: Path, special: dict[str, int]) -> tuple[int | None, tuple[i
     return token_id(told.get("bos_token")), known, template
 
 
-def _of_gguf(file: Path) -> Found:
+def _of_gguf(file: Path) -> TokenizerParts:
     gguf = open_gguf(file)
     model = _HuggingFace(tokenizer_of(gguf))
     ids = [gguf.whole(f"tokenizer.ggml.{name}_token_id", None) for name in ("eos", "eot", "eom")]
     stops = tuple(dict.fromkeys(i for i in ids if i is not None))
     template = gguf.text("tokenizer.chat_template", None)
     fingerprint = hashlib.blake2b(model._model.to_str().encode(), digest_size=8).hexdigest()
-    return Found(model, fingerprint, gguf.whole("tokenizer.ggml.bos_token_id", None), stops, template)
+    return TokenizerParts(model, fingerprint, gguf.whole("tokenizer.ggml.bos_token_id", None), stops, template)

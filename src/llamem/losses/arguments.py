@@ -10,7 +10,7 @@ from jaxtyping import Array
 from llamem._checks import check_number, check_whole, show
 
 
-class Batch(NamedTuple):
+class Operands(NamedTuple):
     """Hidden `[..., D]`, targets `[...]` and weights `[...]`, which fit each other."""
 
     hidden: Array
@@ -99,7 +99,7 @@ def check_split_axis(name: Any, axis: str) -> Literal["vocab"]:
     return "vocab"
 
 
-def check_batch(hidden: Any, targets: Any, weights: Any) -> Batch:
+def check_batch(hidden: Any, targets: Any, weights: Any) -> Operands:
     """Return hidden, targets and weights as arrays that fit each other."""
     hidden = as_floats("hidden", hidden, "[..., D]")
     if hidden.ndim == 0 or hidden.shape[-1] == 0:
@@ -116,7 +116,7 @@ def check_batch(hidden: Any, targets: Any, weights: Any) -> Batch:
             raise ValueError(f"weights must have hidden's batch shape {rows}, got {weights.shape}.")
         if not _is_real(weights.dtype) and weights.dtype != jnp.bool_:
             raise TypeError(f"weights must be real numbers, got {weights.dtype}.")
-    return Batch(hidden, targets, weights)
+    return Operands(hidden, targets, weights)
 
 
 def check_head(head: Any, bias: Any, hidden: Array) -> list[Array]:

@@ -152,7 +152,7 @@ def _reduced(
     tiles: VocabTiles,
     reduction: str,
     ignore_index: int,
-    batch: arguments.Batch,
+    batch: arguments.Operands,
     head: list,
     normalizer: Any,
 ) -> Array:

@@ -181,7 +181,7 @@ def _check_advantages(value: Any, rows: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(found[..., None], rows)
 
 
-def _weights_by_sequence(batch: arguments.Batch, ignore_index: int) -> Array:
+def _weights_by_sequence(batch: arguments.Operands, ignore_index: int) -> Array:
     """Return the mask, divided by its sum over each sequence."""
     if batch.targets.ndim == 0:
         raise ValueError('normalize="sequences" needs sequences: targets [..., T], got a single id.')

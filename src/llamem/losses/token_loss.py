@@ -89,7 +89,7 @@ def tiled_token_loss(
 
 
 def _sums(
-    loss_of: Callable, softmax: Softmax, axis: Any, num_tiles: Any, batch: arguments.Batch, vocab: int
+    loss_of: Callable, softmax: Softmax, axis: Any, num_tiles: Any, batch: arguments.Operands, vocab: int
 ) -> tuple[Callable, Callable]:
     """Return the weighted sum to take where the head is differentiated, and the one where it is frozen."""
     N, D = batch.targets.size, batch.hidden.shape[-1]
@@ -125,7 +125,7 @@ def _mean(
     sums: tuple[Callable, Callable],
     softmax: Softmax,
     ignore_index: int,
-    batch: arguments.Batch,
+    batch: arguments.Operands,
     head: list,
     extras: Any,
     normalizer: Any,

@@ -26,7 +26,9 @@ from llamem.train.settings import TrainSettings
 from llamem.train.sharded_step import batch_spec, check_sizes, on_mesh
 from llamem.train.step import Optimizer, TrainState, abstract_params, graphdef_of
 
-Batch = tuple[Any, ...]  # inputs [B, T], targets [B, T], the adapter of each sequence [B], perhaps segments [B, T]
+AdapterBatch = tuple[
+    Any, ...
+]  # inputs [B, T], targets [B, T], the adapter of each sequence [B], perhaps segments [B, T]
 
 
 def init_lora_state(adapters: Adapters, settings: TrainSettings, optimizer: Optimizer = None) -> TrainState:
@@ -49,7 +51,7 @@ def make_lora_step(
     optimizer: Optimizer = None,
     *,
     learning_rates: Sequence[float] | None = None,
-) -> Callable[[TrainState, Any, Batch], tuple[TrainState, dict[str, Array]]]:
+) -> Callable[[TrainState, Any, AdapterBatch], tuple[TrainState, dict[str, Array]]]:
     """Return `step(state, base, (inputs_BT, targets_BT, adapter_B)) -> state, metrics`, to be jitted, state donated.
 
     `base` are the parameters of the frozen model, `nnx.state(model)`, matrices in blocks of four bits among them; no
@@ -73,7 +75,7 @@ def make_lora_step(
         updates = updates if peaks is None else jax.tree.map(lambda u: rate.astype(u.dtype) * u, updates)
         return optax.apply_updates(weights, updates), moments, norm
 
-    def step_on_device(state: TrainState, base: Any, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+    def step_on_device(state: TrainState, base: Any, batch: AdapterBatch) -> tuple[TrainState, dict[str, Array]]:
         graphdef = graphdef_of(config, plan, base)
         metrics, grads = losses_and_grads(graphdef, settings, base, state.params, batch)
         old = state.params.weights, state.opt_state
@@ -86,7 +88,7 @@ def make_lora_step(
         state = TrainState(state.step + present_A, state.params.with_weights(weights), moments)
         return state, metrics | {"grad_norm": norm_A}
 
-    def step(state: TrainState, base: Any, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+    def step(state: TrainState, base: Any, batch: AdapterBatch) -> tuple[TrainState, dict[str, Array]]:
         if peaks is not None and len(peaks) != state.params.count:
             raise ValueError(f"learning_rates={peaks}: expected one for each of {state.params.count} adapters.")
         base = of_matrices(base, is_on_host) if plan.weights == "host" else base
@@ -104,7 +106,7 @@ def abstract_lora_step(
     optimizer: Optimizer = None,
     *,
     quantize: Kind | None = None,
-) -> tuple[Callable[..., Any], TrainState, Any, Batch]:
+) -> tuple[Callable[..., Any], TrainState, Any, AdapterBatch]:
     """Return the step of adapters over a model that is never built, with the shapes of its arguments.
 
     `(step, state, base, batch)` are for `llamem.compile_report(step, state, base, batch, donate_argnums=(0,),
@@ -132,7 +134,7 @@ def abstract_lora_step(
 
 
 def losses_and_grads(
-    graphdef: nnx.GraphDef, settings: TrainSettings, base: Any, adapters: Adapters, batch: Batch
+    graphdef: nnx.GraphDef, settings: TrainSettings, base: Any, adapters: Adapters, batch: AdapterBatch
 ) -> tuple[dict[str, Array], Any]:
     """Return every adapter's mean loss and number of tokens, `[A]`, and the gradients of the sum of the losses.
 
@@ -157,11 +159,11 @@ def losses_and_grads(
     return {"loss": mean(losses_B), "tokens": tokens_A}, grads
 
 
-def lora_losses(graphdef: nnx.GraphDef, base: Any, adapters: Adapters, batch: Batch) -> Array:
+def lora_losses(graphdef: nnx.GraphDef, base: Any, adapters: Adapters, batch: AdapterBatch) -> Array:
     """Return every adapter's mean loss over its own tokens, `[A]`, without gradients; NaN where it has none."""
     mesh = nnx.merge(graphdef, base).plan.mesh
 
-    def losses(base: Any, adapters: Adapters, batch: Batch) -> Array:
+    def losses(base: Any, adapters: Adapters, batch: AdapterBatch) -> Array:
         inputs_BT, targets_BT, adapter_B, *segments = batch
         weights_B, _, mean = _of_adapters(adapters.count, mesh, batch)
         given = {"adapters": adapters, "adapter_B": adapter_B}
@@ -175,7 +177,7 @@ def lora_losses(graphdef: nnx.GraphDef, base: Any, adapters: Adapters, batch: Ba
     return on_mesh(losses, mesh, specs, PartitionSpec())(base, adapters, batch)
 
 
-def _of_adapters(count: int, mesh: MeshShape, batch: Batch) -> tuple[Array, Array, Callable[[Array], Array]]:
+def _of_adapters(count: int, mesh: MeshShape, batch: AdapterBatch) -> tuple[Array, Array, Callable[[Array], Array]]:
     """Return one over the tokens of each sequence's adapter `[B]`, the tokens of each adapter `[A]`, and what
     makes the mean losses `[A]` of the summed losses of sequences `[B]`.
     """

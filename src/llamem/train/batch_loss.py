@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from llamem.layers.context import local_positions
 from llamem.layers.parts import order_gradients
+from llamem.layers.trees import add_to, cast_like, wide_zeros
 from llamem.llama.lora import Adapters
 from llamem.llama.lora_products import adapted_head
 from llamem.llama.model import Llama
@@ -147,8 +148,7 @@ def loss_and_grads(
 
     def add(total: Any, part: tuple[Array, ...]) -> tuple[Any, Array]:
         grads, losses_B = grad(trained, *part)
-        return jax.tree.map(lambda t, g: t + g.astype(t.dtype), total, grads), losses_B
+        return add_to(total, grads), losses_B
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), trained)
-    grads, losses = lax.scan(add, zeros, parts)
-    return losses.reshape(-1), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
+    grads, losses = lax.scan(add, wide_zeros(trained), parts)
+    return losses.reshape(-1), cast_like(grads, trained)

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from llamem.layers.offload import is_on_host, to_device, to_host
+from llamem.layers.trees import combine
 from llamem.llama.host_memory import of_matrices, waits_on_host
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import parameter_name
-from llamem.train.optimizers import Update, is_stacked
+from llamem.train.optimizers import UpdateRule, is_stacked
 
 # Tables of the vocabulary are cut into up to so many pieces of rows, whose size this divides: rows of a bf16 array lie
 # 16 together in a TPU's memory.
@@ -28,7 +29,7 @@ def mark_host_arguments(params: Any, opt_state: Any, plan: Plan) -> tuple[Any, A
     return params, of_matrices(opt_state, is_on_host) if plan.moments == "host" else opt_state
 
 
-def update_by_parts(update: Update, plan: Plan, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+def update_by_parts(update: UpdateRule, plan: Plan, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
     """Return the new parameters and optimizer state: of the layers, each table of the vocabulary, all vectors.
 
     `update` computes every element by itself. Gradients are on the device.
@@ -42,7 +43,7 @@ def update_by_parts(update: Update, plan: Plan, grads: Any, opt_state: Any, para
     return done_params, done_state
 
 
-def update_by_rows(update: Update, plan: Plan, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+def update_by_rows(update: UpdateRule, plan: Plan, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
     """Apply `update` piece by piece of the leading axis, in a loop that changes parameters and moments in place.
 
     All leaves are matrices of one leading axis, or counters, which stay as they are. Gradients are on the device.
@@ -95,11 +96,6 @@ def select_part(tree: Any, part: str, part_of: Any = part_of) -> Any:
         return leaf if parameter_name(path) is None or part_of(path) == part else None
 
     return jax.tree.map_with_path(one, tree)
-
-
-def combine(one: Any, other: Any) -> Any:
-    """Return two selections of a tree as one."""
-    return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda leaf: leaf is None)
 
 
 def _rows_of_a_piece(leaf: Any) -> int:

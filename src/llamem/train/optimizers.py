@@ -16,7 +16,7 @@ from llamem.train.settings import TrainSettings
 
 # Of gradients, the optimizer's state, parameters, and the number of the first row or layer that these arrays have of
 # the whole ones: the new parameters and the new state.
-Update = Callable[..., tuple[Any, Any]]
+UpdateRule = Callable[..., tuple[Any, Any]]
 
 
 def make_optimizer(
@@ -88,7 +88,7 @@ def _wide(grad: Array) -> Array:
     return grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
 
 
-def make_update(settings: TrainSettings, optimizer: optax.GradientTransformation, step: Array) -> Update:
+def make_update(settings: TrainSettings, optimizer: optax.GradientTransformation, step: Array) -> UpdateRule:
     """Return `update(grads, opt_state, params, first=0)`: new parameters, rounded as the settings say, and new state.
 
     `first` is the number of the first row or layer that the arrays have of the whole ones. `step` is the number of

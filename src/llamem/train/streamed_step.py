@@ -21,18 +21,19 @@ from llamem.layers.offload import to_device, to_host
 from llamem.layers.parts import order_gradients
 from llamem.layers.stack import group_count
 from llamem.layers.streaming import backward, forward, put_back, take
+from llamem.layers.trees import combine, partition
 from llamem.llama.heads import rms_norm
 from llamem.llama.model import Llama
 from llamem.llama.sharding import parameter_name
 from llamem.llama.tables import embed
 from llamem.train.batch_loss import loss_of_hidden, mean_weights
-from llamem.train.on_host import combine, select_part, update_by_rows
-from llamem.train.optimizers import Update, is_stacked, norm_of, sum_of_squares, within
+from llamem.train.on_host import select_part, update_by_rows
+from llamem.train.optimizers import UpdateRule, is_stacked, norm_of, sum_of_squares, within
 from llamem.train.settings import TrainSettings
 
 
 def streamed_update(
-    model: Llama, settings: TrainSettings, update: Update, params: Any, opt_state: Any, batch: tuple[Array, ...]
+    model: Llama, settings: TrainSettings, update: UpdateRule, params: Any, opt_state: Any, batch: tuple[Array, ...]
 ) -> tuple[Any, Any, dict[str, Array]]:
     """Return new parameters, the optimizer's new state and the metrics of `make_train_step`.
 
@@ -46,7 +47,7 @@ def streamed_update(
     def compute(tree: Any, x_BTD: Array) -> Array:
         return layer(tree["blocks"], x_BTD)
 
-    def clipped_by(norm: Array) -> Update:
+    def clipped_by(norm: Array) -> UpdateRule:
         return lambda grads, *args: update(within(grads, norm, settings.clip_norm), *args)
 
     def update_table(name: str, d_table_VD: Array) -> tuple[Any, Any]:
@@ -126,9 +127,7 @@ def _part(tree: Any, name: str) -> Any:
 
 def _apart(opt_state: Any) -> tuple[Any, Any]:
     """Return counters, and moments, of an optimizer's state: each tree with None for the other."""
-    counters = jax.tree.map_with_path(lambda path, a: a if parameter_name(path) is None else None, opt_state)
-    moments = jax.tree.map_with_path(lambda path, a: None if parameter_name(path) is None else a, opt_state)
-    return counters, moments
+    return partition(opt_state, lambda path, _: parameter_name(path) is None)
 
 
 def _stacked(layer: Any) -> Any:

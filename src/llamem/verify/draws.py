@@ -27,7 +27,7 @@ _MAPPED = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
+class TracedValue:
     """What is known of a value.
 
     `number`: equal for equal values. `fed`: what it depends on. `repeats`: for each axis "", or "some" or "all" where
@@ -46,7 +46,7 @@ class Value:
 class Draw:
     """Random numbers drawn at one place of the program: their key, shape, the loops around, the branches taken."""
 
-    key: Value
+    key: TracedValue
     shape: tuple[int, ...]
     loops: tuple[int, ...]
     branches: tuple[tuple[int, int], ...]

@@ -16,7 +16,7 @@ from jax.extend import core as jex_core
 
 from llamem.memory.control_flow import Branches, OnDevices, Scan, While
 from llamem.memory.jaxprs import DRAWS, computed_again, control_flow, equations, inner_jaxprs, vmaps_around
-from llamem.verify.draws import Draw, Value, draw_faults
+from llamem.verify.draws import Draw, TracedValue, draw_faults
 from llamem.verify.repeats import repeats_of_array, repeats_of_result
 
 _MEETS = ("mul", "add", "sub", "div", "select_n", "and", "or")  # where a mask or noise is applied to data
@@ -50,18 +50,20 @@ class Keys:
         given = [self._leaf(i, leaf) for i, leaf in enumerate(self._leaves)]
         self._moving = self._leaves_that_move(traced.out_avals, given, self._program(traced, given, _Where()))
 
-    def _leaf(self, i: int, leaf: Any) -> Value:
+    def _leaf(self, i: int, leaf: Any) -> TracedValue:
         dtype = jnp.result_type(leaf) if not hasattr(leaf, "dtype") else leaf.dtype
         fed: set[Hashable] = {_PARAMETER} if i < self._n_params else set()
         if not jnp.issubdtype(dtype, jnp.inexact):
-            return Value(self._number("leaf", i), frozenset({*fed, ("leaf", i)}), repeats_of_array(leaf))
-        return Value(self._number("leaf", i), frozenset(fed), ("",) * np.ndim(leaf))
+            return TracedValue(self._number("leaf", i), frozenset({*fed, ("leaf", i)}), repeats_of_array(leaf))
+        return TracedValue(self._number("leaf", i), frozenset(fed), ("",) * np.ndim(leaf))
 
     def faults(self) -> list[str]:
         """Return what is wrong with the keys of the draws, in words."""
         return draw_faults(self.draws, self._moving) or list(dict.fromkeys(self._meetings))
 
-    def _leaves_that_move(self, avals: Sequence[Any], given: list[Value], results: list[Value]) -> set[Hashable]:
+    def _leaves_that_move(
+        self, avals: Sequence[Any], given: list[TracedValue], results: list[TracedValue]
+    ) -> set[Hashable]:
         """Return the leaves of integers and keys that are others in the next step.
 
         Those of the batch, unless the loss returns them as they are; of the parameters only those that come back
@@ -82,12 +84,12 @@ class Keys:
     def _number(self, *what: Hashable) -> int:
         return self._numbers.setdefault(what, next(self._fresh))
 
-    def _program(self, program: jex_core.ClosedJaxpr, args: Sequence[Value], where: _Where) -> list[Value]:
+    def _program(self, program: jex_core.ClosedJaxpr, args: Sequence[TracedValue], where: _Where) -> list[TracedValue]:
         jaxpr = program.jaxpr
         known = dict(zip(jaxpr.constvars, map(self._constant, program.consts), strict=True))
         known |= dict(zip(jaxpr.invars, args, strict=True))
 
-        def look(var: Any) -> Value:
+        def look(var: Any) -> TracedValue:
             return self._constant(var.val) if isinstance(var, jex_core.Literal) else known[var]
 
         for eqn in jaxpr.eqns:
@@ -98,16 +100,16 @@ class Keys:
             known |= dict(zip(eqn.outvars, self._operation(eqn, ins, around), strict=True))
         return [look(var) for var in jaxpr.outvars]
 
-    def _constant(self, array: Any) -> Value:
+    def _constant(self, array: Any) -> TracedValue:
         if jnp.issubdtype(jnp.result_type(array), jax.dtypes.prng_key):
             number = self._number("key", np.asarray(jax.random.key_data(array)).tobytes())
         elif np.size(array) <= 4096:
             number = self._number("constant", str(jnp.result_type(array)), np.shape(array), np.asarray(array).tobytes())
         else:
             number = next(self._fresh)
-        return Value(number, repeats=repeats_of_array(array), constant=True)
+        return TracedValue(number, repeats=repeats_of_array(array), constant=True)
 
-    def _operation(self, eqn: jex_core.JaxprEqn, ins: list[Value], where: _Where) -> list[Value]:
+    def _operation(self, eqn: jex_core.JaxprEqn, ins: list[TracedValue], where: _Where) -> list[TracedValue]:
         flow = control_flow(eqn)
         if isinstance(flow, Scan):
             return self._scan(flow, ins, where)
@@ -127,15 +129,15 @@ class Keys:
             self._draw(eqn, ins, where)
         return [self._result(eqn, i, ins) for i in range(len(eqn.outvars))]
 
-    def _draw(self, eqn: jex_core.JaxprEqn, ins: list[Value], where: _Where) -> None:
+    def _draw(self, eqn: jex_core.JaxprEqn, ins: list[TracedValue], where: _Where) -> None:
         key = ins[0]
         if eqn.primitive.name == "threefry2x32":  # two words of a key, two of counters
-            key = Value(self._number("words", *(value.number for value in ins)), ins[0].fed | ins[1].fed)
+            key = TracedValue(self._number("words", *(value.number for value in ins)), ins[0].fed | ins[1].fed)
         shape = tuple(eqn.outvars[-1].aval.shape)  # pyrefly: ignore[missing-attribute]
         axes = len(key.repeats) if eqn.primitive.name == "random_bits" else where.vmaps
         self.draws.append(Draw(key, shape[len(key.repeats) :], where.loops, where.branches, where.vmaps - axes))
 
-    def _look_at_meeting(self, eqn: jex_core.JaxprEqn, ins: list[Value], where: _Where) -> None:
+    def _look_at_meeting(self, eqn: jex_core.JaxprEqn, ins: list[TracedValue], where: _Where) -> None:
         """Find random numbers applied to data that differs where they do not: over devices, or from layer to layer."""
         if eqn.primitive.name not in _MEETS:
             return
@@ -154,7 +156,7 @@ class Keys:
                     "layer a key, and draw inside."
                 )
 
-    def _result(self, eqn: jex_core.JaxprEqn, i: int, ins: list[Value]) -> Value:
+    def _result(self, eqn: jex_core.JaxprEqn, i: int, ins: list[TracedValue]) -> TracedValue:
         aval: Any = eqn.outvars[i].aval
         fed: frozenset[Hashable] = frozenset().union(*(value.fed for value in ins))
         name = eqn.primitive.name
@@ -173,9 +175,9 @@ class Keys:
         drawn = name in DRAWS or (bool(rest) and all(value.drawn for value in rest))
         mask = drawn and (np.dtype(bool) == dtype or any(value.mask for value in ins))
         repeats = repeats_of_result(eqn, aval, [(value.number, value.repeats) for value in ins])
-        return Value(number, fed, repeats, drawn, mask, constant=not rest and name not in (*DRAWS, "axis_index"))
+        return TracedValue(number, fed, repeats, drawn, mask, constant=not rest and name not in (*DRAWS, "axis_index"))
 
-    def _scan(self, flow: Scan, ins: list[Value], where: _Where) -> list[Value]:
+    def _scan(self, flow: Scan, ins: list[TracedValue], where: _Where) -> list[TracedValue]:
         consts, carry, xs = (
             ins[: flow.n_consts],
             ins[flow.n_consts : flow.n_consts + flow.n_carry],
@@ -206,14 +208,14 @@ class Keys:
         ]
         return [self._leaving(out, loop) for out in (*outs[: flow.n_carry], *stacked)]
 
-    def _while(self, flow: While, ins: list[Value], where: _Where) -> list[Value]:
+    def _while(self, flow: While, ins: list[TracedValue], where: _Where) -> list[TracedValue]:
         n, m = flow.n_condition_consts, flow.n_condition_consts + flow.n_body_consts
         loop = next(self._fresh)
         outs = self._loop(flow.body, ins[n:m], ins[m:], [], loop, self._inside(where, loop, set()))
         self._program(flow.condition, [*ins[:n], *outs], self._inside(where, loop, set()))
         return [self._leaving(out, loop) for out in outs]
 
-    def _leaving(self, value: Value, loop: int) -> Value:
+    def _leaving(self, value: TracedValue, loop: int) -> TracedValue:
         return dataclasses.replace(value, fed=value.fed - {("loop", loop)})
 
     def _inside(self, where: _Where, loop: int | None, layers: set[int]) -> _Where:
@@ -223,17 +225,18 @@ class Keys:
     def _loop(
         self,
         body: jex_core.ClosedJaxpr,
-        consts: list[Value],
-        first: list[Value],
-        slices: list[Value],
+        consts: list[TracedValue],
+        first: list[TracedValue],
+        slices: list[TracedValue],
         loop: int,
         where: _Where,
-    ) -> list[Value]:
+    ) -> list[TracedValue]:
         """Return what a loop's body returns. A carried value that it hands on as it came is a constant of the loop."""
         recording, self._recording = self._recording, False
         turn = frozenset({("loop", loop)})
         carry = [
-            Value(self._number("carry", loop, i), value.fed | turn, value.repeats) for i, value in enumerate(first)
+            TracedValue(self._number("carry", loop, i), value.fed | turn, value.repeats)
+            for i, value in enumerate(first)
         ]
         outs = self._program(body, [*consts, *carry, *slices], where)
         carry = [
@@ -243,7 +246,7 @@ class Keys:
         self._recording = recording
         return self._program(body, [*consts, *carry, *slices], where)
 
-    def _branches(self, flow: Branches, ins: list[Value], where: _Where) -> list[Value]:
+    def _branches(self, flow: Branches, ins: list[TracedValue], where: _Where) -> list[TracedValue]:
         choice, place = ins[0], next(self._fresh)
         taken = [
             self._program(branch, ins[1:], dataclasses.replace(where, branches=(*where.branches, (place, i))))
@@ -252,10 +255,12 @@ class Keys:
         results = []
         for outs in zip(*taken, strict=True):
             fed = choice.fed.union(*(out.fed for out in outs))
-            results.append(Value(next(self._fresh), fed, tuple("" for _ in outs[0].repeats)))
+            results.append(TracedValue(next(self._fresh), fed, tuple("" for _ in outs[0].repeats)))
         return results
 
-    def _on_devices(self, flow: OnDevices, eqn: jex_core.JaxprEqn, ins: list[Value], where: _Where) -> list[Value]:
+    def _on_devices(
+        self, flow: OnDevices, eqn: jex_core.JaxprEqn, ins: list[TracedValue], where: _Where
+    ) -> list[TracedValue]:
         parts = []
         for value, spec in zip(ins, flow.in_specs, strict=True):
             # Where all rows along a split axis are copies, every device has the same.
