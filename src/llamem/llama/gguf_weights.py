@@ -14,7 +14,7 @@ import numpy as np
 from llamem._extras import import_extra
 from llamem.llama.config import LlamaConfig, RopeScaling
 from llamem.llama.gguf_files import Gguf, open_gguf
-from llamem.llama.quantized import Blocks, Kind, check_kinds
+from llamem.llama.quantized import BlockKind, Blocks, check_kinds
 from llamem.llama.safetensors_files import few
 from llamem.llama.tensor_names import IN_LAYER, from_gguf
 
@@ -26,7 +26,7 @@ _READ = (
     *("attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.scaling.type"),
 )
 # Which kind of blocks takes tensors of a type: as they lie, or changed where the note says how.
-_KEPT: dict[str, tuple[Kind, ...]] = {
+_KEPT: dict[str, tuple[BlockKind, ...]] = {
     "Q4_0": ("q4_0", "q4_1", "q8_0"),
     "Q4_1": ("q4_1", "q8_0"),
     "Q4_K": ("q4_1", "q8_0"),  # a scale and a minimum for each 32 numbers, of 6 bits; here of float16
@@ -61,7 +61,7 @@ class GgufTensor:
         """Return the numbers, f32."""
         return self._unpermuted(_dequantize(self.tensor.data, self.tensor.tensor_type).reshape(self.shape))
 
-    def blocks(self, kind: Kind) -> Blocks:
+    def blocks(self, kind: BlockKind) -> Blocks:
         """Return the tensor in blocks of this kind, one of those that the type allows."""
         data = np.asarray(self.tensor.data)
         if self.kind == "Q4_K" and kind == "q4_1":
@@ -86,8 +86,8 @@ class GgufTensor:
 
 
 def open_model(
-    file: Path, dtype: Any, compute_dtype: Any, quantize: Kind | None
-) -> tuple[LlamaConfig, dict[str, GgufTensor], dict[str, Kind]]:
+    file: Path, dtype: Any, compute_dtype: Any, quantize: BlockKind | None
+) -> tuple[LlamaConfig, dict[str, GgufTensor], dict[str, BlockKind]]:
     """Return a file's config, its tensors by Hugging Face's names, and which parameters are to be in which blocks.
 
     Warn where the file's own blocks are changed. Raise ValueError for what is not computed here.
@@ -103,7 +103,7 @@ def open_model(
                 "Leave quantize out, and they stay as they are; or take a file of 16 bits."
             )
         return config, tensors, check_kinds(config, quantize)
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, BlockKind] = {}
     changed: list[str] = []
     for name, (of_layer, n_inputs) in IN_LAYER.items() if dtype is None else ():
         names = [
@@ -183,7 +183,7 @@ def tensors_of(gguf: Gguf, config: LlamaConfig) -> dict[str, GgufTensor]:
     return found
 
 
-def kind_of_stack(tensors: list[GgufTensor], what: str) -> Kind | None:
+def kind_of_stack(tensors: list[GgufTensor], what: str) -> BlockKind | None:
     """Return the blocks that all layers' tensors of one matrix fit into; None where none of them is quantised.
 
     Raise ValueError for types that no kind here takes.
@@ -201,7 +201,7 @@ def kind_of_stack(tensors: list[GgufTensor], what: str) -> Kind | None:
     )
 
 
-def change_of(tensor: GgufTensor, kind: Kind) -> float:
+def change_of(tensor: GgufTensor, kind: BlockKind) -> float:
     """Return how far blocks of this kind are from the file's numbers, as a share of their norm."""
     if tensor.kind.lower() == kind or (tensor.kind, kind) == ("Q4_0", "q4_1"):
         return 0.0
@@ -214,7 +214,7 @@ def change_of(tensor: GgufTensor, kind: Kind) -> float:
     return float(np.linalg.norm(numbers.reshape(own.shape) - own) / max(np.linalg.norm(own), 1e-30))
 
 
-def _split(data: np.ndarray, kind: Kind) -> Blocks:
+def _split(data: np.ndarray, kind: BlockKind) -> Blocks:
     """Return the parts of rows of blocks, each of which lies in one piece in the file."""
     n_scales, width = (2 if kind == "q4_1" else 1), (32 if kind == "q8_0" else 16)
     raw = data.view(np.uint8).reshape(len(data), -1, 2 * n_scales + width)

@@ -22,7 +22,7 @@ from llamem.llama.host_memory import host_place, waits_on_host
 from llamem.llama.hub import hub_folder
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.llama.quantized import Kind, check_kinds
+from llamem.llama.quantized import BlockKind, check_kinds
 from llamem.llama.quantized_model import is_quantized, with_blocks
 from llamem.llama.safetensors_files import INDEX, WEIGHTS, stored_tensors
 from llamem.llama.sharding import parameter_specs, shardings
@@ -35,7 +35,7 @@ def load_pretrained(
     *,
     dtype: DTypeLike | None = None,
     compute_dtype: DTypeLike | None = None,
-    quantize: Kind | None = None,
+    quantize: BlockKind | None = None,
     sharding: Any = None,
     plan: Plan = Plan(),
 ) -> Llama:

@@ -20,8 +20,8 @@ from jaxtyping import Array, Float, Shaped
 from llamem._checks import check_one_of
 from llamem.llama.config import LlamaConfig
 
-Kind = Literal["q4_0", "q4_1", "q8_0"]
-KINDS: tuple[Kind, ...] = ("q4_0", "q4_1", "q8_0")
+BlockKind = Literal["q4_0", "q4_1", "q8_0"]
+KINDS: tuple[BlockKind, ...] = ("q4_0", "q4_1", "q8_0")
 BLOCK = 32  # numbers that share a scale
 Blocks = dict[str, Any]  # "values" [.., out, in / 32, 16 or 32], "scale" and in q4_1 "minimum" [.., out, in / 32]
 
@@ -36,8 +36,8 @@ class QuantizedMatrix(nnx.Module):
     `values` is uint8 (q8_0: int8), `scale` and `minimum` are float16. `shape` is that of the parameter it stands for.
     """
 
-    def __init__(self, blocks: Blocks, kind: Kind, matrix_shape: tuple[int, ...]):
-        self.kind: Kind = kind
+    def __init__(self, blocks: Blocks, kind: BlockKind, matrix_shape: tuple[int, ...]):
+        self.kind: BlockKind = kind
         self.matrix_shape = matrix_shape  # of one: [D, H, h] of the queries, inputs first
         self.values, self.scale = Frozen(blocks["values"]), Frozen(blocks["scale"])
         if kind == "q4_1":
@@ -56,7 +56,7 @@ class QuantizedMatrix(nnx.Module):
 
 
 def dequantize_rows(
-    kind: Kind,
+    kind: BlockKind,
     values: Shaped[Array, "*N O blocks bytes"],
     scale: Float[Array, "*N O blocks"],
     minimum: Float[Array, "*N O blocks"] | None,
@@ -74,7 +74,7 @@ def dequantize_rows(
     return numbers.astype(dtype).reshape(*scale.shape[:-1], -1)
 
 
-def quantize_rows(rows: Float[Array, "*N O I"], kind: Kind) -> Blocks:
+def quantize_rows(rows: Float[Array, "*N O I"], kind: BlockKind) -> Blocks:
     """Return rows `[.., out, in]` as blocks, each rounded as llama.cpp's reference does."""
     b = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, BLOCK)
     if kind == "q4_0":  # the number that is farthest from zero becomes -8
@@ -98,7 +98,7 @@ def quantize_rows(rows: Float[Array, "*N O I"], kind: Kind) -> Blocks:
     return blocks if minimum is None else blocks | {"minimum": minimum[..., 0].astype(jnp.float16)}
 
 
-def quantize_matrices(w: Float[Array, "..."], n_inputs: int, n_before: int, kind: Kind) -> QuantizedMatrix:
+def quantize_matrices(w: Float[Array, "..."], n_inputs: int, n_before: int, kind: BlockKind) -> QuantizedMatrix:
     """Return stacked matrices `[*before, *inputs, *outputs]` in blocks, one of the first axis after the other."""
     before, matrix_shape = w.shape[:n_before], w.shape[n_before:]
     n_in = math.prod(matrix_shape[:n_inputs])
@@ -110,7 +110,7 @@ def quantize_matrices(w: Float[Array, "..."], n_inputs: int, n_before: int, kind
     return QuantizedMatrix(jax.lax.map(one, w) if before[0] else jax.vmap(one)(w), kind, matrix_shape)
 
 
-def check_kinds(config: LlamaConfig, kind: Kind) -> dict[str, Kind]:
+def check_kinds(config: LlamaConfig, kind: BlockKind) -> dict[str, BlockKind]:
     """Return the parameters that `quantize` changes, each with the kind of its blocks, with `quantize`'s errors."""
     check_one_of("quantize", kind, KINDS)
     c = config

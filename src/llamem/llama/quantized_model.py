@@ -9,14 +9,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from llamem.llama.model import Llama
-from llamem.llama.quantized import Kind, QuantizedMatrix, check_kinds, quantize_matrices
+from llamem.llama.quantized import BlockKind, QuantizedMatrix, check_kinds, quantize_matrices
 from llamem.llama.sharding import is_in_blocks
 from llamem.llama.tensor_names import IN_LAYER
 
 _PER_EXPERT = ("w_gate", "w_up", "w_down")
 
 
-def quantize(model: Llama, kind: Kind) -> Llama:
+def quantize(model: Llama, kind: BlockKind) -> Llama:
     """Return a model whose layers' matrices are in blocks of 32 numbers: `"q4_0"`, `"q4_1"` or `"q8_0"`.
 
     Norms, embedding, head and an experts' router stay as they are. The result computes, generates and carries adapters
@@ -50,7 +50,7 @@ def dequantize(model: Llama, dtype: DTypeLike | None = None) -> Llama:
     return nnx.merge(graphdef, abstract)
 
 
-def with_blocks(model: Llama, kinds: Mapping[str, Kind]) -> Llama:
+def with_blocks(model: Llama, kinds: Mapping[str, BlockKind]) -> Llama:
     """Put blocks in the place of these parameters of the model's layers; return the model, which is changed."""
     for name, kind in kinds.items():
         n_before = 2 if model.config.n_experts and name in _PER_EXPERT else 1
@@ -59,7 +59,7 @@ def with_blocks(model: Llama, kinds: Mapping[str, Kind]) -> Llama:
     return model
 
 
-def kinds_in(params: Any) -> dict[str, Kind]:
+def kinds_in(params: Any) -> dict[str, BlockKind]:
     """Return the kind of each parameter that is in blocks, from a model's state alone: `nnx.state(model)`."""
     parts: dict[str, dict[str, Any]] = {}
     for path, leaf in jax.tree.leaves_with_path(params):

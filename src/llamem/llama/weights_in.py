@@ -12,7 +12,7 @@ import numpy as np
 
 from llamem.llama.config import LlamaConfig
 from llamem.llama.gguf_weights import GgufTensor
-from llamem.llama.quantized import Blocks, Kind, quantize_rows
+from llamem.llama.quantized import BlockKind, Blocks, quantize_rows
 from llamem.llama.safetensors_files import Stored, few
 from llamem.llama.tensor_names import Tensor
 
@@ -63,7 +63,7 @@ def check_tied(config: LlamaConfig, stored: Tensors, place: Path) -> None:
         )
 
 
-def fill(leaf: Any, pieces: Pieces, place: Any, kind: Kind | None) -> Any:
+def fill(leaf: Any, pieces: Pieces, place: Any, kind: BlockKind | None) -> Any:
     """Return a parameter of all layers with its tensors written into it, one at a time.
 
     `leaf` and `place` are its shape and sharding, or with a `kind` of blocks those of its parts. Raise ValueError,
@@ -74,7 +74,7 @@ def fill(leaf: Any, pieces: Pieces, place: Any, kind: Kind | None) -> Any:
     return _fill(leaf, pieces, place, partial(_blocks, kind))
 
 
-def _blocks(kind: Kind, stored: Stored | GgufTensor) -> Blocks:
+def _blocks(kind: BlockKind, stored: Stored | GgufTensor) -> Blocks:
     if isinstance(stored, GgufTensor) and stored.is_quantized:
         return stored.blocks(kind)
     return jax.jit(quantize_rows, static_argnums=1)(stored.read(), kind)

@@ -10,7 +10,7 @@ from typing import Literal
 
 Platform = Literal["cpu", "tpu", "cuda"]
 Space = Literal["device", "on-chip", "host"]
-Kind = Literal["argument", "constant", "output", "temporaries", "thread"]
+AllocationKind = Literal["argument", "constant", "output", "temporaries", "thread"]
 
 _HOST = 5  # of XLA's memory spaces: 0 is the device's memory, 1 a TPU's on-chip memory, 5 the host's
 ASSIGNMENT = "-buffer-assignment.txt"
@@ -27,7 +27,7 @@ class Allocation:
 
     size: int
     space: Space
-    kind: Kind
+    kind: AllocationKind
     parameter: int | None
     is_output: bool
     shape: str
@@ -73,7 +73,7 @@ def _allocation(size: int, words: str, platform: Platform) -> Allocation:
     shape = re.search(r"shape \|([^|]*)\|", words)
     is_output = "maybe-live-out" in words
     if parameter:
-        kind: Kind = "argument"
+        kind: AllocationKind = "argument"
     elif "constant" in words:
         kind = "constant"
     elif "thread-local" in words:

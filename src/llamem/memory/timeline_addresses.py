@@ -7,14 +7,14 @@ from jaxtyping import Int
 
 from llamem.memory.buffer_assignment import Allocation
 
-# A buffer's place: its number, first step, last step, allocation, offset, bytes.
-Place = tuple[int, int, int, int, int, int]
+# A buffer's stay: its number, first step, last step, allocation, offset, bytes.
+Stay = tuple[int, int, int, int, int, int]
 
 
 class Addresses:
     """The buffers of one kind of memory by address, with its allocations in a row."""
 
-    def __init__(self, places: Sequence[Place], allocations: Mapping[int, Allocation]):
+    def __init__(self, places: Sequence[Stay], allocations: Mapping[int, Allocation]):
         starts, total = {}, 0
         for allocation in sorted({*allocations, *(place[3] for place in places)}):
             starts[allocation] = total

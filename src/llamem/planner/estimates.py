@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from llamem.llama import LlamaConfig, LoraConfig
 from llamem.llama.plan import Plan
-from llamem.llama.quantized import Kind
+from llamem.llama.quantized import BlockKind
 from llamem.memory import Chip, GiB, Report
 from llamem.memory.show import Shown, Table
 from llamem.planner.host import host_bytes, link_bytes
@@ -117,7 +117,7 @@ def estimate(
     batch_size: int = 1,
     clip: Clip = "global",
     lora: LoraConfig | None = None,
-    quantize: Kind | None = None,
+    quantize: BlockKind | None = None,
 ) -> Estimate:
     """Return what one AdamW step will need on a chip or a slice, in microseconds, without a compiler.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from llamem._checks import check_one_of, check_whole, show
 from llamem.llama import LlamaConfig, LoraConfig, MeshShape, Plan
-from llamem.llama.quantized import Kind, check_kinds
+from llamem.llama.quantized import BlockKind, check_kinds
 from llamem.memory import Chip, Report, compile_report
 from llamem.memory.chips import find_chip, known_chip
 from llamem.memory.report import Depth
@@ -35,7 +35,7 @@ class Question:
     clip: Clip = "global"
     host_bytes: int | None = None
     lora: LoraConfig | None = None
-    quantize: Kind | None = None
+    quantize: BlockKind | None = None
 
     def __post_init__(self):
         if not isinstance(self.config, LlamaConfig):
@@ -75,7 +75,7 @@ class Question:
         return compile_report(step, *shapes, donate_argnums=(0,), chip=self.chip.name, depth=depth)
 
 
-def _check_trained(config: LlamaConfig, clip: Clip, lora: LoraConfig | None, quantize: Kind | None) -> None:
+def _check_trained(config: LlamaConfig, clip: Clip, lora: LoraConfig | None, quantize: BlockKind | None) -> None:
     if not isinstance(lora, LoraConfig | None):
         raise TypeError(f"lora={show(lora)}: expected adapters, such as llamem.LoraConfig(ranks=(16,)), or None.")
     if quantize is not None:
@@ -100,7 +100,7 @@ def ask(
     clip: Clip = "global",
     host_bytes: int | None = None,
     lora: LoraConfig | None = None,
-    quantize: Kind | None = None,
+    quantize: BlockKind | None = None,
 ) -> Question:
     """Return the question about a chip by its name. With `compiler` that chip's compiler must be installed.
 

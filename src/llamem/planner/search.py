@@ -5,7 +5,7 @@ from typing import Any
 
 from llamem._checks import check_whole
 from llamem.llama import LlamaConfig, LoraConfig, Plan
-from llamem.llama.quantized import Kind
+from llamem.llama.quantized import BlockKind
 from llamem.memory import GiB, Report
 from llamem.planner.asking import Answer, NothingFits, Progress, ask_in_turn, fits
 from llamem.planner.candidates import estimates, streamed_estimates
@@ -32,7 +32,7 @@ def find_plan(
     host_bytes: int | None = None,
     clip: Clip = "global",
     lora: LoraConfig | None = None,
-    quantize: Kind | None = None,
+    quantize: BlockKind | None = None,
 ) -> Found:
     """Return the fastest plan, by estimate, that the chip's compiler accepts for an AdamW step of this model and batch.
 
@@ -159,7 +159,7 @@ def longest_context(
     host_bytes: int | None = None,
     clip: Clip = "global",
     lora: LoraConfig | None = None,
-    quantize: Kind | None = None,
+    quantize: BlockKind | None = None,
 ) -> Found:
     """Return the plan for the longest sequences, in multiples of 1,024 up to `config.max_seq_len`, that fit a chip.
 

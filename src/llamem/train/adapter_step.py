@@ -18,7 +18,7 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.host_memory import host_sharding, of_matrices
 from llamem.llama.lora import IN_LAYERS, Adapters, LoraConfig
 from llamem.llama.plan import Plan
-from llamem.llama.quantized import Kind
+from llamem.llama.quantized import BlockKind
 from llamem.llama.sharding import MeshShape, parameter_specs, shardings
 from llamem.train.batch_loss import IGNORED, loss_and_grads, summed_loss
 from llamem.train.optimizers import make_optimizer, norm_of, within
@@ -105,7 +105,7 @@ def abstract_lora_step(
     lora: LoraConfig,
     optimizer: Optimizer = None,
     *,
-    quantize: Kind | None = None,
+    quantize: BlockKind | None = None,
 ) -> tuple[Callable[..., Any], TrainState, Any, AdapterBatch]:
     """Return the step of adapters over a model that is never built, with the shapes of its arguments.
 

@@ -16,7 +16,7 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.host_memory import host_place, host_sharding, of_matrices
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.llama.quantized import Kind, check_kinds
+from llamem.llama.quantized import BlockKind, check_kinds
 from llamem.llama.quantized_model import kinds_in, with_blocks
 from llamem.llama.sharding import parameter_specs, shardings
 from llamem.train.batch_loss import loss_and_grads, mean_weights, summed_loss
@@ -113,7 +113,7 @@ def abstract_state(
     return jax.tree.map(lambda leaf, s: leaf.update(sharding=s), state, where)
 
 
-def abstract_params(config: LlamaConfig, settings: TrainSettings, quantize: Kind | None = None) -> Any:
+def abstract_params(config: LlamaConfig, settings: TrainSettings, quantize: BlockKind | None = None) -> Any:
     """Return the shapes and types of a model's parameters, its matrices in blocks of a kind where one is given."""
     kinds = {} if quantize is None else check_kinds(config, quantize)
     return jax.eval_shape(lambda: nnx.state(with_blocks(make_model(config, settings), kinds)))
