@@ -9,6 +9,11 @@ from llamem.llama import smollm2_file
 from llamem.llama.hub import hub_folder
 from llamem.llama.smollm2 import WHEEL
 
+CAPITALS = dict(France="Paris", Germany="Berlin", Spain="Madrid", Italy="Rome", Japan="Tokyo", China="Beijing")
+CAPITALS |= dict(Egypt="Cairo", Russia="Moscow", Greece="Athens", Norway="Oslo", Poland="Warsaw", Portugal="Lisbon")
+CAPITALS |= dict(Cuba="Havana", Peru="Lima", Kenya="Nairobi", Ireland="Dublin", Sweden="Stockholm", Austria="Vienna")
+CAPITALS |= dict(Iran="Tehran", Turkey="Ankara", Hungary="Budapest", Finland="Helsinki", Denmark="Copenhagen")
+
 
 def find_real_model(model_path: str = "") -> Path:
     """Return a GGUF file or a model's folder, as `llamem.load_pretrained` takes it.
