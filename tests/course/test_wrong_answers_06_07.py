@@ -55,6 +55,10 @@ def scores_kept(q_h, tiles):
     return mix_h / sum(np.exp(one - top).sum() for one in scores)
 
 
+def always_the_first(value_and_grad, params, batch_BD, parts):
+    return added_up(value_and_grad, params, jnp.tile(batch_BD[: len(batch_BD) // parts], (parts, 1)), parts)
+
+
 def whole_batch(value_and_grad, params, batch_BD, parts):
     return value_and_grad(params, batch_BD)
 
@@ -137,7 +141,8 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
         partial(added_up, divide=(True, False)),
         "made of the parts",
     ),
-    "the last part only": (train_llama3.check_accumulated, partial(added_up, only_last=True), "not that of the whole"),
+    "the last part only": (train_llama3.check_accumulated, partial(added_up, only_last=True), "which part"),
+    "the first part every time": (train_llama3.check_accumulated, always_the_first, "which part"),
     "added up in bfloat16": (train_llama3.check_accumulated, partial(added_up, dtype=None), "256"),
     "gradients in f32": (train_llama3.check_accumulated, widened, "another type"),
     "all gradients kept": (train_llama3.check_accumulated, stacked, "memory grows"),

@@ -45,11 +45,19 @@ def check_accumulated(fn: Callable[..., Any]) -> None:
     def loss(params: Any, x_BD: Any) -> Any:
         return jnp.mean(jnp.tanh(x_BD @ params["in"]) @ params["out"]).astype(jnp.float32)
 
-    def answer(dtype: Any, rows: int, parts: int) -> tuple[Any, Any, set[int], int]:
-        """Return what comes out, what should, the rows it took at a time, and the length of the program."""
+    def inputs(dtype: Any, rows: int) -> tuple[Any, Any]:
         keys = jax.random.split(jax.random.key(0), 3)
         params = {"in": jax.random.normal(keys[0], (4, 8), dtype), "out": jax.random.normal(keys[1], (8, 2), dtype)}
-        x_BD, seen = 1 + jax.random.normal(keys[2], (rows, 4), dtype) / 4, set()
+        return params, 1 + jax.random.normal(keys[2], (rows, 4), dtype) / 4
+
+    def of_one_part(parts: int) -> Any:
+        params, x_BD = inputs(jnp.float32, 12)
+        return np.array([loss(params, part) for part in jnp.split(x_BD, parts)])
+
+    def answer(dtype: Any, rows: int, parts: int) -> tuple[Any, Any, set[int], int]:
+        """Return what comes out, what should, the rows it took at a time, and the length of the program."""
+        params, x_BD = inputs(dtype, rows)
+        seen = set()
 
         def spied(params: Any, x_BD: Any) -> Any:
             seen.add(len(x_BD))
@@ -80,6 +88,10 @@ def check_accumulated(fn: Callable[..., Any]) -> None:
             assert seen == {12 // parts}, (
                 f"12 sequences in {parts} parts: `value_and_grad` was given {sorted(seen)} of them at a time. Then the "
                 "activations of so many are alive at once."
+            )
+            assert not np.isclose(found[0], of_one_part(parts), rtol=1e-5).any(), (
+                f"The loss is not that of the whole batch, but of one of {parts} parts: which part does each turn of "
+                "the loop take, and what becomes of those before?"
             )
             assert np.allclose(found[0], right[0], rtol=1e-4), (
                 f"The loss of {parts} parts is not that of the whole batch. It is a mean: of what, after the loop?"
