@@ -8,7 +8,7 @@ import pytest
 from matplotlib.patches import Rectangle
 
 import llamem
-from llamem.course import plots
+from llamem.course import mesh_figure, plots
 from llamem.course.tile_figure import TWO_CUTS_ALT, ledger_drawn, two_cuts
 
 
@@ -70,6 +70,22 @@ def test_a_ledger_stacks_its_parts_on_the_floor():
     assert [text.get_text() for text in ax.texts] == ["6.000", "3.500; compiled 3.600"]
     ends = [bar.get_bbox().x1 for bar in ax.patches if isinstance(bar, Rectangle)]
     assert ends == [2.0, 2.0, 6.0, 2.5, 6.0, 3.5]
+    plt.close(fig)
+
+
+def test_lines_of_a_program_are_its_collectives_and_loops_with_their_trips():
+    program = """
+  %sum.1 = f32[8]{0} all-reduce-start(%a), channel_id=1, metadata={op_name="psum"}
+  %add = f32[8]{0} add(%a, %all-reduce.2)
+  %while.3 = (s32[], f32[8]{0}) while(%t), body=%b, backend_config={"known_trip_count":{"n":"12"}}"""
+    assert list(mesh_figure.lines_of(program)) == ["%sum.1 = f32[8]{0} all-reduce-start(%a), channel_id=1"]
+    assert list(mesh_figure.lines_of(program, ("while",))) == ["%while.3 = (...) while(%t), body=%b ... runs 12 times"]
+
+
+def test_a_reduce_scatter_leaves_each_device_one_part_of_the_sum():
+    fig = mesh_figure.collectives_drawn()
+    sums = {ax.get_title(): [text.get_text() for text in ax.texts].count("Σ") for ax in fig.axes}
+    assert sums == {"all-gather": 0, "reduce-scatter": 4, "all-reduce": 16}
     plt.close(fig)
 
 
