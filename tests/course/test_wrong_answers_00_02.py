@@ -32,6 +32,8 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "16 bits written in": "lambda c, B, T: tower(c.replace(param_dtype=jnp.bfloat16), B, T)",
             "inputs in 32 bits": "lambda c, B, T: tower(c, B, T) + 2 * c.n_layers * B * T * c.d_model",
             "8,000 tokens written in": "lambda c, B, T: tower(c, B, 8000)",
+            "a hundredth and a half more, to be safe": "lambda c, B, T: 1.015 * tower(c, B, T)",
+            "two hundredths less": "lambda c, B, T: 0.98 * tower(c, B, T)",
             "16 layers written in": "lambda c, B, T: tower(c, B, T) + 2 * (16 - c.n_layers) * B * T * c.d_model",
         },
     ),

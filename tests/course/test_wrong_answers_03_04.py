@@ -55,7 +55,7 @@ def divisors(n):
 
 STACKS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     # The stack.
-    "a scan without a checkpoint": (stacks.check_remat_stack, scan, "no checkpoint of the layer"),
+    "a scan without a checkpoint": (stacks.check_remat_stack, scan, "a checkpoint around the layer"),
     "the checkpoint around the scan": (
         stacks.check_remat_stack,
         lambda layer, w, x: jax.checkpoint(partial(scan, layer))(w, x),
@@ -70,7 +70,7 @@ STACKS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
     "a policy that keeps everything": (
         stacks.check_remat_stack,
         lambda layer, w, x: scan(everything(layer), w, x),
-        "no checkpoint of the layer",
+        "a checkpoint around the layer",
     ),
     "from last to first": (
         stacks.check_remat_stack,
@@ -123,6 +123,25 @@ STACKS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
         lambda n, x, w: min(divisors(n), key=lambda g: (g + n // g) * x + 2 * g * w),
         "How many groups|less is possible",
     ),
+    "a loop of fori_loop that cuts the stack": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: jax.lax.fori_loop(
+            0, len(w["up"]), lambda i, x: jax.checkpoint(layer)(jax.tree.map(lambda a: a[i], w), x), x
+        ),
+        "cut them out of the stack",
+    ),
+    "a while loop": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: jax.lax.while_loop(
+            lambda c: c[0] < len(w["up"]), lambda c: (c[0] + 1, layer(jax.tree.map(lambda a: a[c[0]], w), c[1])), (0, x)
+        )[1],
+        "Reverse-mode differentiation does not work",
+    ),
+    "no group and no layer alone": (
+        stacks.check_best_groups,
+        lambda n, x, w: min(divisors(n)[1:-1], key=lambda g: (g + n // g) * x + 2 * (n // g) * w),
+        "both among those",
+    ),
     "only weights": (stacks.check_best_groups, lambda n, x, w: n, "less is possible"),
     "no divisor": (stacks.check_best_groups, lambda n, x, w: math.isqrt(n) + 1, "does not divide"),
     "a fraction": (stacks.check_best_groups, lambda n, x, w: n**0.5, "does not divide"),
@@ -163,6 +182,13 @@ STACKS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
         stacks.check_dropout_stack,
         lambda layer, w, x, key: loop_with_keys(jax.checkpoint(layer), w, x, split(key, w)),
         "grows with depth",
+    ),
+    "a key that is drawn from, then split": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: jax.lax.scan(
+            lambda carry, w: ((jax.checkpoint(layer)(w, *carry), jax.random.split(carry[1])[0]), None), (x, key), w
+        )[0][0],
+        "used twice",
     ),
     "one key for all layers": (
         stacks.check_dropout_stack,

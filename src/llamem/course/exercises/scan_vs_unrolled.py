@@ -33,7 +33,8 @@ def check_remat_stack(fn: Callable[..., Any]) -> None:
         inputs = _DEPTH * x_ND.nbytes
         if sum(row.bytes for row in kept) > 1.5 * inputs:
             raise AssertionError(
-                "more than the layers' inputs is kept for the backward pass: no checkpoint of the layer is at work"
+                "more than the layers' inputs is kept for the backward pass. Is there a checkpoint around the layer? "
+                "And is each turn given its weights, or does it cut them out of the stack, and keep them?"
             )
         if sum(row.bytes for row in kept) < inputs:
             raise AssertionError(
@@ -67,14 +68,19 @@ def check_best_groups(fn: Callable[[int, int, int], int]) -> None:
             (7, 5, 1),
             (28, 102, 748),
         ):
-            found = fn(n_layers, x, w)
+            case = f"{n_layers} layers, x of {x} and weights of {w} bytes"
+            try:
+                found = fn(n_layers, x, w)
+            except ValueError as error:  # such as that of an empty search
+                raise AssertionError(
+                    f"{case}: {error}. Every depth has two divisors at least: are both among those you search?"
+                ) from None
             if not isinstance(found, int | np.integer) or found < 1 or n_layers % found:
                 raise AssertionError(f"{found} does not divide {n_layers}: all groups need the same number of layers.")
             divisors = [g for g in range(1, n_layers + 1) if n_layers % g == 0]
             costs = {g: held(n_layers, g, x, w) for g in divisors}
             if costs[found] == min(costs.values()):
                 continue
-            case = f"{n_layers} layers, x of {x} and weights of {w} bytes"
             least = min(costs, key=lambda g: costs[g])
             if costs[n_layers // found] == costs[least]:
                 raise AssertionError(f"{case}: {found} is the number of layers in a group. How many groups is that?")
@@ -114,6 +120,14 @@ def check_dropout_stack(fn: Callable[..., Any]) -> None:
         assert 0.2 < drawn.mean() < 0.8, "each layer must be used once, with its own weights"
         assert not np.array_equal(drawn, masks(4)), "another key gives the same masks: your answer does not use its key"
         assert np.array_equal(drawn, masks(3)), "the same key must give the same masks, or nothing can be repeated"
+        try:
+            with jax.debug_key_reuse(True):
+                masks(3)
+        except jax.errors.KeyReuseError:
+            raise AssertionError(
+                "a key is used twice: a layer draws from it, and new keys are made of it as well. Then what is drawn "
+                "and what is drawn later hang together. Split first, and hand on what nobody draws from."
+            ) from None
 
         def answer(w: Any, x_ND: Any) -> Any:
             return jnp.sum(fn(noisy, w, x_ND, jax.random.key(3)) ** 2)
