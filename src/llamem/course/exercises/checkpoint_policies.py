@@ -127,7 +127,7 @@ def check_residual_bytes(fn: Callable[..., Any]) -> None:
 
 
 def check_thrifty(fn: Callable[..., Any]) -> None:
-    """Exercise 3: a name and a policy that keep the one narrow array."""
+    """Exercise 3: a layer that keeps the one narrow array, and repeats one product."""
     rows, narrow, wide = 30, 8, 64
 
     def plain(w1: Any, w2: Any, w3: Any, x: Any) -> Any:
