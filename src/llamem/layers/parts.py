@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from llamem.layers.trees import add_to, by_gradient, cast_like, combine, wide_zeros
+from llamem.layers.trees import add_to, by_gradient, by_mark, cast_like, combine, wide_zeros
 
 
 def sum_parts(fn: Callable[[Any, Any, Any], Array], shared: PyTree, parts: PyTree, dtype: Any) -> Float[Array, "..."]:
@@ -32,11 +32,11 @@ def sum_parts(fn: Callable[[Any, Any, Any], Array], shared: PyTree, parts: PyTre
         return jax.lax.scan(lambda out, part: (out + fn(shared, part, wide), None), start, parts)[0].astype(dtype)
 
     def forward(shared: Any, parts: Any) -> tuple[Array, Any]:
-        values, wanted, frozen = by_gradient((shared, parts))
-        return total(*values), (wanted, frozen)
+        values, asked = by_gradient((shared, parts))
+        return total(*values), (values, asked)
 
     def backward(residuals: Any, d_out: Array) -> Any:
-        (shared, parts), (frozen_shared, frozen_parts) = residuals
+        (shared, parts), (frozen_shared, frozen_parts) = by_mark(*residuals)
 
         def add(total: Any, part: Any) -> tuple[Any, Any]:
             part, frozen_part = part

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from llamem._checks import show
-from llamem.layers.trees import add_to, by_gradient, cast_like, combine, wide_zeros
+from llamem.layers.trees import add_to, by_gradient, by_mark, cast_like, combine, wide_zeros
 from llamem.layers.varying import axes_of, explicit_mesh, partitioned, vary, vary_together
 
 __all__ = ["fold_tiles", "tile_size", "tiled_map", "tiled_sum"]
@@ -143,11 +143,11 @@ def tiled_map(fn: Callable[[Any, Any], Any], params: PyTree, xs: PyTree, num_til
         return fold_tiles(lambda _, tile: ((), rows_of(params, tile)), (), xs, num_tiles)[1]
 
     def forward(params: PyTree, xs: PyTree) -> tuple[PyTree, Any]:
-        values, wanted, frozen = by_gradient((params, xs))
-        return mapped(*values), (wanted, frozen)
+        values, asked = by_gradient((params, xs))
+        return mapped(*values), (values, asked)
 
     def backward(residuals: Any, d_rows: PyTree) -> tuple[PyTree, PyTree]:
-        (params, xs), (frozen_params, frozen_xs) = residuals
+        (params, xs), (frozen_params, frozen_xs) = by_mark(*residuals)
 
         def add(total: PyTree, tile: Any) -> tuple[PyTree, PyTree]:
             x, frozen_x, d_tile = tile
@@ -208,7 +208,8 @@ def tiled_sum(
         return fold_tiles(lambda total, tile: (total + value(params, tile), ()), start, xs, num_tiles)[0]
 
     def forward(params: PyTree, xs: PyTree) -> tuple[Array, PyTree]:
-        _, (params, xs), (frozen_params, frozen_xs) = by_gradient((params, xs))
+        values, asked = by_gradient((params, xs))
+        (params, xs), (frozen_params, frozen_xs) = by_mark(values, asked)
 
         def add(carry: tuple[Array, PyTree], tile: Any) -> tuple[tuple[Array, PyTree], PyTree]:
             (total, d_params), (x, frozen_x) = carry, tile
@@ -218,13 +219,16 @@ def tiled_sum(
 
         start = jnp.zeros((), accumulate_dtype), wide_zeros(params, accumulate_dtype)
         (loss, d_params), dx = fold_tiles(add, start, (xs, frozen_xs), num_tiles)
-        return loss, (d_params, dx)
+        gradients = jax.tree.map(lambda g: jnp.zeros(0) if g is None else g, (d_params, dx), is_leaf=_is_none)
+        return loss, (gradients, asked)
 
-    def backward(gradients: PyTree, cotangent: Array) -> PyTree:
+    def backward(residuals: PyTree, cotangent: Array) -> PyTree:
+        gradients, _ = by_mark(*residuals)
+
         def scaled(gradient: Array | None, dtype: Any) -> Array | None:
             return scale_gradient(gradient, cotangent, dtype)
 
-        return jax.tree.map(scaled, gradients, types, is_leaf=lambda gradient: gradient is None)
+        return jax.tree.map(scaled, gradients, types, is_leaf=_is_none)
 
     total.defvjp(forward, backward, symbolic_zeros=True)
     return partitioned(lambda *args: total(*vary_together(*args)), PartitionSpec(), params, xs)
@@ -233,6 +237,10 @@ def tiled_sum(
 def scale_gradient(gradient: Array | None, cotangent: Array, dtype: Any) -> Array | None:
     """Return a gradient made for a cotangent of 1 for this one; multiplied in the wider type, returned in `dtype`."""
     return None if gradient is None else (gradient * cotangent).astype(dtype)
+
+
+def _is_none(leaf: Any) -> bool:
+    return leaf is None
 
 
 def _as_arrays(name: str, tree: PyTree) -> PyTree:

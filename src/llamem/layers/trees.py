@@ -1,11 +1,11 @@
 """Trees of arrays cut in two and joined again, as `equinox.partition` and `combine` do; gradients that grow in f32."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 
 def partition(tree: PyTree, keep: Callable[[tuple[Any, ...], Any], bool]) -> tuple[PyTree, PyTree]:
@@ -20,13 +20,35 @@ def combine(one: PyTree, other: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda a: a is None)
 
 
-def by_gradient(args: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    """Split the arguments of a `custom_vjp` forward rule with `symbolic_zeros=True`.
+def by_gradient(args: PyTree) -> tuple[PyTree, Array]:
+    """Return the values of the arguments of a `custom_vjp` forward rule with `symbolic_zeros=True`, and a mark.
 
-    Return their values, the arrays whose gradients are asked for, and the others; the last two as from `partition`.
+    The mark says whose gradients are asked for, to `by_mark` in the backward rule. It says so by its shape, an empty
+    array's: JAX keeps one tree of residuals for each traced program, that of its last differentiation, and a tree that
+    depends on what is differentiated would be taken for that of another (seen with 0.10.2: zeros, without an error).
     """
-    wanted, frozen = partition(args, lambda _, arg: arg.perturbed)
-    return tuple(jax.tree.map(lambda arg: arg.value, part) for part in (args, wanted, frozen))
+    return jax.tree.map(lambda arg: arg.value, args), mark(arg.perturbed for arg in jax.tree.leaves(args))
+
+
+def mark(flags: Iterable[bool]) -> Array:
+    """Return an empty array whose shape says these flags: `[0, ...]`, sixteen of them in each further size."""
+    flags = list(flags)
+    parts = [flags[start : start + 16] for start in range(0, len(flags), 16)]
+    return jnp.zeros((0, *(sum(flag << i for i, flag in enumerate(part)) for part in parts)), jnp.int8)
+
+
+def flags_of(mark: Array, count: int) -> list[bool]:
+    """Return the first flags that a mark says."""
+    return [bool(mark.shape[1 + i // 16] >> i % 16 & 1) for i in range(count)]
+
+
+def by_mark(values: PyTree, mark: Array) -> tuple[PyTree, PyTree]:
+    """Return the values whose gradients are asked for, and the others, as from `partition`. See `by_gradient`."""
+    leaves, tree = jax.tree.flatten(values)
+    flags = flags_of(mark, len(leaves))
+    parts = [[leaf if flag == wanted else None for leaf, flag in zip(leaves, flags, strict=True)] for wanted in (1, 0)]
+    wanted, frozen = map(tree.unflatten, parts)
+    return wanted, frozen
 
 
 def wide_zeros(tree: PyTree, dtype: Any = jnp.float32) -> PyTree:

@@ -115,7 +115,8 @@ def _product(x_TD: Array, w_VD: Array, dtype: Any) -> Array:
 
 def _product_forward(x, w, dtype):
     z_TV = _dot(x.value, w.value, (1, 1), dtype, x.value.dtype)
-    return z_TV, (x.value if w.perturbed else None, w.value if x.perturbed else None)
+    # What no gradient needs is not kept. Its place is: see `llamem.layers.trees.by_gradient`.
+    return z_TV, (x.value if w.perturbed else x.value[:0], w.value if x.perturbed else w.value[:0])
 
 
 def _product_backward(dtype, residuals, d_TV):
@@ -123,6 +124,7 @@ def _product_backward(dtype, residuals, d_TV):
     if isinstance(d_TV, SymbolicZero):
         return None, None
     wide, d_TV = d_TV.dtype, d_TV.astype(dtype)
+    x_TD, w_VD = (kept if len(kept) else None for kept in (x_TD, w_VD))
     if x_TD is not None and w_VD is not None:
         d_TV = lax.optimization_barrier(d_TV)  # made once for both products, and not beside a float32 one
     dx_TD = None if w_VD is None else _dot(d_TV, w_VD, (1, 0), dtype, wide)

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from llamem._checks import check_one_of, check_whole
+from llamem.layers.trees import flags_of, mark
 from llamem.layers.varying import partitioned, vary_together
 from llamem.losses import arguments
 from llamem.losses.choice import choose_tiles
@@ -148,6 +149,12 @@ def by_head(trained: Callable, frozen: Callable, head: list, others: tuple) -> A
         x_ND, *rest = others
         return fn(x_ND, head, *rest)
 
+    # What is kept depends on what is differentiated: its tree by that, its arrays in as many places as may be needed.
+    # See `llamem.layers.trees.by_gradient`.
+    trees: dict[tuple[bool, ...], Any] = {}
+    given = jax.tree.structure((head, others))
+    places = 32 + 4 * given.num_leaves
+
     @jax.custom_vjp
     def total(head: list, others: tuple) -> Array:
         return call(frozen, head, others)
@@ -160,11 +167,15 @@ def by_head(trained: Callable, frozen: Callable, head: list, others: tuple) -> A
             leaves = [arg.value if leaf is None else leaf for arg, leaf in zip(args, wanted, strict=True)]
             return call(fn, *tree.unflatten(leaves))
 
-        return jax.vjp(of_wanted, [arg.value if arg.perturbed else None for arg in args])
+        result, pull = jax.vjp(of_wanted, [arg.value if arg.perturbed else None for arg in args])
+        wanted = tuple(arg.perturbed for arg in args)
+        kept, trees[wanted] = jax.tree.flatten(pull)
+        return result, (kept + [jnp.zeros(0)] * (places - len(kept)), mark(wanted))
 
-    def backward(pull: Any, cotangent: Any) -> Any:
-        treedef = jax.tree.structure((head, others))
-        return treedef.unflatten(pull(cotangent)[0])
+    def backward(residuals: Any, cotangent: Any) -> Any:
+        kept, asked = residuals
+        own = trees[tuple(flags_of(asked, given.num_leaves))]
+        return given.unflatten(own.unflatten(kept[: own.num_leaves])(cotangent)[0])
 
     total.defvjp(forward, backward, symbolic_zeros=True)
     return total(head, others)

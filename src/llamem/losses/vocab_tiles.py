@@ -21,6 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from llamem.layers.tiling import fold_tiles
+from llamem.layers.trees import flags_of, mark
 from llamem.layers.varying import axes_of, vary, varying_axes
 from llamem.losses.rows import Rows, Softmax, make_logits, matrices_of, power_of_two, slope
 
@@ -61,21 +62,24 @@ class _Sums(NamedTuple):
     mean_head: Array | None  # dz/dx, summed: [D], or [N, D] under a soft-cap
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("x_ND", "head", "targets_N", "sums"),
-    meta_fields=("x_wanted", "head_wanted"),
-)
-@dataclasses.dataclass(frozen=True)
-class _Residuals:
-    """What the backward pass starts from, and which gradients are asked for, of the head leaf by leaf."""
+class _Residuals(NamedTuple):
+    """What the backward pass starts from, and the mark of whose gradients are asked for: hidden's, the head's."""
 
     x_ND: Array
     head: list
     targets_N: Array
     sums: _Sums
-    x_wanted: bool
-    head_wanted: tuple[bool, ...]
+    asked: Array
+
+    @property
+    def x_wanted(self) -> bool:
+        """Whether hidden's gradient is asked for."""
+        return flags_of(self.asked, 1)[0]
+
+    @property
+    def head_wanted(self) -> list[bool]:
+        """Whether the head's gradient is asked for, leaf by leaf."""
+        return flags_of(self.asked, 1 + len(self.head))[1:]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -152,8 +156,10 @@ def _forward(softmax, tiles, x, head, targets):
     # With symbolic_zeros a forward rule is told which arguments are being differentiated.
     leaves, head_wanted = [leaf.value for leaf in head], tuple(leaf.perturbed for leaf in head)
     sums = _sweep(softmax, tiles, x.value, leaves, targets.value, frozen=not any(head_wanted))
-    residuals = _Residuals(x.value, leaves, targets.value, sums, x.perturbed, head_wanted)
-    return _rows_of_sums(softmax, tiles, leaves, sums), residuals
+    rows = _rows_of_sums(softmax, tiles, leaves, sums)
+    if any(head_wanted):  # places that are empty: see `by_gradient`
+        sums = sums._replace(exp_head_ND=jnp.zeros(0), mean_head=jnp.zeros(0) if softmax.with_mean else None)
+    return rows, _Residuals(x.value, leaves, targets.value, sums, mark((x.perturbed, *head_wanted)))
 
 
 def _backward(softmax, tiles, residuals, cotangents):
