@@ -5,6 +5,7 @@ there was a bare AssertionError, as late as when a cache of JAX's was full.
 """
 
 import itertools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,12 @@ IDS, EACH, EXPERTS = jnp.asarray(RNG.integers(0, 53, 19)), numbers(19), jnp.asar
 ROWS, HEAD = numbers(19, 8), numbers(53, 8)
 
 
-def cross_entropy(axis, reduction="mean"):
-    options = {"axis": axis, "num_tiles": 3, "reduction": reduction}
-    return lambda x, w: jnp.vdot(llamem.tiled_cross_entropy(x, w, IDS, **options), 1.0 if reduction == "mean" else EACH)
+def cross_entropy(axis, reduction: Literal["mean", "none"] = "mean"):
+    def loss(x, w):
+        losses = llamem.tiled_cross_entropy(x, w, IDS, axis=axis, num_tiles=3, reduction=reduction)
+        return losses if reduction == "mean" else jnp.vdot(losses, EACH)
+
+    return loss
 
 
 PROGRAMS = {
