@@ -14,6 +14,7 @@ from llamem import apply_stack, stack_layers, unstack_layers
 
 L, D = 6, 8
 untyped: Any = llamem
+as_list: Any = getattr(nnx, "List", list)  # before flax 0.12 a plain list
 
 
 class Layer(nnx.Module):
@@ -65,7 +66,7 @@ def trained(module, forward, steps=3):
 
 @pytest.fixture(scope="module")
 def expected():
-    found, blocks = trained(nnx.List(layers()), in_a_list)
+    found, blocks = trained(as_list(layers()), in_a_list)
     return [(v, stack_layers([g[i] for i in range(L)])) for v, g in found], stack_layers(list(blocks))
 
 
@@ -75,7 +76,7 @@ def expected():
 def test_a_stack_has_the_masks_statistics_and_gradients_of_its_list(expected, mode, remat):
     steps, last = expected
     found, stacked = trained(
-        stack_layers(nnx.List(layers())),
+        stack_layers(as_list(layers())),
         lambda module, x: apply_stack(lambda layer, x: layer(x), module, x, mode=mode, remat=remat),
     )
     for mine, theirs in zip(found, steps, strict=True):

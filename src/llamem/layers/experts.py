@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from llamem.layers.expert_adapters import ExpertAdapters
+from llamem.layers.trees import with_zeros
 
 MAX_GROUP = 512  # rows of one expert that are multiplied at once
 
@@ -99,7 +100,7 @@ def _grouped_fwd(x_GgD: Any, w_EDF: Any, expert_G: Any) -> tuple[Array, Any]:
     return grouped_matmul(x_GgD.value, w_EDF.value, expert_G.value), (rows_GgD, w_EDF.value, expert_G.value)
 
 
-def _grouped_bwd(residuals: Any, d_GgF: Array) -> tuple[Array, Array | None, None]:
+def _grouped_bwd(residuals: Any, d_GgF: Array) -> tuple[Array, Any, None]:
     x_GgD, w_EDF, expert_G = residuals
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -107,7 +108,8 @@ def _grouped_bwd(residuals: Any, d_GgF: Array) -> tuple[Array, Array | None, Non
         return product("gF,DF->gD", d_gF, w_EDF[expert]).astype(x_GgD.dtype)
 
     if not x_GgD.size:
-        return jax.lax.map(lambda group: back(*group), (d_GgF, expert_G)), None, None
+        dx_GgD = jax.lax.map(lambda group: back(*group), (d_GgF, expert_G))
+        return with_zeros((dx_GgD, None, None), residuals)
 
     # Left to itself, autodiff would add a gradient of all experts, mostly zeros, for every group.
     def step(dw_EDF: Array, group: tuple[Array, Array, Array]) -> tuple[Array, Array]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from llamem.layers.trees import add_to, by_gradient, by_mark, cast_like, combine, wide_zeros
+from llamem.layers.trees import add_to, by_gradient, by_mark, cast_like, combine, wide_zeros, with_zeros
 
 
 def sum_parts(fn: Callable[[Any, Any, Any], Array], shared: PyTree, parts: PyTree, dtype: Any) -> Float[Array, "..."]:
@@ -48,7 +48,7 @@ def sum_parts(fn: Callable[[Any, Any, Any], Array], shared: PyTree, parts: PyTre
         # Not before d_out is here: else the compiler lays the zeros out while the forward pass still runs again.
         start, d_out = jax.lax.optimization_barrier((wide_zeros(shared), d_out))
         d_shared, d_parts = jax.lax.scan(add, start, (parts, frozen_parts))
-        return cast_like(d_shared, shared), d_parts
+        return with_zeros((cast_like(d_shared, shared), d_parts), residuals[0])
 
     total.defvjp(forward, backward, symbolic_zeros=True)
     return total(shared, parts)

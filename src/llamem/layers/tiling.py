@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
 from llamem._checks import show
-from llamem.layers.trees import add_to, by_gradient, by_mark, cast_like, combine, wide_zeros
+from llamem.layers.trees import add_to, by_gradient, by_mark, cast_like, combine, wide_zeros, with_zeros
 from llamem.layers.varying import axes_of, explicit_mesh, partitioned, vary, vary_together
 
 __all__ = ["fold_tiles", "tile_size", "tiled_map", "tiled_sum"]
@@ -156,7 +156,7 @@ def tiled_map(fn: Callable[[Any, Any], Any], params: PyTree, xs: PyTree, num_til
             return add_to(total, d_params), dx
 
         d_params, d_xs = fold_tiles(add, wide_zeros(params), (xs, frozen_xs, d_rows), num_tiles)
-        return cast_like(d_params, params), d_xs
+        return with_zeros((cast_like(d_params, params), d_xs), residuals[0])
 
     mapped.defvjp(forward, backward, symbolic_zeros=True)
     specs = None
@@ -193,7 +193,6 @@ def tiled_sum(
     accumulate_dtype = floating_type("accumulate_dtype", accumulate_dtype)
     _leading_length(xs)
     params, xs = _as_arrays("params", params), _as_arrays("xs", xs)
-    types = jax.tree.map(lambda a: a.dtype, (params, xs))
 
     def value(params: PyTree, tile: PyTree) -> Array:
         out = fn(params, tile)
@@ -202,41 +201,42 @@ def tiled_sum(
             raise ValueError(f"fn must return one real number for a tile, got {seen}. Sum over the tile's rows.")
         return jnp.asarray(out, accumulate_dtype)
 
-    @jax.custom_vjp
-    def total(params: PyTree, xs: PyTree) -> Array:
-        start = jnp.zeros((), accumulate_dtype)
-        return fold_tiles(lambda total, tile: (total + value(params, tile), ()), start, xs, num_tiles)[0]
+    def of_device(params: PyTree, xs: PyTree) -> Array:
+        args = vary_together(params, xs)
+        types = jax.tree.map(jax.typeof, args)
 
-    def forward(params: PyTree, xs: PyTree) -> tuple[Array, PyTree]:
-        values, asked = by_gradient((params, xs))
-        (params, xs), (frozen_params, frozen_xs) = by_mark(values, asked)
+        @jax.custom_vjp
+        def total(params: PyTree, xs: PyTree) -> Array:
+            start = jnp.zeros((), accumulate_dtype)
+            return fold_tiles(lambda total, tile: (total + value(params, tile), ()), start, xs, num_tiles)[0]
 
-        def add(carry: tuple[Array, PyTree], tile: Any) -> tuple[tuple[Array, PyTree], PyTree]:
-            (total, d_params), (x, frozen_x) = carry, tile
-            of_tile, pull = jax.vjp(lambda p, x: value(combine(p, frozen_params), combine(x, frozen_x)), params, x)
-            more, dx = pull(jnp.ones_like(of_tile))
-            return (total + of_tile, add_to(d_params, more)), dx
+        def forward(params: PyTree, xs: PyTree) -> tuple[Array, PyTree]:
+            values, asked = by_gradient((params, xs))
+            (params, xs), (frozen_params, frozen_xs) = by_mark(values, asked)
 
-        start = jnp.zeros((), accumulate_dtype), wide_zeros(params, accumulate_dtype)
-        (loss, d_params), dx = fold_tiles(add, start, (xs, frozen_xs), num_tiles)
-        gradients = jax.tree.map(lambda g: jnp.zeros(0) if g is None else g, (d_params, dx), is_leaf=_is_none)
-        return loss, (gradients, asked)
+            def add(carry: tuple[Array, PyTree], tile: Any) -> tuple[tuple[Array, PyTree], PyTree]:
+                (total, d_params), (x, frozen_x) = carry, tile
+                of_tile, pull = jax.vjp(lambda p, x: value(combine(p, frozen_params), combine(x, frozen_x)), params, x)
+                more, dx = pull(jnp.ones_like(of_tile))
+                return (total + of_tile, add_to(d_params, more)), dx
 
-    def backward(residuals: PyTree, cotangent: Array) -> PyTree:
-        gradients, _ = by_mark(*residuals)
+            start = jnp.zeros((), accumulate_dtype), wide_zeros(params, accumulate_dtype)
+            (loss, d_params), dx = fold_tiles(add, start, (xs, frozen_xs), num_tiles)
+            gradients = jax.tree.map(lambda g: jnp.zeros(0) if g is None else g, (d_params, dx), is_leaf=_is_none)
+            return loss, (gradients, asked)
 
-        def scaled(gradient: Array | None, dtype: Any) -> Array | None:
-            return scale_gradient(gradient, cotangent, dtype)
+        def backward(residuals: PyTree, cotangent: Array) -> PyTree:
+            gradients, _ = by_mark(*residuals)
 
-        return jax.tree.map(scaled, gradients, types, is_leaf=_is_none)
+            def scaled(gradient: Array | None, like: Any) -> Array | None:  # multiplied in the wider type
+                return None if gradient is None else (gradient * cotangent).astype(like.dtype)
 
-    total.defvjp(forward, backward, symbolic_zeros=True)
-    return partitioned(lambda *args: total(*vary_together(*args)), PartitionSpec(), params, xs)
+            return with_zeros(jax.tree.map(scaled, gradients, types, is_leaf=_is_none), types)
 
+        total.defvjp(forward, backward, symbolic_zeros=True)
+        return total(*args)
 
-def scale_gradient(gradient: Array | None, cotangent: Array, dtype: Any) -> Array | None:
-    """Return a gradient made for a cotangent of 1 for this one; multiplied in the wider type, returned in `dtype`."""
-    return None if gradient is None else (gradient * cotangent).astype(dtype)
+    return partitioned(of_device, PartitionSpec(), params, xs)
 
 
 def _is_none(leaf: Any) -> bool:

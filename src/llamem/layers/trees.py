@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, PyTree
 
 
@@ -49,6 +50,25 @@ def by_mark(values: PyTree, mark: Array) -> tuple[PyTree, PyTree]:
     parts = [[leaf if flag == wanted else None for leaf, flag in zip(leaves, flags, strict=True)] for wanted in (1, 0)]
     wanted, frozen = map(tree.unflatten, parts)
     return wanted, frozen
+
+
+def with_zeros(gradients: PyTree, args: PyTree) -> PyTree:
+    """Return what a backward rule gives back, whatever is differentiated: None, or for old JAX a zero that says so.
+
+    Before 0.9 a rule that returns None for other arguments than before meets a bare AssertionError. `args`: the
+    arguments, or their types; None in `gradients` may stand for a whole tree of them.
+    """
+    if jax.__version_info__ >= (0, 9):
+        return gradients
+
+    def zero(arg: Any) -> SymbolicZero | None:
+        aval = arg if isinstance(arg, jax.core.AbstractValue) else jax.typeof(arg)
+        return SymbolicZero(aval) if jnp.issubdtype(arg.dtype, jnp.inexact) else None
+
+    def filled(gradient: Any, args: PyTree) -> PyTree:
+        return jax.tree.map(zero, args) if gradient is None else gradient
+
+    return jax.tree.map(filled, gradients, args, is_leaf=lambda gradient: gradient is None)
 
 
 def wide_zeros(tree: PyTree, dtype: Any = jnp.float32) -> PyTree:

@@ -17,6 +17,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
+from llamem.layers.trees import with_zeros
 from llamem.layers.varying import vary_together
 
 
@@ -128,7 +129,8 @@ def _product_backward(dtype, residuals, d_TV):
     if x_TD is not None and w_VD is not None:
         d_TV = lax.optimization_barrier(d_TV)  # made once for both products, and not beside a float32 one
     dx_TD = None if w_VD is None else _dot(d_TV, w_VD, (1, 0), dtype, wide)
-    return dx_TD, None if x_TD is None else _dot(d_TV, x_TD, (0, 0), dtype, wide)
+    dw_VD = None if x_TD is None else _dot(d_TV, x_TD, (0, 0), dtype, wide)
+    return with_zeros((dx_TD, dw_VD), residuals)
 
 
 _product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from llamem._checks import check_one_of, check_whole
-from llamem.layers.trees import flags_of, mark
+from llamem.layers.trees import flags_of, mark, with_zeros
 from llamem.layers.varying import partitioned, vary_together
 from llamem.losses import arguments
 from llamem.losses.choice import choose_tiles
@@ -152,7 +152,7 @@ def by_head(trained: Callable, frozen: Callable, head: list, others: tuple) -> A
     # What is kept depends on what is differentiated: its tree by that, its arrays in as many places as may be needed.
     # See `llamem.layers.trees.by_gradient`.
     trees: dict[tuple[bool, ...], Any] = {}
-    given = jax.tree.structure((head, others))
+    given, types = jax.tree.structure((head, others)), jax.tree.map(jax.typeof, (head, others))
     places = 32 + 4 * given.num_leaves
 
     @jax.custom_vjp
@@ -175,7 +175,7 @@ def by_head(trained: Callable, frozen: Callable, head: list, others: tuple) -> A
     def backward(residuals: Any, cotangent: Any) -> Any:
         kept, asked = residuals
         own = trees[tuple(flags_of(asked, given.num_leaves))]
-        return given.unflatten(own.unflatten(kept[: own.num_leaves])(cotangent)[0])
+        return with_zeros(given.unflatten(own.unflatten(kept[: own.num_leaves])(cotangent)[0]), types)
 
     total.defvjp(forward, backward, symbolic_zeros=True)
     return total(head, others)

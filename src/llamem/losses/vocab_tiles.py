@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from llamem.layers.tiling import fold_tiles
-from llamem.layers.trees import flags_of, mark
+from llamem.layers.trees import flags_of, mark, with_zeros
 from llamem.layers.varying import axes_of, vary, varying_axes
 from llamem.losses.rows import Rows, Softmax, make_logits, matrices_of, power_of_two, slope
 
@@ -165,14 +165,14 @@ def _forward(softmax, tiles, x, head, targets):
 def _backward(softmax, tiles, residuals, cotangents):
     given = {name: g for name, g in cotangents._asdict().items() if g is not None and not isinstance(g, SymbolicZero)}
     if not given:
-        return None, None, None
+        return with_zeros((None, None, None), residuals[:3])
     silent_N = jnp.all(jnp.stack([g == 0 for g in given.values()]), 0)
     if any(residuals.head_wanted) or "entropy" in given:
         dx_ND, d_head = _gradients(softmax, tiles, residuals, given, silent_N)
     else:
         dx_ND, d_head = _scaled_gradients(softmax, tiles, residuals, given), None
         dx_ND = jnp.where(silent_N[:, None], 0, dx_ND).astype(residuals.x_ND.dtype)
-    return _over_devices(tiles, dx_ND), d_head, None
+    return with_zeros((_over_devices(tiles, dx_ND), d_head, None), residuals[:3])
 
 
 def _scaled_gradients(softmax: Softmax, tiles: VocabTiles, residuals: _Residuals, given: dict) -> Array:
