@@ -72,14 +72,3 @@ def expected_gradients(config, model, adapters, tokens, ids):
         params, adapters = wide(params), wide(dataclasses.replace(adapters))
         (_, losses), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(adapters.weights, params, adapters)
         return np.asarray(losses), jax.tree.map(np.asarray, grads)
-
-
-def relative_error(got, want):
-    """Of all leaves the worst, by norm; the leaves' names where a test fails."""
-    errors = {}
-    for (path, g), w in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        size = np.linalg.norm(np.asarray(w, np.float64))
-        errors[jax.tree_util.keystr(path)] = np.linalg.norm(
-            np.asarray(g, np.float64) - np.asarray(w, np.float64)
-        ) / max(size, 1e-30)
-    return errors

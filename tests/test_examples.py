@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import llama3_in_one_file as example
 import numpy as np
 import pytest
-from adapters import relative_error
 from flax import nnx
 from models import SMALL, model_of
+from norms import errors_by_name
 
 from llamem.train import loss_fn
 
@@ -46,7 +46,7 @@ def test_its_loss_and_gradients_are_the_package_s(dtype):
     loss, grads = jax.value_and_grad(lambda params: example.loss_fn(config, params, inputs, targets))(plain)
     tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
     assert float(loss) == pytest.approx(float(expected), rel=tolerance)
-    errors = relative_error(grads, nnx.to_pure_dict(expected_grads))
+    errors = errors_by_name(grads, nnx.to_pure_dict(expected_grads))
     assert len(errors) == 12 and max(errors.values()) < tolerance, errors
 
 

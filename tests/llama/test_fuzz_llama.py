@@ -10,15 +10,14 @@ from flax import nnx
 from fuzz import FUZZ, junk, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import SMALL
 
 import llamem
 
 pytestmark = pytest.mark.usefixtures("as_a_user")
 FEW = settings(FUZZ, max_examples=25)
 untyped: Any = llamem
-CONFIG = llamem.LlamaConfig(
-    vocab_size=11, d_model=4, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=2, d_ff=3, max_seq_len=8
-)
+CONFIG = SMALL.replace(vocab_size=11, n_layers=1)
 SCALING = llamem.llama.RopeScaling
 HF = CONFIG.replace(rope_scaling=SCALING(8.0)).to_hf()
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from adapters import IDS, MIXED, adapters_of, expected_gradients, put_together, relative_error
+from adapters import IDS, MIXED, adapters_of, expected_gradients, put_together
 from flax import nnx
 from models import MOE, in_float64, model_of, tokens_of
 from models import SMALL as THREE_LAYERS
+from norms import errors_by_name
 
 import llamem
 from llamem import TrainSettings
@@ -60,7 +61,7 @@ def test_losses_and_every_gradient_equal_plain_models_in_float64(tied):
     for plan in plans[:: 1 if tied else 2]:
         metrics, got = gradients(config, adapters, tokens, **plan)
         np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
-        errors = relative_error(got, expected)
+        errors = errors_by_name(got, expected)
         assert len(errors) == 18 and max(errors.values()) < 1e-4, (plan, errors)
 
 
@@ -70,7 +71,7 @@ def test_more_adapters_than_sequences_and_more_sequences_than_adapters():
     for ids in ([5, 0, 5], [3, 3, 3]):
         losses, expected = expected_gradients(SMALL, model_of(SMALL), adapters, np.asarray(tokens), ids)
         metrics, got = gradients(SMALL, adapters, tokens, ids, loss_tiles=2)
-        assert max(relative_error(got, expected).values()) < 1e-4
+        assert max(errors_by_name(got, expected).values()) < 1e-4
         here = np.unique(ids)
         np.testing.assert_allclose(metrics["loss"][here], losses, rtol=1e-5)
         assert np.isnan(np.delete(metrics["loss"], here)).all()
@@ -82,7 +83,7 @@ def test_bfloat16_is_as_near_as_the_plain_model_in_bfloat16():
     _, expected = expected_gradients(config, model, adapters, np.asarray(tokens), IDS)
     _, got = gradients(config, adapters, tokens, model=model)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(got))
-    assert max(relative_error(got, expected).values()) < 0.05
+    assert max(errors_by_name(got, expected).values()) < 0.05
 
 
 EXPERTS = MOE.replace(n_layers=2, n_experts=3)
@@ -100,7 +101,7 @@ def test_experts_have_an_adapter_each():
     for plan in plans:
         metrics, got = gradients(EXPERTS, adapters, tokens, **plan)
         np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
-        errors = relative_error(got, expected)
+        errors = errors_by_name(got, expected)
         assert len(errors) == 18 and max(errors.values()) < 1e-4, (plan, errors)
 
 

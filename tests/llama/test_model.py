@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
-from models import SMALL, VARIANTS, expected_gradients, in_float64, model_of, tokens_of
+from models import MOE, SMALL, VARIANTS, expected_gradients, in_float64, model_of, tokens_of
+from norms import errors_by_name
 
 from llamem import generate
 from llamem.layers.attention import causal_attention
@@ -25,39 +26,43 @@ def test_logits_equal_the_reference(name):
     np.testing.assert_allclose(model(jnp.asarray(tokens)), expected, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("remat", [None, "nothing"])
-@pytest.mark.parametrize("num_tiles", [None, 3])
-def test_every_gradient_of_the_mean_loss(tied, remat, num_tiles):
-    """The test that a feature shipped without for eleven months: mean loss, real layers, every leaf."""
-    config = SMALL.replace(tied_head=tied)
-    model, tokens = model_of(config, remat=remat, loss_tiles=num_tiles), np.asarray(tokens_of(config, T=38))
-    inputs, targets = jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:])
-    graphdef, params = nnx.split(model)
+TOOLS: dict[str, Any] = {"head_groups": 2, "mlp_tiles": 5, "offload": ("block_in",)}
+# Each way to compute a step by itself, and those that meet in one layer together.
+PLANS: list[tuple[str, dict[str, Any]]] = [
+    ("untied", {"remat": None, "loss_tiles": None}),
+    ("untied", {"loss_tiles": 3}),
+    ("tied", {"remat": None, "loss_tiles": 3}),
+    ("tied", {"loss_tiles": None}),
+    ("untied", {"remat": "attn"}),
+    ("untied", {"mode": "unroll", "remat": "minimal"}),
+    ("untied", {"mode": "nested"}),
+    *(("untied", {"loss_tiles": 3, tool: value}) for tool, value in TOOLS.items()),
+    ("untied", {"head_groups": 2, "mlp_tiles": 5, "remat": None}),
+    ("untied", {**TOOLS, "offload": ("attn_out", "block_in")}),
+    ("untied", {**TOOLS, "mode": "unroll", "attention": "tiled"}),
+    ("qwen3", TOOLS),
+    ("experts", TOOLS),
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), PLANS, ids=str)
+def test_every_gradient_of_the_mean_loss(name, plan):
+    """The test that a feature shipped without for eleven months: mean loss, real layers, every leaf, in every plan."""
+    config = {**VARIANTS, "experts": MOE}[name]
+    tokens = tokens_of(config, T=38)
+    graphdef, params = nnx.split(model_of(config, **plan))
 
     def mine(params):
-        return 3.0 * loss_fn(graphdef, params, inputs, targets)
+        return 3.0 * loss_fn(graphdef, params, tokens[:, :-1], tokens[:, 1:])
 
     value, grads = jax.jit(jax.value_and_grad(mine))(params)
     expected_value, expected = jax.tree.map(lambda a: 3.0 * a, expected_gradients(config))
     np.testing.assert_allclose(value, expected_value, rtol=1e-5)
     grads = nnx.to_pure_dict(grads)
     assert jax.tree.structure(grads) == jax.tree.structure(expected)
-    for (path, got), want in zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(expected), strict=True):
-        assert np.abs(want).max() > 0, path
-        error = np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
-        assert error < 1e-4, (path, error)
-
-
-@pytest.mark.parametrize("mode", ["scan", "unroll", "nested"])
-@pytest.mark.parametrize("remat", ["nothing", "attn", "minimal"])
-def test_modes_and_policies_change_no_gradient(mode, remat):
-    tokens = tokens_of(SMALL, T=38)
-    graphdef, params = nnx.split(model_of(SMALL, mode=mode, remat=remat))
-    grads = jax.jit(jax.grad(lambda p: loss_fn(graphdef, p, tokens[:, :-1], tokens[:, 1:])))(params)
-    _, expected = expected_gradients(SMALL)
-    for got, want in zip(jax.tree.leaves(nnx.to_pure_dict(grads)), jax.tree.leaves(expected), strict=True):
-        assert np.linalg.norm(got - want) <= 1e-5 * np.linalg.norm(want)
+    assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(expected))
+    errors = errors_by_name(grads, expected)
+    assert max(errors.values()) < 1e-5, errors
 
 
 def test_activation_names_are_those_of_the_block():
@@ -110,14 +115,6 @@ def test_decoding_with_the_cache_equals_reading_at_once(name, remat):
     np.testing.assert_array_equal(cache.k_LBSKh[:, :, 13:], 0)
 
 
-def test_greedy_generation_equals_reading_everything_again():
-    model, prompt = model_of(SMALL), tokens_of(SMALL, T=5)
-    generated = generate(model, prompt, 7, temperature=0)
-    everything = jnp.concatenate([prompt, generated], axis=1)
-    logits = nnx.jit(lambda model, t: model(t))(model, everything[:, :-1])
-    np.testing.assert_array_equal(generated, jnp.argmax(logits, axis=-1)[:, 4:])
-
-
 def test_prompts_of_different_lengths_end_where_each_stops_and_one_program_serves_all_lengths():
     """Each as it is alone, up to its stop token; another length within the bound compiles nothing."""
     model, rng = model_of(SMALL), np.random.default_rng(0)
@@ -164,8 +161,6 @@ def test_bad_input_is_refused():
         generate(model, tokens_of(SMALL, T=500), 13, temperature=0)
     with pytest.raises(ValueError, match="needs a key"):
         generate(model, tokens_of(SMALL), 3)
-    with pytest.raises(ValueError, match="top_p=0"):
-        generate(model, tokens_of(SMALL), 3, top_p=0.0)
     with pytest.raises(ValueError, match="needs q_positions"):
         causal_attention(jnp.ones((1, 3, 2, 4)), jnp.ones((1, 5, 2, 4)), jnp.ones((1, 5, 2, 4)))
 

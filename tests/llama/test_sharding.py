@@ -1,7 +1,6 @@
 import jax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 from models import MOE, VARIANTS
 
 from llamem import Llama, LlamaConfig, Plan
@@ -24,22 +23,6 @@ def test_every_parameter_of_every_variant_is_in_the_table():
             assert name is not None and len(PARAMETERS[name]) <= leaf.ndim, path
             seen.add(name)
     assert seen == set(PARAMETERS)
-
-
-def test_weights_lie_as_the_table_says_with_layers_and_experts_in_front():
-    split = ("fsdp", "context")
-    config = MOE.replace(d_model=16, n_heads=4, n_kv_heads=2, vocab_size=100)
-    specs = specs_of(config, EVERY)
-    assert specs["embedding"] == P(("tensor",), split) == specs["untied_head"]
-    assert specs["norm"] == P(None)
-    blocks = specs["blocks"]
-    assert blocks["wq"] == P(None, split, ("tensor",), None)
-    assert blocks["wo"] == P(None, ("tensor",), None, split)
-    assert blocks["w_down"] == P(None, None, ("tensor",), split)  # layers, experts, F, D
-    assert blocks["attn_norm"] == P(None, None)
-    assert set(jax.tree.leaves(specs_of(config, MeshShape()), is_leaf=lambda s: isinstance(s, P))) == {
-        P(None), P(None, None), P(None, None, None), P(None, None, None, None)
-    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

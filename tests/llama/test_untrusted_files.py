@@ -6,13 +6,11 @@ import resource
 import struct
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
 from models import VARIANTS, model_of
 
 import llamem
-from llamem.llama.safetensors_files import stored_tensors
 
 CONFIG = VARIANTS["tied"]
 
@@ -157,17 +155,9 @@ def test_a_sharding_that_does_not_fit_is_refused_before_anything_is_allocated(fo
         llamem.load_pretrained(folder, sharding={"blocks": {}, "embedding": None, "norm": None})
     with pytest.raises(TypeError, match="sharding='tpu' of blocks/attn_norm"):
         llamem.load_pretrained(folder, sharding="tpu")
-
-
-def test_what_is_whole_is_read_as_the_library_reads_it(saved):
-    safetensors = pytest.importorskip("safetensors.numpy")
-    theirs = safetensors.load_file(saved / "model.safetensors")
-    mine = stored_tensors(saved)
-    assert set(mine) == set(theirs)
-    for name, tensor in mine.items():
-        np.testing.assert_array_equal(tensor.read(), theirs[name])
+    monkeypatch.undo()
     place = SingleDeviceSharding(jax.devices()[0])
-    assert llamem.load_pretrained(saved, sharding=place).config == CONFIG
+    assert llamem.load_pretrained(folder, sharding=place).config == CONFIG
 
 
 def test_saving_leaves_everything_else_alone(tmp_path):

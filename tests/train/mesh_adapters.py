@@ -10,9 +10,10 @@ jax.config.update("jax_platforms", "cpu")
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from adapters import MIXED, adapters_of, relative_error  # noqa: E402
+from adapters import MIXED, adapters_of  # noqa: E402
 from flax import nnx  # noqa: E402
 from models import SMALL, model_of, tokens_of  # noqa: E402
+from norms import errors_by_name  # noqa: E402
 
 from llamem import Plan, TrainSettings, abstract_lora_step  # noqa: E402
 from llamem.train import init_lora_state, make_lora_step  # noqa: E402
@@ -45,13 +46,13 @@ def main():
         for name, mesh in MESHES.items():
             got, metrics = stepped(config, mesh, accumulate=2 if name == "data" else 1, mlp_tiles=1 if tied else 3)
             seen[f"{name}, {'tied' if tied else 'untied'}"] = {
-                "errors": {**relative_error(got.opt_state, want.opt_state), **relative_error(metrics, expected)},
+                "errors": {**errors_by_name(got.opt_state, want.opt_state), **errors_by_name(metrics, expected)},
                 "steps": np.asarray(got.step).tolist(),
             }
     experts = CONFIG.replace(n_layers=1, n_experts=3, experts_per_token=2, moe_d_ff=12)
     (want, expected), (got, metrics) = stepped(experts, {}), stepped(experts, MESHES["all but data"])
     seen["experts"] = {
-        "errors": {**relative_error(got.opt_state, want.opt_state), **relative_error(metrics, expected)},
+        "errors": {**errors_by_name(got.opt_state, want.opt_state), **errors_by_name(metrics, expected)},
         "steps": np.asarray(got.step).tolist(),
     }
     print(json.dumps(seen))

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapters import MIXED, adapters_of, expected_gradients, relative_error
+from adapters import MIXED, adapters_of, expected_gradients
 from flax import nnx
 from jax.flatten_util import ravel_pytree
 from models import MOE, SMALL, model_of, tokens_of
+from norms import errors_by_name
 
 from llamem import Adapters, Llama, LlamaConfig, LoraConfig, Plan, TrainSettings, abstract_lora_step, compile_report
 from llamem.llama import IN_LAYERS, TARGET_MODULES
@@ -68,7 +69,7 @@ def test_together_as_one_by_one(count):
         assert np.linalg.norm(numbers - expected) < 3e-6 * np.linalg.norm(expected)  # measured: 1.1e-6
         # AdamW divides by the gradient's own size: a gradient that is nearly 0 moves its number by its rounding. In a
         # small array one such number shows.
-        differences = list(relative_error(together.weights, one.params.weights).values())
+        differences = list(errors_by_name(together.weights, one.params.weights).values())
         assert np.median(differences) < 1e-6 and max(differences) < 5e-6
         assert one.step == 3 == state.step[i]
 
@@ -90,7 +91,7 @@ def test_gradients_are_as_near_to_float64_together_as_alone():
         alone = gradients(adapters.select([i]), mine, jnp.zeros(len(mine), jnp.int32))
         exact = adapters.with_weights(truth).select([i]).weights
         for name, way in (("together", together.select([i])), ("alone", alone)):
-            off[name] += relative_error(way.weights, exact).values()
+            off[name] += errors_by_name(way.weights, exact).values()
     # Measured: 2e-6 for the worst array of either.
     assert max(off["together"]) < 5e-6 and max(off["together"]) < 2 * max(off["alone"])
 
@@ -149,7 +150,7 @@ def test_each_adapter_has_its_own_rate_warm_up_and_count():
             jax.tree.map(jnp.subtract, s.params.select([i]).weights, start.params.select([i]).weights)
             for s in (slow, first)
         ]
-        assert max(relative_error(way[0], jax.tree.map(lambda x, r=ratio: r * x, way[1])).values()) < 1e-3
+        assert max(errors_by_name(way[0], jax.tree.map(lambda x, r=ratio: r * x, way[1])).values()) < 1e-3
 
 
 def test_the_cost_of_64_adapters_is_that_of_one():

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from adapters import relative_error
 from flax import nnx
 from models import SMALL, model_of
+from norms import errors_by_name
 
 from llamem import LoraConfig, Plan, TrainSettings
 from llamem.train import Tokenizer, load_chats, load_corpus, loss_fn, train
@@ -55,7 +55,7 @@ def test_packed_chats_have_the_loss_and_gradients_of_each_alone():
         alone.append((share * float(one), jax.tree.map(lambda g, share=share: share * g, own)))
     assert loss == pytest.approx(sum(value for value, _ in alone), rel=1e-6)
     total = jax.tree.map(lambda *g: sum(g), *(g for _, g in alone))
-    assert max(relative_error(grads, total).values()) < 1e-5
+    assert max(errors_by_name(grads, total).values()) < 1e-5
     joined, _ = grad(params, *map(jnp.asarray, batch[:2]), jnp.zeros(batch[0].shape, jnp.int32))
     assert abs(float(joined) - float(loss)) > 1e-4  # as they would be if they saw each other
 

@@ -7,6 +7,7 @@ import pytest
 from fuzz import FUZZ, junk, refused
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import SMALL
 
 import llamem
 from llamem import train as package
@@ -16,9 +17,7 @@ from llamem.train.data import Corpus, read_documents, unigram_entropy
 pytestmark = pytest.mark.usefixtures("as_a_user")
 FEW = settings(FUZZ, max_examples=25)
 untyped: Any = package
-CONFIG = llamem.LlamaConfig(
-    vocab_size=11, d_model=4, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=2, d_ff=3, max_seq_len=8
-)
+CONFIG = SMALL.replace(vocab_size=11, n_layers=1)
 SETTINGS = package.TrainSettings(steps=1, batch_size=2, seq_len=4)
 TOKENS = np.arange(40, dtype=np.uint32) % 11
 TEXT = Corpus(TOKENS, TOKENS, 1, 11)
