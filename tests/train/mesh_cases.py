@@ -7,7 +7,6 @@ it began with.
 import contextlib
 import itertools
 import json
-import signal
 import sys
 import tempfile
 import unittest.mock
@@ -25,6 +24,7 @@ import numpy as np  # noqa: E402
 import reference  # noqa: E402
 from flax import nnx  # noqa: E402
 from jax.sharding import PartitionSpec  # noqa: E402
+from stopping import stopped_after  # noqa: E402
 
 from llamem import LlamaConfig, Plan, TrainSettings, generate  # noqa: E402
 from llamem.layers.attention import causal_attention  # noqa: E402
@@ -37,7 +37,6 @@ from llamem.train.batch_loss import loss_fn  # noqa: E402
 from llamem.train.data import Corpus  # noqa: E402
 from llamem.train.loop import train  # noqa: E402
 from llamem.train.sharded_step import batch_spec, on_mesh  # noqa: E402
-from llamem.train.snapshots import Snapshots  # noqa: E402
 from llamem.train.step import (  # noqa: E402
     make_model,
     weights_loss_and_grads,
@@ -182,20 +181,6 @@ def check(case, expected):
         "message runs": runs,
         "loop trips": trips,
     }
-
-
-@contextlib.contextmanager
-def stopped_after(step):
-    """As by Ctrl-C during that step."""
-    write = Snapshots.append_metrics
-
-    def write_and_stop(self, row):
-        write(self, row)
-        if row["step"] == step:
-            signal.raise_signal(signal.SIGINT)
-
-    with unittest.mock.patch.object(Snapshots, "append_metrics", write_and_stop):
-        yield
 
 
 def check_run():

@@ -1,4 +1,3 @@
-import multiprocessing
 import sys
 from typing import Any
 
@@ -7,7 +6,6 @@ import pytest
 
 from llamem import train as package
 from llamem.llama.tokenizer import Tokenizer
-from llamem.train import data
 from llamem.train.data import Batches, load_corpus, read_documents, unigram_entropy
 
 untyped: Any = package  # for what is wrong on purpose
@@ -228,31 +226,21 @@ def test_a_failure_half_way_leaves_nothing_to_load(folder, tmp_path, monkeypatch
     assert (corpus.train == 256).sum() + (corpus.heldout == 256).sum() == 40
 
 
-def _load(folder, cache, queue):
-    corpus = load_corpus(folder, ByteTokenizer(), cache_dir=cache)
-    queue.put((int(corpus.train.astype(np.int64).sum()), len(corpus.heldout)))
+def test_of_two_that_write_the_same_corpus_at_once_the_first_to_end_stays(folder, tmp_path, monkeypatch):
+    """In the middle of writing it, another one writes it all."""
+    encode, cache, theirs = ByteTokenizer.encode_to_numpy, tmp_path / "cache", []
 
+    def overtaken(self, text, **options):
+        if text.startswith("document 7 "):
+            monkeypatch.setattr(ByteTokenizer, "encode_to_numpy", encode)
+            theirs.append(load_corpus(folder, ByteTokenizer(), cache_dir=cache))
+        return encode(self, text, **options)
 
-def test_two_processes_may_write_the_same_corpus(folder, tmp_path):
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    workers = [context.Process(target=_load, args=(folder, tmp_path / "cache", queue)) for _ in range(3)]
-    for worker in workers:
-        worker.start()
-    results = {queue.get(timeout=60) for _ in workers}
-    for worker in workers:
-        worker.join()
-        assert worker.exitcode == 0
-    assert len(results) == 1 and len(list((tmp_path / "cache").iterdir())) == 1
-
-
-def test_losing_the_race_leaves_the_winners_files(folder, tmp_path):
-    winner = load_corpus(folder, ByteTokenizer(), cache_dir=tmp_path / "cache")
-    (cached,) = (tmp_path / "cache").iterdir()
-    data._write_cache(cached, read_documents(folder), ByteTokenizer(), 0.05)
-    assert list((tmp_path / "cache").iterdir()) == [cached]
-    again = load_corpus(folder, ByteTokenizer(), cache_dir=tmp_path / "cache")
-    np.testing.assert_array_equal(again.train, winner.train)
+    monkeypatch.setattr(ByteTokenizer, "encode_to_numpy", overtaken)
+    mine = load_corpus(folder, ByteTokenizer(), cache_dir=cache)
+    (winner,), (_,) = theirs, cache.iterdir()
+    for part in ("train", "heldout"):
+        np.testing.assert_array_equal(getattr(mine, part), getattr(winner, part))
 
 
 @pytest.mark.parametrize(("num_tokens", "batch_size", "seq_len"), [(101, 3, 7), (8, 5, 7), (1000, 4, 16), (15, 1, 1)])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from llamem import LlamaConfig, Plan, TrainSettings, abstract_step
+from llamem import LlamaConfig, TrainSettings, abstract_step
 from llamem.train import init_state, make_model, make_train_step
 from llamem.train.data import Corpus
 from llamem.train.interrupts import interruptible
@@ -228,21 +228,13 @@ def one_step(config=CONFIG, **changes):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("accumulate", [4])
-def test_accumulated_steps_equal_whole_ones(accumulate):
-    (whole, a), (parts, b) = one_step(), one_step(accumulate=accumulate)
+def test_accumulated_steps_equal_whole_ones():
+    (whole, a), (parts, b) = one_step(), one_step(accumulate=4)
     np.testing.assert_allclose(a["loss"], b["loss"], rtol=1e-6)
     np.testing.assert_allclose(a["grad_norm"], b["grad_norm"], rtol=1e-5)
     moments = [jax.tree.leaves(state.opt_state) for state in (whole, parts)]
     for x, y in zip(*moments, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-7)
-
-
-@pytest.mark.parametrize("plan", [Plan(remat=None, loss_tiles=None)], ids=str)
-def test_the_features_change_no_curve(plan, uninterrupted, tmp_path):
-    other = train(CONFIG, corpus(), SETTINGS, tmp_path, plan=plan, progress=False)
-    mine, theirs = ([row["loss"] for row in run.metrics] for run in (uninterrupted, other))
-    np.testing.assert_allclose(mine, theirs, rtol=1e-4)
 
 
 def test_weight_decay_spares_the_norms():

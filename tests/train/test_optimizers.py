@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from models import SMALL, model_of
 
 import llamem
 from llamem import TrainSettings
@@ -58,10 +59,7 @@ def test_a_part_is_rounded_as_in_the_whole():
 
 
 def test_each_layer_is_clipped_by_its_own_norm():
-    config = llamem.LlamaConfig(
-        vocab_size=50, d_model=8, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=12, max_seq_len=16
-    )
-    params = nnx.state(llamem.Llama(config, rngs=nnx.Rngs(0)), nnx.Param)
+    params = nnx.state(model_of(SMALL), nnx.Param)
     grads = jax.tree.map(lambda a: jax.random.normal(jax.random.key(a.size), a.shape), params)
     clipped = clip(TrainSettings(clip="layer", clip_norm=3.0), grads, jnp.asarray(jnp.inf))
 
@@ -90,9 +88,6 @@ def test_unknown_words_are_refused(wrong, says, as_a_user):
 
 @pytest.mark.parametrize("wrong", [{"clip": "layer"}, {"rounding": "stochastic"}])
 def test_what_is_for_one_device_is_refused_on_a_mesh(wrong):
-    config = llamem.LlamaConfig(
-        vocab_size=64, d_model=8, n_layers=1, n_heads=2, n_kv_heads=2, head_dim=4, d_ff=16, max_seq_len=16
-    )
     settings = TrainSettings(batch_size=2, seq_len=8, **wrong)
     with pytest.raises(ValueError, match="on a mesh"):
-        llamem.abstract_step(config, settings, llamem.Plan(mesh={"fsdp": 2}))
+        llamem.abstract_step(SMALL, settings, llamem.Plan(mesh={"fsdp": 2}))

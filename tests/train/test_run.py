@@ -1,27 +1,24 @@
 """The folder that a run leaves: read again by the package, and by transformers and peft in `make parity`."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from adapters import adapters_of
 from flax import nnx
+from models import SMALL, tokens_of
 
 import llamem
-from llamem import Llama, LlamaConfig, LoraConfig
-from llamem.llama import Adapters, dequantize, quantize
+from llamem import Llama, LoraConfig
+from llamem.llama import dequantize, quantize
 from llamem.train import Run, Tokenizer
 
-CONFIG = LlamaConfig(
-    vocab_size=131, d_model=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=96, max_seq_len=32
-)
-TOKENS = jax.random.randint(jax.random.key(1), (2, 7), 0, 131)
+CONFIG = SMALL.replace(d_model=64, n_layers=2, n_heads=4, head_dim=16, d_ff=96)  # blocks are of 32 numbers
+TOKENS = tokens_of(CONFIG, T=7)
 ROWS = [{"step": 1, "loss": 4.5, "val_loss": 4.75}, {"step": 2, "loss": 2.25, "val_loss": 3.5}]
 
 
 def adapters(count):
-    made = Adapters.create(CONFIG, LoraConfig(ranks=(4,) * count), rngs=nnx.Rngs(2))
-    keys = iter(jax.random.split(jax.random.key(3), 99))
-    return made.with_weights(jax.tree.map(lambda x: x + 0.05 * jax.random.normal(next(keys), x.shape), made.weights))
+    return adapters_of(CONFIG, LoraConfig(ranks=(4,) * count), size=0.1)
 
 
 @pytest.fixture(scope="module")

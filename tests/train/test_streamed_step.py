@@ -19,6 +19,9 @@ import reference
 from adapters import IDS, adapters_of
 from compilers import with_host_memory
 from flax import nnx
+from norms import errors_by_name
+from stopping import stopped_after
+from test_loop import corpus
 
 import llamem
 from llamem import Plan, TrainSettings
@@ -28,10 +31,8 @@ from llamem.memory.hlo_counts import compiled_matmul_flops
 from llamem.memory.jaxprs import equations
 from llamem.memory.shapes import on_host
 from llamem.train.adapter_step import init_lora_state, make_lora_step
-from llamem.train.data import Corpus
 from llamem.train.loop import train
-from llamem.train.optimizers import make_optimizer
-from llamem.train.snapshots import Snapshots
+from llamem.train.optimizers import clip, make_optimizer
 from llamem.train.step import abstract_step, init_state, make_train_step
 
 SETTINGS = TrainSettings(batch_size=2, seq_len=16, steps=10, learning_rate=1e-3, warmup_steps=1, clip_norm=0.5)
@@ -67,16 +68,6 @@ def run(config, plan, optimizer=None, steps=10, **settings):
     return state, metrics
 
 
-def distances(one, other):
-    """Of every leaf, relative to its size."""
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    found = {}
-    for (path, a), b in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(other), strict=True):
-        a, b = (np.asarray(leaf, np.float64) for leaf in (a, b))
-        found[jax.tree_util.keystr(path)] = float(np.linalg.norm(a - b) / max(np.linalg.norm(a), 1e-30))
-    return found
-
-
 # What streams: alone and together with the other tools.
 PLANS: dict[str, dict[str, Any]] = {
     "all": STREAMED,
@@ -84,27 +75,33 @@ PLANS: dict[str, dict[str, Any]] = {
     "tiles": {**STREAMED, **TILES},
     "groups": {**STREAMED, "mode": "nested"},
     "in the backward pass": {"update": "in_backward"},
+    "moments": {"moments": "host"},
 }
-CLIPS: dict[str, dict[str, Any]] = {"layer": LAYERS, "none": {"clip_norm": None}}
+CLIPS: dict[str, dict[str, Any]] = {"layer": LAYERS, "none": {"clip_norm": None}, "whole": {}}
 CASES = [
+    ("tied, 101 rows", "moments", "whole"),
     ("tied, 101 rows", "all", "layer"),
     ("four layers", "groups", "layer"),
     ("untied, 96 rows", "in the backward pass", "none"),
 ]
 # Every combination of places, and the rest of the tools.
 WEEKLY = [
-    *itertools.product(("untied, 96 rows", "tied, 101 rows"), PLANS, CLIPS),
+    *itertools.product(("untied, 96 rows", "tied, 101 rows"), PLANS, ("layer", "none")),
+    *((name, "moments", "whole") for name in models.ON_HOST if name != "experts"),
     ("four layers", "groups", "none"),
     ("no layers", "all", "layer"),
 ]
 
 
 def check_equal(config, plan, clip, tolerance=1e-6):
-    """Parameters relative to their size after ten steps, metrics, and where everything lies."""
+    """Parameters and moments relative to their size after ten steps, metrics, and where everything lies."""
     expected = plain(config, tuple(CLIPS[clip].items()), **tiles_of(plan))
     mine = run(config, Plan(**plan), **CLIPS[clip])
-    far = distances(expected[0].params, mine[0].params)
+    assert jax.tree.structure(expected[0]) == jax.tree.structure(mine[0])
+    far = errors_by_name(mine[0].params, expected[0].params)
     assert max(far.values()) < tolerance, far
+    far = errors_by_name(mine[0].opt_state, expected[0].opt_state)
+    assert max(far.values()) < 1e-5, far
     assert mine[1] == [pytest.approx(row, rel=1e-5) for row in expected[1]]
     assert expected[1][0]["grad_norm"] > 0.5  # so that clipping has something to do
     for path, leaf in jax.tree.leaves_with_path(mine[0]):
@@ -123,7 +120,7 @@ def test_parameters_after_ten_steps_are_those_of_the_plain_step(name, plan, clip
 
 
 def in_float64(config, optimizer, **settings):
-    """Parameters after ten steps of the reference model."""
+    """Parameters after ten steps of the reference model, clipped by layer."""
     settings = TrainSettings(**{**vars(SETTINGS), **settings})
     batches = [np.asarray(models.tokens_of(config, T=17, seed=i)) for i in range(10)]  # with 64 bits others are drawn
     params = nnx.to_pure_dict(init_state(config, settings).params)
@@ -135,7 +132,7 @@ def in_float64(config, optimizer, **settings):
         @jax.jit
         def step(params, state, tokens):
             grads = jax.grad(lambda params: reference.loss(config, params, tokens[:, :-1], tokens[:, 1:]))(params)
-            updates, state = optimizer.update(grads, state, params)
+            updates, state = optimizer.update(clip(settings, grads, jnp.asarray(jnp.inf)), state, params)
             return optax.apply_updates(params, updates), state
 
         for tokens in batches:
@@ -151,26 +148,29 @@ def test_experts_are_as_near_to_float64_as_those_of_the_plain_step():
     config, optimizer = models.ON_HOST["experts"], optax.sgd(1e-2, momentum=0.9)
     expected = in_float64(config, optimizer, **LAYERS)
     (one, metrics), (mine, got) = (run(config, Plan(**plan), optimizer, **LAYERS) for plan in ({}, STREAMED))
-    near, far = (distances(expected, nnx.to_pure_dict(state.params)) for state in (one, mine))
+    near, far = (errors_by_name(nnx.to_pure_dict(state.params), expected) for state in (one, mine))
     assert all(far[name] < 1.5 * near[name] for name in near) and max(far.values()) < 1e-6, (near, far)
-    assert max(distances(one.params, mine.params).values()) < 1e-6
+    assert max(errors_by_name(mine.params, one.params).values()) < 1e-6
     assert got == [pytest.approx(row, rel=1e-5) for row in metrics]
     # AdamW's own, of both alike.
     expected = in_float64(config, None, **LAYERS)
     for plan in ({}, STREAMED):
         state, _ = run(config, Plan(**plan), **LAYERS)
-        far = distances(expected, nnx.to_pure_dict(state.params))
+        far = errors_by_name(nnx.to_pure_dict(state.params), expected)
         assert max(far.values()) < 5e-6, (plan, far)
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", pytest.param("nearest", marks=pytest.mark.weekly)])
-def test_bf16_is_the_plain_step_up_to_its_rounding(rounding):
+@pytest.mark.parametrize(
+    ("rounding", "plan"),
+    [("stochastic", "all"), ("nearest", "moments"), pytest.param("nearest", "all", marks=pytest.mark.weekly)],
+)
+def test_bf16_is_the_plain_step_up_to_its_rounding(rounding, plan):
     """With stochastic rounding, too: what is drawn does not depend on how the step is cut."""
     config = models.ON_HOST["untied, 96 rows"].replace(param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     (one, expected), (mine, got) = (
-        run(config, Plan(**plan), steps=3, rounding=rounding, **LAYERS) for plan in ({}, STREAMED)
+        run(config, Plan(**one), steps=3, rounding=rounding, **LAYERS) for one in ({}, PLANS[plan])
     )
-    assert max(distances(one.params, mine.params).values()) < 2**-8
+    assert max(errors_by_name(mine.params, one.params).values()) < 2**-8
     assert got == [pytest.approx(row, rel=2e-2) for row in expected]
 
 
@@ -181,9 +181,9 @@ def test_other_elementwise_optimizers(name):
     config = models.ON_HOST["untied, 96 rows"].replace(n_layers=2)
     (one, _), (mine, _) = (run(config, Plan(**plan), optimizer, steps=3, **LAYERS) for plan in ({}, STREAMED))
     # Lion steps by a sign: where a gradient is nearly nothing, rounding may turn it.
-    assert max(distances(one.params, mine.params).values()) < (1e-3 if name == "lion" else 1e-6)
+    assert max(errors_by_name(mine.params, one.params).values()) < (1e-3 if name == "lion" else 1e-6)
     fresh = init_state(config, SETTINGS, Plan(), optimizer)
-    assert max(distances(fresh.params, mine.params).values()) > 1e-4
+    assert max(errors_by_name(mine.params, fresh.params).values()) > 1e-4
 
 
 def traced(config, plan, **settings):
@@ -235,27 +235,13 @@ def test_what_crosses_the_link_is_what_the_estimate_says(name, plan):
     assert (counted == 0) == (plan == "in the backward pass")
 
 
-WRITE = Snapshots.append_metrics
-
-
 def go(folder, snapshot_every=0):
     """Four steps of a small run, or what is left of them."""
     config = models.ON_HOST["untied, 96 rows"].replace(n_layers=2)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, 2000).astype(np.uint32)
-    corpus = Corpus(tokens[:1500], tokens[1500:], 1, config.vocab_size)
     settings = TrainSettings(
         batch_size=2, seq_len=16, steps=4, eval_every=2, snapshot_every=snapshot_every, clip="layer"
     )
-    return train(config, corpus, settings, folder, plan=Plan(**STREAMED), progress=False)
-
-
-def stopping_after(step, stop):
-    def write_and_stop(self, row):
-        WRITE(self, row)
-        if row["step"] == step:
-            stop()
-
-    return write_and_stop
+    return train(config, corpus(96), settings, folder, plan=Plan(**STREAMED), progress=False)
 
 
 def assert_same_run(one, other):
@@ -265,10 +251,8 @@ def assert_same_run(one, other):
     assert len(one.metrics) == 4
 
 
-def test_a_run_stops_and_goes_on_bit_by_bit(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        interrupt = stopping_after(2, lambda: signal.raise_signal(signal.SIGINT))
-        patch.setattr(Snapshots, "append_metrics", interrupt)
+def test_a_run_stops_and_goes_on_bit_by_bit(tmp_path):
+    with stopped_after(2):
         assert not go(tmp_path / "parts").finished
     parts = go(tmp_path / "parts")
     assert_same_run(go(tmp_path / "whole"), parts)
@@ -281,8 +265,8 @@ def test_a_run_stops_and_goes_on_bit_by_bit(tmp_path, monkeypatch):
 def test_a_killed_run_goes_on_bit_by_bit(tmp_path):
     """Killed after step 3, with a snapshot of step 2."""
     code = "import os, signal, sys, test_streamed_step as t\n" + (
-        "t.Snapshots.append_metrics = t.stopping_after(3, lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
-        "t.go(sys.argv[1], snapshot_every=2)"
+        "with t.stopped_after(3, lambda: os.kill(os.getpid(), signal.SIGKILL)):\n"
+        "    t.go(sys.argv[1], snapshot_every=2)"
     )
     folders = [str(path) for path in (Path(__file__).parent, Path(models.__file__).parent)]
     where = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, *sys.path])}
@@ -327,9 +311,9 @@ def test_adapters_over_weights_on_the_host(name, tools):
     four = models.VARIANTS["qwen3"].replace(n_layers=4)
     config = four if name == "tied, four layers" else models.ON_HOST[name]
     expected, mine = adapted(config, **tiles_of(FROZEN[tools])), adapted(config, weights="host", **FROZEN[tools])
-    far = distances(expected[0], mine[0])
+    far = errors_by_name(mine[0], expected[0])
     assert max(far.values()) < 1e-6, far
-    fresh = distances(adapters_of(config).weights, mine[0])
+    fresh = errors_by_name(mine[0], adapters_of(config).weights)
     assert min(fresh.values()) > 1e-4, fresh  # every leaf has moved
     for metric in ("loss", "grad_norm"):
         np.testing.assert_allclose(expected[1][metric], mine[1][metric], rtol=1e-5)
