@@ -1,10 +1,6 @@
 """Many adapters trained in one batch: as each of them alone, and those that are absent not at all."""
 
 import dataclasses
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -12,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import MIXED, adapters_of, expected_gradients
+from children import answer_of
 from flax import nnx
 from jax.flatten_util import ravel_pytree
 from models import MOE, SMALL, model_of, tokens_of
@@ -179,15 +176,6 @@ def test_the_abstract_step_is_the_step_and_compiles():
     assert report.alias_bytes >= 4 * params
 
 
-def test_a_new_state_can_be_donated():
-    base = nnx.state(model_of(CONFIG))
-    state = init_lora_state(adapters_of(CONFIG, LoraConfig(ranks=(2,), target_modules=("q",))), SETTINGS)
-    tokens = tokens_of(CONFIG, T=9, B=4)
-    step = jax.jit(make_lora_step(CONFIG, SETTINGS), donate_argnums=0)
-    state, _ = step(state, base, (tokens[:, :-1], tokens[:, 1:], jnp.zeros(4, jnp.int32)))
-    np.testing.assert_array_equal(state.step, [1])
-
-
 def test_other_numbers_of_rates_and_what_is_no_adapter_are_refused():
     with pytest.raises(ValueError, match="finite numbers above 0, one for each adapter"):
         make_lora_step(CONFIG, SETTINGS, learning_rates=(0.0, 1.0))
@@ -198,12 +186,7 @@ def test_other_numbers_of_rates_and_what_is_no_adapter_are_refused():
 
 def test_on_a_mesh_every_moment_and_metric_is_that_of_one_device():
     """After one step the first moments are a tenth of the clipped gradients: those of all nine targets."""
-    here = Path(__file__).parent
-    path = {"PYTHONPATH": ":".join([str(here.parent), *sys.path])}
-    command = [sys.executable, str(here / "mesh_adapters.py")]
-    done = subprocess.run(command, env={**os.environ, **path}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    seen = json.loads(done.stdout.splitlines()[-1])
+    seen = answer_of(Path(__file__).parent / "mesh_adapters.py")
     assert len(seen) == 5
     for name, case in seen.items():
         wrong = {leaf: error for leaf, error in case["errors"].items() if not error < 2e-5}

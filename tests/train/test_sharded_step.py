@@ -1,37 +1,26 @@
 """What `mesh_cases.py` saw on eight simulated devices: values, and what the compiled programs do and send."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from children import answer_of
 from compilers import not_of_old_compilers
 
 from llamem import LlamaConfig, Plan, TrainSettings, abstract_step, available, compile_report
 
-HERE = Path(__file__).parent
+CASES = Path(__file__).parent / "mesh_cases.py"
 MESHES = ("DP", "FSDP", "TP", "CP", "DP FSDP", "FSDP TP", "DP CP", "FSDP TP CP", "DP FSDP TP")
-
-
-def child(which):
-    command = [sys.executable, str(HERE / "mesh_cases.py"), which]
-    path = {"PYTHONPATH": ":".join([str(HERE.parent), *sys.path])}
-    done = subprocess.run(command, env={**os.environ, **path}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def seen():
-    return child("quick")
+    return answer_of(CASES, "quick")
 
 
 @pytest.fixture(scope="module")
 def others():
-    return child("others")
+    return answer_of(CASES, "others")
 
 
 def check_values(cases):
@@ -100,7 +89,7 @@ def test_tiled_attention_over_shared_sequences_computes_what_is_seen(seen):
 @pytest.mark.weekly
 @pytest.mark.parametrize("name", MESHES)
 def test_all_heads_axes_and_ways_to_rematerialise_on(name):
-    found = child(name)
+    found = answer_of(CASES, name)
     assert len(found["cases"]) == 2 * 5 * (1 if "TP" in name else 2)
     check_values(found["cases"])
     check_products(found["cases"])

@@ -1,13 +1,11 @@
 import dataclasses
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from children import printed_by
 from correct import CORRECT, NOISY, NOISY_STATE, NOISY_WEIGHTS, donated, stack
 from flax import nnx
 from gallery import always_checkpointed
@@ -107,10 +105,7 @@ def test_what_is_read_back_elsewhere_than_it_was_written_fails():
 @pytest.mark.slow
 @pytest.mark.parametrize("which", ["layers", pytest.param("models", marks=pytest.mark.weekly)])
 def test_on_eight_devices(which):
-    script = Path(__file__).parent / "mesh_verify.py"
-    path = {"PYTHONPATH": ":".join([str(script.parent.parent), *sys.path])}
-    done = subprocess.run([sys.executable, script, which], env={**os.environ, **path}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    printed_by(Path(__file__).parent / "mesh_verify.py", which)
 
 
 @pytest.mark.quick
