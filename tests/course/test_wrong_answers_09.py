@@ -1,12 +1,11 @@
 """Wrong answers to the exercises of notebook 09: each is refused, with a hint that leads on and does not tell."""
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from answers import Answers, refuse
 
 from llamem.course.exercises import lora_and_rl as rl
 
@@ -81,7 +80,7 @@ def blocks(values, scale, dtype, way="right", minus=8, low=15):
     return numbers.reshape(len(values), -1).astype(dtype)
 
 
-WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
+WRONG: Answers = {
     "the weight alone": (rl.check_adapted, lambda x, w, *rest: x @ w, "the LoRA that you built"),
     "the delta alone": (
         rl.check_adapted,
@@ -151,12 +150,7 @@ WRONG: dict[str, tuple[Callable[..., Any], Callable[..., Any], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_answer_is_refused_with_its_hint(name):
-    check, answer, leads_to = WRONG[name]
-    with pytest.raises(AssertionError, match=leads_to) as refused:
-        check(answer)
-    hint = str(refused.value)
-    assert len(hint.split()) > 8, "the hint says too little"
-    assert "einsum" not in hint and "softmax" not in hint and "maximum(" not in hint, "the hint is the answer"
+    refuse(WRONG[name], "einsum", "softmax", "maximum(")
 
 
 def by_groups(x, w, down, up, scale, adapter):

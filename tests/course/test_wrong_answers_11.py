@@ -1,9 +1,7 @@
 """Answers that a reader may well give to the exercises of notebook 11, and that are wrong: each is rejected."""
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
+from answers import Answers, refuse
 
 from llamem import available
 from llamem.course.exercises import scale_out
@@ -57,7 +55,7 @@ def par(journeys, with_remat, without, bytes_of=lambda n_bytes: n_bytes):
 
 
 SEQUENCES, PAR = scale_out.check_my_sequences, scale_out.check_tokens_at_par
-WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
+WRONG: Answers = {
     "everybody reads the batch": (
         SEQUENCES,
         sequences(lambda s, b, n, h: s * b, lambda s, b, n, h: b),
@@ -107,10 +105,7 @@ def test_right_answers_are_accepted(capsys):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_answer_gets_its_hint(name):
-    check, answer, hint = WRONG[name]
-    with pytest.raises(AssertionError, match=hint) as error:
-        check(answer)
-    assert len(str(error.value).split()) > 5
+    refuse(WRONG[name])
 
 
 @pytest.mark.slow

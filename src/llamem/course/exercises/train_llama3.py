@@ -20,7 +20,9 @@ def check_settings(fn: Callable[..., Any]) -> None:
 
     def body() -> str:
         settings = fn()
-        assert isinstance(settings, TrainSettings), "Return llamem.TrainSettings(...)."
+        assert isinstance(settings, TrainSettings), (
+            f"Return llamem.TrainSettings(...), and not something of the type {type(settings).__name__}."
+        )
         tokens = settings.batch_size * settings.seq_len
         assert settings.seq_len == 8192, f"The sequences have 8,192 tokens; yours have {settings.seq_len:,}."
         assert tokens == 65_536, f"One step should read 65,536 tokens; yours reads {tokens:,}."
