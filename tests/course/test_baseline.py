@@ -33,10 +33,7 @@ def test_loss_and_gradients_are_those_of_float64_and_logits_have_the_inputs_type
 
 
 def test_a_step_with_a_loss_of_ones_own_has_the_losses_of_the_plans_step():
-    config, settings = (
-        llamem.LlamaConfig.from_name("tiny").replace(n_layers=2, vocab_size=300),
-        TrainSettings(seq_len=16),
-    )
+    config = llamem.LlamaConfig.from_name("tiny", n_layers=2, vocab_size=300)
     settings = TrainSettings(batch_size=3, seq_len=16, steps=5)
     step, state, batch = abstract_step(config, settings)
     own, own_state, _ = abstract_step_with(lean_loss, config, settings)
