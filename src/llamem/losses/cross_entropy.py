@@ -139,12 +139,7 @@ def tiled_cross_entropy(
     return partitioned(compute, out_spec, batch, leaves, divisor)
 
 
-# Jitted, so that eager calls compile once. Not before JAX 0.10: in 0.7 a traced function that holds a custom_vjp cannot
-# be differentiated a second time for other arguments.
-_jit = partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5)) if jax.__version_info__ >= (0, 10) else lambda fn: fn
-
-
-@_jit
+@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))  # so that eager calls compile once
 def _reduced(
     loss_of: CrossEntropy,
     softmax: Softmax,
