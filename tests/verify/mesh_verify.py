@@ -102,9 +102,11 @@ def draws_inside_shard_map() -> None:
     batch = {"x": jnp.tile(X, (8, 1)), "key": KEYS[7]}
     fresh = llamem.verify.Title.RANDOMNESS
     skip = {title for title in PROOFS if title != fresh}
-    for fn, right in [(loss, True), (partial(loss, own=False), False), (replicated, False), (by_pmap, False)]:
+    unseen = None if jax.__version_info__ < (0, 8) else False  # pmap was no program that can be looked into
+    for fn, right in [(loss, True), (partial(loss, own=False), False), (replicated, False), (by_pmap, unseen)]:
         verification = llamem.verify_remat(fn, WEIGHTS, batch, remat=True, baseline=False, skip=skip)
-        assert verification.holds == right, (fn, str(verification))
+        (proof,) = [proof for proof in verification.proofs if proof.name == fresh]
+        assert proof.holds is right, (fn, str(verification))
 
 
 def the_model_with_a_mesh() -> None:

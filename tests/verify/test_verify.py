@@ -1,4 +1,5 @@
 import dataclasses
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -160,9 +161,12 @@ def test_donated_arguments_are_given_up():
         value, slope = jax.value_and_grad(lambda w: stack("scan")(w, x, "nothing"))(w)
         return jax.tree.map(lambda p, g: (p - 0.1 * g).astype(dtype), w, slope), value
 
-    lowered = {
-        dtype: jax.jit(partial(step, dtype), donate_argnums=(0,)).lower(WEIGHTS, X) for dtype in ("float32", "bfloat16")
-    }
+    with warnings.catch_warnings():  # JAX warns of the second, old ones while they lower it
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        lowered = {
+            dtype: jax.jit(partial(step, dtype), donate_argnums=(0,)).lower(WEIGHTS, X)
+            for dtype in ("float32", "bfloat16")
+        }
     right = proved(Title.DONATION, stack("scan"), WEIGHTS, X, step=lowered["float32"])
     assert right.holds and right.seen == "2 of 2 arrays", right
     wrong = proved(Title.DONATION, stack("scan"), WEIGHTS, X, step=lowered["bfloat16"])
@@ -265,6 +269,7 @@ def test_layers_left_out_are_counted_where_most_are_covered():
 def test_a_loss_that_is_not_finite_is_no_passed_test():
     alone = set(PROOFS) - {Title.LOSS, Title.GRADIENTS}
     infinite = jnp.full_like(X, jnp.inf)
-    assert verify_remat(stack("scan"), WEIGHTS, infinite, skip=alone).holds
+    answer = verify_remat(stack("scan"), WEIGHTS, infinite, skip=alone)
+    assert not answer.holds and not answer.failed
     with pytest.raises(AssertionError, match=r"(?s)not proved the loss is the same.*not proved every gradient"):
         assert_remat(stack("scan"), WEIGHTS, infinite, skip=alone)

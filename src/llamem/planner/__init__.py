@@ -6,6 +6,7 @@ from llamem.planner.fitting import Fitting, find_fitting, largest, options
 from llamem.planner.found import Found
 from llamem.planner.links import CHIP_LINK, HOST_LINK, INSIDE, NETWORK
 from llamem.planner.pods import Pace, pace
+from llamem.planner.question import chip_called
 from llamem.planner.search import find_plan, longest_context
 from llamem.planner.seconds import PRODUCTS
 from llamem.planner.sums import LINES, Line
@@ -23,6 +24,7 @@ __all__ = [
     "Line",
     "NothingFits",
     "Pace",
+    "chip_called",
     "estimate",
     "find_fitting",
     "find_plan",

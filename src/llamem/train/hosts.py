@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from llamem.train.batches import BatchSource
-from llamem.train.lost_hosts import HEARTBEAT_SECONDS, losses_explained, printed_after_an_abort
+from llamem.train.lost_hosts import HEARTBEAT_SECONDS, last_words, losses_explained
 
 VARIABLES = ("LLAMEM_COORDINATOR", "LLAMEM_NUM_HOSTS", "LLAMEM_HOST")
 # Where a launcher leaves how many processes there are and which this is.
@@ -61,7 +61,7 @@ def initialize(
     )
     try:
         # Versions of JAX differ in whether they raise an error here or abort.
-        with printed_after_an_abort(f"llamem: {nobody_came}"):
+        with last_words(f"llamem: {nobody_came}"):
             jax.distributed.initialize(**(addresses or {}), **waits)
             count = jax.process_count()
     except RuntimeError as error:

@@ -1,12 +1,11 @@
 """A host that is gone: all others end within a minute, with a sentence that says how to go on.
 
-JAX's runtime finds it out: a collective breaks, or its coordination service misses heartbeats and aborts the process.
+JAX's runtime finds it out: a collective breaks, or its coordination service misses heartbeats and ends the process.
 Here are only the words for either case.
 """
 
 import atexit
 import contextlib
-import faulthandler
 import itertools
 import os
 import subprocess
@@ -21,10 +20,16 @@ GONE = (
     "its own output. Start all hosts again: the run goes on from its newest snapshot."
 )
 
-# JAX's runtime aborts a process, and with it every thread. What the process could not say any more, this child of it
-# says. It reads what `faulthandler` writes at an abort; a kill writes nothing.
+# JAX's runtime ends a process, and with it every thread: newer ones by an abort, that of 0.7 by an exit. What the
+# process could not say any more, this child of it says, unless it was told that Python is past it. Ctrl-C is for its
+# parent.
+_LEFT = "left"
+_CHILD = f"""
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+if sys.stdin.read() != "{_LEFT}": print(sys.argv[1], file=sys.stderr)
+"""
 _errors = itertools.count()  # a barrier's name serves once
-AFTERWARDS = "import sys; 'Abort' in sys.stdin.read() and print(sys.argv[1], file=sys.stderr)"
 
 
 class LostHost(ConnectionError):
@@ -38,7 +43,7 @@ def losses_explained() -> Iterator[None]:
     An error that every host met is raised as it is: they all come to the meeting that follows it.
     """
     meet = import_extra("orbax.checkpoint", "training on several hosts").multihost.get_barrier_sync_fn()
-    with printed_after_an_abort(f"llamem: {GONE}"):
+    with last_words(f"llamem: {GONE}"):
         try:
             yield
         except Exception as error:
@@ -54,19 +59,14 @@ def losses_explained() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def printed_after_an_abort(words: str) -> Iterator[None]:
-    """Within it, a process that is aborted has its child print these words to standard error."""
-    child = subprocess.Popen([sys.executable, "-I", "-S", "-c", AFTERWARDS, words], stdin=subprocess.PIPE)
-    assert child.stdin is not None
-    before = faulthandler.is_enabled()
-    faulthandler.enable(child.stdin, all_threads=False)
-    try:
-        yield
-    finally:
-        faulthandler.disable()
-        if before:
-            faulthandler.enable(sys.__stderr__ or sys.stderr)
-        child.communicate()
+def last_words(words: str) -> Iterator[None]:
+    """Within it, a process that ends without Python's say, aborted or killed, has its child print these words."""
+    command = [sys.executable, "-I", "-S", "-c", _CHILD, words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as child:
+        try:
+            yield
+        finally:
+            child.communicate(_LEFT)
 
 
 def _leave_at_once() -> None:

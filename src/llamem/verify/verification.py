@@ -33,8 +33,17 @@ class Verification(Shown):
 
     @property
     def holds(self) -> bool:
-        """Whether no proof failed."""
-        return not self.failed
+        """Whether no proof failed, and loss, gradients and the layer's second run are proved unless skipped."""
+        return not self._missing
+
+    @property
+    def _missing(self) -> tuple[Proof, ...]:
+        """The proofs that failed, and of those without which nothing was shown the ones that are "not proved"."""
+        return tuple(
+            proof
+            for proof in self.proofs
+            if proof.failed or (proof.holds is None and not proof.skipped and proof.name in _MUST)
+        )
 
     @property
     def failed(self) -> tuple[Proof, ...]:
@@ -77,7 +86,8 @@ def verify_remat(
     again; the compiler leaves it; residuals and memory fall; what is offloaded arrives on the host; random numbers are
     fresh in every step and layer; stacked layers differ and tied weights are one; donated arguments are given up. A
     failure says what was seen and what usually causes it. What a proof could not see is "not proved", with the reason;
-    proofs that a program gives no occasion for are left out of the answer. `skip`: names of proofs to leave out, as
+    proofs that a program gives no occasion for are left out of the answer. `.holds` is true where none failed, and
+    loss, gradients and the layer's second run are proved. `skip`: names of proofs to leave out, as
     they are printed: `skip=["random numbers are fresh"]` where one mask for all time steps is meant, or those that
     compile, to be quick; the answer lists them as skipped.
 
@@ -93,6 +103,8 @@ def verify_remat(
         for title, prove in PROOFS.items():
             found.append(Proof(title, None, "", skipped=True) if title in skip else prove(both))
     except CannotGo as stop:
+        if "trace level" in stop.proof.seen:
+            raise ValueError(_NNX) from stop
         found.append(stop.proof)
     except Exception as error:
         if "remat(" in str(error) and type(error).__module__ == "flax.errors":
@@ -109,11 +121,5 @@ def assert_remat(loss_fn: Callable[[Any, Any, Any], Any], params: Any, batch: An
     Loss, gradients and the layer's second run must be proved unless they are skipped: where one of them is "not
     proved", say because the loss is not finite, that is raised too. Others that are "not proved" pass.
     """
-    verification = verify_remat(loss_fn, params, batch, **options)
-    missing = [
-        proof
-        for proof in verification.proofs
-        if proof.failed or (proof.holds is None and not proof.skipped and proof.name in _MUST)
-    ]
-    if missing:
+    if missing := verify_remat(loss_fn, params, batch, **options)._missing:
         raise AssertionError("rematerialisation failed, or is not proved:\n" + "\n".join(map(str, missing)))
