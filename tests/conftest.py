@@ -1,4 +1,5 @@
 import gc
+import importlib
 import os
 import runpy
 from collections import Counter
@@ -98,6 +99,13 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=weekly)
     slow = {item.path for item in items if item.path.suffix == ".ipynb" or item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_runtest_setup(item):
+    """Skip what needs the compiler of an absent chip where it is not installed."""
+    for mark, chip in (("tpu_compile", "v5e-1"), ("gpu_compile", "h100")):
+        if item.get_closest_marker(mark) and not importlib.import_module("llamem").available(chip):
+            pytest.skip(f"no compiler for {chip} here")
 
 
 def pytest_terminal_summary(terminalreporter):

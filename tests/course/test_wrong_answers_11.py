@@ -110,7 +110,6 @@ def test_a_wrong_answer_gets_its_hint(name):
 
 @pytest.mark.slow
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(not available("v5p:4x4x4"), reason="needs libtpu")
 def test_fsdp_alone_needs_too_much():
     with pytest.raises(AssertionError, match="what else does a chip hold"):
         scale_out.check_mesh(lambda: {"fsdp": 64})

@@ -52,7 +52,6 @@ def stacks(jaxpr: Any) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(not llamem.available("v5p-1"), reason="needs libtpu")
 def test_layer_inputs_of_four_gib_go_to_the_host():
     """In one piece this ends libtpu 0.0.51."""
     shape = jax.ShapeDtypeStruct((1, 131_072, 16_384), jnp.bfloat16)

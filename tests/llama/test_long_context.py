@@ -118,7 +118,6 @@ def test_every_tool_takes_something_off_the_chip(chip):
 @not_of_old_compilers
 @pytest.mark.slow
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
 def test_llama_1b_trains_on_131072_tokens_on_one_v5e():
     config = llamem.LlamaConfig.from_name("llama3.2-1b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     report = compiled("v5e-1", config, 131_072, **ALL)

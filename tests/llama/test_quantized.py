@@ -152,9 +152,10 @@ def test_bad_input_is_refused_before_anything_is_read(tmp_path):
         untyped.quantize(3, "q4_0")
 
 
-@pytest.mark.tpu_compile
-@pytest.mark.gpu_compile
-@pytest.mark.parametrize("chip", ["v5e-1", "t4"])
+@pytest.mark.parametrize(
+    "chip",
+    [pytest.param("v5e-1", marks=pytest.mark.tpu_compile), pytest.param("t4", marks=pytest.mark.gpu_compile)],
+)
 def test_no_program_holds_a_dequantised_stack(chip):
     """Read from the buffers of a step of four layers of Llama 3.1 8B: beside the inputs, no more than one matrix."""
     dtype = jnp.float16 if chip == "t4" else jnp.bfloat16

@@ -220,7 +220,6 @@ def test_an_unknown_name_is_refused(as_a_user):
 
 @pytest.mark.slow
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(not available("v6e-1"), reason="no compiler for a v6e here")
 def test_peaks_compiled_for_a_v6e():
     """Llama 3 8B's head, 8,192 tokens, bfloat16: operands and gradients alone are 2.082 GiB, plain logits 7.95."""
     gib = 2**30

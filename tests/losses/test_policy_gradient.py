@@ -395,7 +395,6 @@ def grpo(hidden, head, targets, advantages, old, ref, mask):
 @not_of_old_compilers
 @pytest.mark.slow
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(not available("v6e-1"), reason="no compiler for a v6e here")
 def test_grpo_compiled_for_a_v6e():
     """Llama 3 8B's head, 8,192 tokens, bfloat16: operands and gradients are 2.082 GiB; 4 products or 2."""
     report = compile_report(jax.value_and_grad(grpo, argnums=(0, 1)), *LLAMA_8B, chip="v6e-1")

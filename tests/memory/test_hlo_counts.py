@@ -160,7 +160,6 @@ def test_collectives_that_share_a_channel_are_counted_each():
 
 
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(not llamem.available("v5e-8"), reason="needs libtpu")
 def test_one_collective_a_layer_is_compiled_and_counted_as_one():
     mesh, P = llamem.find_chip("v5e-8").mesh(data=8), jax.sharding.PartitionSpec
     n_layers, D, F = 5, 1024, 4096

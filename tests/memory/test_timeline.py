@@ -275,7 +275,6 @@ def test_the_highest_point_is_what_the_compiler_set_aside(program):
 
 @not_of_old_compilers
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
 @pytest.mark.parametrize("program", ["stack, scan, remat", "loss, plain"])
 def test_the_highest_point_on_a_tpu(program):
     check_program(program, "v5e-1")
@@ -311,7 +310,6 @@ def test_nine_tenths_of_the_bytes_of_a_large_step_have_a_category(chip):
 
 @not_of_old_compilers
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
 def test_what_waits_on_the_host_is_what_is_saved_there():
     def loss(w, x):
         layer = lambda w, x: jnp.tanh(checkpoint_name(x, "block_in") @ w) + x  # noqa: E731

@@ -42,7 +42,6 @@ def test_a_run_stops_and_goes_on_with_its_moments_elsewhere(tmp_path):
 
 @pytest.mark.tpu_compile
 @pytest.mark.slow
-@pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.weekly), jnp.bfloat16])
 def test_moments_leave_the_chip(dtype):
     config = llamem.LlamaConfig.from_name("llama3.2-1b", n_layers=4, param_dtype=dtype, compute_dtype=jnp.bfloat16)

@@ -126,7 +126,6 @@ def test_a_run_goes_on_on_another_mesh_and_its_model_writes_the_same_text(others
 @not_of_old_compilers
 @pytest.mark.slow
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(not available("v5e-8"), reason="needs libtpu")
 def test_llama_8b_trains_on_eight_v5e_chips_8192_tokens_on_each():
     config = LlamaConfig.from_name("llama3.1-8b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     step, state, batch = abstract_step(config, TrainSettings(batch_size=8, seq_len=8192), Plan(mesh={"fsdp": 8}))

@@ -355,7 +355,6 @@ def test_adapters_have_no_moments_worth_a_place(plan, settings, says):
 
 @pytest.mark.slow
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
 def test_adapters_of_llama_8b_train_on_131072_tokens_on_one_v5e_and_30_gib_of_host():
     config = llamem.LlamaConfig.from_name("llama3.1-8b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     plan = Plan(weights="host", offload=("block_in",), mode="nested", head_groups=8, mlp_tiles=32)
@@ -367,7 +366,6 @@ def test_adapters_of_llama_8b_train_on_131072_tokens_on_one_v5e_and_30_gib_of_ho
 
 @pytest.mark.slow
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
 def test_llama_8b_trains_in_f32_on_131072_tokens_on_one_v5e():
     config = llamem.LlamaConfig.from_name("llama3.1-8b", param_dtype=jnp.float32, compute_dtype=jnp.bfloat16)
     plan = Plan(head_groups=8, mlp_tiles=32, **STREAMED)
@@ -383,7 +381,6 @@ def test_llama_8b_trains_in_f32_on_131072_tokens_on_one_v5e():
 @pytest.mark.weekly
 @pytest.mark.slow
 @pytest.mark.tpu_compile
-@pytest.mark.skipif(not llamem.available("v6e-1"), reason="needs libtpu")
 def test_llama_1b_trains_on_1048576_tokens_on_one_v6e():
     """Longer than RoPE was set up for: a statement about memory."""
     config = llamem.LlamaConfig.from_name("llama3.2-1b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)

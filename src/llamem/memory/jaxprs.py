@@ -293,6 +293,6 @@ def constants_in(jaxpr: jex_core.ClosedJaxpr) -> Iterator[tuple[Any, str]]:
     told: set[int] = set()
     for closed in (jaxpr, *(program for program in inside if isinstance(program, jex_core.ClosedJaxpr))):
         for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
-            if hasattr(value, "nbytes") and id(value) not in told:
+            if hasattr(value, "dtype") and id(value) not in told:
                 told.add(id(value))
                 yield value, next((source_of(eqn) for eqn in closed.jaxpr.eqns if var in eqn.invars), "")
