@@ -50,5 +50,6 @@ run_notebooks
 "${pip[@]}" install --editable '.[notebooks,train,tpu-compile,test]' "${pins[@]}" "$compiler"
 "$folder/bin/python" -m pip freeze | grep -iE '^(jax|jaxlib|flax|optax|numpy|matplotlib|ipywidgets|ipython|libtpu)=='
 "$folder/bin/python" --version
-"$folder/bin/python" -m pytest -n 2 --dist loadfile
+# What other versions of other packages deprecate is no fault of this one.
+"$folder/bin/python" -m pytest -n 2 --dist loadfile -W ignore::DeprecationWarning
 run_notebooks

@@ -3,7 +3,6 @@
 import pytest
 from answers import Answers, refuse
 
-from llamem import available
 from llamem.course.exercises import scale_out
 
 

@@ -14,7 +14,7 @@ import pytest
 from compilers import not_of_old_compilers
 from policy_reference import ADVANTAGES, HEAD, HIDDEN, MASK, OLD, REF, TARGETS, B, D, T, V, logprobs, reference
 
-from llamem import available, compile_report
+from llamem import compile_report
 from llamem.losses.choice import choose_tiles
 from llamem.losses.cross_entropy import tiled_cross_entropy, tiled_logprobs
 from llamem.losses.policy_gradient import group_advantages, tiled_policy_loss

@@ -7,7 +7,7 @@ import pytest
 from children import answer_of
 from compilers import not_of_old_compilers
 
-from llamem import LlamaConfig, Plan, TrainSettings, abstract_step, available, compile_report
+from llamem import LlamaConfig, Plan, TrainSettings, abstract_step, compile_report
 
 CASES = Path(__file__).parent / "mesh_cases.py"
 MESHES = ("DP", "FSDP", "TP", "CP", "DP FSDP", "FSDP TP", "DP CP", "FSDP TP CP", "DP FSDP TP")
