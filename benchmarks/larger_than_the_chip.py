@@ -66,16 +66,6 @@ ROWS = (
     Row("llama3.1-8b", F32, 131_072, "v6e-1", "code"),
     Row("llama3.1-8b", F32, 8_192, "v5e-1", "code"),
     Row("llama3.1-8b", BF16, 131_072, "v5e-1", settings=STOCHASTIC, note="rounded stochastically"),
-    Row("llama3.1-8b", F32, 131_072, "v5e-1", settings={}, note="clipped by the norm of all: two backward passes"),
-    Row(
-        "llama3.1-8b",
-        F32,
-        131_072,
-        "v5e-1",
-        plan=STREAMED.replace(update="after"),
-        settings={},
-        note="update after the backward pass, gradients on the host",
-    ),
     Row("llama3.2-1b", F32, 131_072, "v5e-1", plan=RESIDENT, note="weights on the chip"),
     Row("llama3.2-1b", F32, 262_144, "v5e-1", note="beyond the 131,072 that RoPE was set up for"),
     Row("llama3.2-1b", BF16, 917_504, "v6e-1", settings=STOCHASTIC, note="beyond the 131,072 of RoPE"),
@@ -94,11 +84,14 @@ def config_of(row: Row) -> llamem.LlamaConfig:
     return config.replace(max_seq_len=max(row.tokens, config.max_seq_len))
 
 
+def lora_of(row: Row) -> llamem.LoraConfig | None:
+    return llamem.LoraConfig(ranks=(row.rank,)) if row.rank else None
+
+
 def report_of(row: Row, depth: Any) -> Report:
     """What the compiler says. Raises RuntimeError, with the compiler's words, where it gives no answer."""
     settings = llamem.TrainSettings(batch_size=1, seq_len=row.tokens, **row.settings)
-    if row.rank:
-        lora = llamem.LoraConfig(ranks=(row.rank,))
+    if lora := lora_of(row):
         step, *shapes = llamem.abstract_lora_step(config_of(row), settings, row.plan, lora)
     else:
         step, *shapes = llamem.abstract_step(config_of(row), settings, row.plan)
@@ -126,15 +119,12 @@ def sentence(error: str) -> str:
 
 
 def line(row: Row, said: Compiled) -> str:
-    """One line of the table, its estimates made now. Of adapters there are none."""
-    guesses = ["", "", ""]
-    if not row.rank:
-        sizes = {"seq_len": row.tokens, "clip": row.settings.get("clip", "global")}
-        guess = llamem.estimate(config_of(row), row.plan, row.chip, **sizes)
-        peak, link = f"{guess.peak_bytes / GiB:.2f}", f"{guess.link_bytes / GiB:.0f}"
-        guesses = [peak, link, f"{guess.seconds.total:,.0f}"]
+    """One line of the table, its estimates made now."""
+    sizes = {"seq_len": row.tokens, "clip": row.settings.get("clip", "global"), "lora": lora_of(row)}
+    guess = llamem.estimate(config_of(row), row.plan, row.chip, **sizes)
+    link, seconds = f"{guess.link_bytes / GiB:.0f}", f"{guess.seconds.total:,.0f}"
     peak, host, depth = said
-    return f"| {' | '.join([*row.name, peak, guesses[0], host, *guesses[1:], depth])} |"
+    return f"| {' | '.join([*row.name, peak, f'{guess.peak_bytes / GiB:.2f}', host, link, seconds, depth])} |"
 
 
 def versions() -> str:

@@ -159,6 +159,16 @@ def test_memory_that_is_traded_for_speed_is_told_with_its_price():
     assert "takes memory for speed" in found.why and "GiB less, for" in found.why
 
 
+def test_where_attention_is_plain_jax_the_kernel_of_nvidia_is_told():
+    found = find_plan(ONE_B, "h100", seq_len=32_768, **QUIETLY)
+    faster = llamem.estimate(ONE_B, found.plan.replace(attention="cudnn"), "h100", seq_len=32_768)
+    assert found.plan.attention == "auto" and f"would be {faster.seconds.total:.2f} (estimated)" in found.why
+    assert faster.seconds.total < 0.5 * found.estimate.seconds.total
+    wide = ONE_B.replace(compute_dtype="float32"), ONE_B.replace(head_dim=256)
+    for config, chip in ((ONE_B, "t4"), (ONE_B, "v6e-1"), *((config, "h100") for config in wide)):
+        assert "cudnn" not in find_plan(config, chip, seq_len=2048, **QUIETLY).why
+
+
 @pytest.mark.parametrize("factor", [0.7, pytest.param(1.1, marks=pytest.mark.weekly), 2.2])
 def test_the_longest_context_follows_the_compiler(compiler, factor):
     by_estimate = longest_context(ONE_HEAD, "v5e-1", **QUIETLY)

@@ -50,12 +50,10 @@ class Plan:
     `moments`: where the optimizer's moments are between steps. On the "host" each layer's are fetched when it is
     updated, and go back; the norms', which are small, stay on the device.
     `weights`: where the weights are. On the "host" a layer's are fetched when it is computed, forward and backward, and
-    the tables of the vocabulary when they are read; one layer's are on the device at a time. Norms stay there. Of
-    weights that are trained the gradients go to the host, too.
+    the tables of the vocabulary when they are read; one layer's are on the device at a time, and the norms' vectors.
     `update`: when the weights change. "in_backward": each layer's as soon as its gradient is there, so that there are
-    never gradients of two layers. Clipping by the norm of all gradients then takes a second backward pass, the first
-    being for the norm; `TrainSettings(clip="layer")` needs none, and neither does `update="after"`, which has all
-    gradients on the host where weights are.
+    never gradients of two layers. Weights on the host that are trained always change so. The norm of all gradients is
+    known too late then: `TrainSettings(clip="layer")` clips each layer by its own, `clip_norm=None` none.
     With either of these two fields only the layers' inputs are kept for the backward pass, on the host with
     `offload=("block_in",)`; with `mode="nested"` those of groups of layers, and of one group's layers at a time.
 

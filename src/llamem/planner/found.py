@@ -10,7 +10,7 @@ from llamem.llama import LoraConfig, Plan
 from llamem.memory import GiB, Report
 from llamem.memory.show import Shown, Table
 from llamem.planner.candidates import frontier
-from llamem.planner.estimates import Estimate
+from llamem.planner.estimates import Estimate, estimate_plan
 from llamem.planner.sums import LINES
 
 ALIKE = 1.02  # times within 2 %: of plans as fast as that the plainest is taken
@@ -170,6 +170,21 @@ def _types(one: Estimate) -> str:
     return f"Adapters of rank {ranks} and both moments are float32. {frozen} {p}, products {c}."
 
 
+def _kernel_of_nvidia(one: Estimate) -> list[str]:
+    """Return what NVIDIA's own attention would save a plan in plain JAX; no compiler has it without the GPU."""
+    plan, config, chip = one.plan, one.config, one.chip
+    fits = config.compute_dtype.itemsize == 2 and config.head_dim <= 128 and config.head_dim % 8 == 0
+    if chip.platform != "cuda" or not chip.has_bf16 or plan.attention != "auto" or plan.mesh.context > 1 or not fits:
+        return []
+    seconds = estimate_plan(one.question, plan.replace(attention="cudnn")).seconds.total
+    if seconds * _LITTLE > one.seconds.total:
+        return []
+    return [
+        "Attention is plain JAX in these seconds. With NVIDIA's own kernel, attention='cudnn', they would be "
+        f"{seconds:.2f} (estimated). Its library comes with the GPU: on the GPU, compile that plan with chip='local'."
+    ]
+
+
 def explain(one: Estimate, report: Report | None, tried: Sequence[Estimate], asked: int) -> Found:
     """Return what was found, why in words, and the plans beside it."""
     capacity = one.capacity_bytes
@@ -202,5 +217,6 @@ def explain(one: Estimate, report: Report | None, tried: Sequence[Estimate], ask
             f"The link to the host takes {one.seconds.host_link:.2f} of these seconds, more than the arithmetic: more "
             "tokens in a step would share it."
         )
+    lines += _kernel_of_nvidia(one)
     best = [e for e in frontier(tried) if e.peak_bytes <= (capacity or float("inf")) * 1.5]
     return Found(one.plan, one, report, "\n".join(lines), tuple(best), asked)
