@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 
 Way = Literal["no checkpoint", "each layer", "nested", "whole loss"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -93,6 +94,7 @@ def layer_grid(
         bottom.fill_between(range(len(live)), waiting, live, step="mid", color=_BLUES[1])
         bottom.set(xlabel="step", ylim=(0, None), title=f"peak {live.max():.4g}")
     axes[0, 0].set_ylabel("layer")
+    axes[0, 0].yaxis.set_major_locator(MaxNLocator(integer=True))
     axes[1, 0].set_ylabel("in memory, in inputs")
     patches = [Rectangle((0, 0), 1, 1, color=colour) for colour in (*_BLUES, *_RUNS.values())]
     words = ["kept by a checkpoint", "everything stored", "runs forward", "runs again", "runs backward, then frees"]
