@@ -10,7 +10,7 @@ import pytest
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 # By notebook: two or more natural changes. What cannot be is refused in a cell with a sentence: see REFUSED.
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
-    "00": ({"tokens": 4096, "small_chip": "t4"}, {"roomy": "a100-80", "chips": ["v6e-1", "l4"]}),
+    "00": ({"tokens": 4096, "small_chip": "t4"}, {"other_chip": "a100-80", "chips": ["v6e-1", "l4"]}),
     "01": ({"width": 256, "depth": 8}, {"chip": "v6e-1", "other_chip": "t4", "tokens": 5000}),
     "02": ({"chip": "v6e-1", "other_chip": "a100-80"}, {"tokens": 4096}),
     "03": ({"seq_len": 1024}, {"tpu": "v6e-1", "gpu": "l4"}),

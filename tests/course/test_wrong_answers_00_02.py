@@ -33,6 +33,11 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "inputs in 32 bits": "lambda c, B, T: tower(c, B, T) + 2 * c.n_layers * B * T * c.d_model",
             "8,000 tokens written in": "lambda c, B, T: tower(c, B, 8000)",
             "a hundredth and a half more, to be safe": "lambda c, B, T: 1.015 * tower(c, B, T)",
+            "a hundredth more": "lambda c, B, T: 1.01 * tower(c, B, T)",
+            "the head's gradient as well": "lambda c, B, T: "
+            "tower(c, B, T) + c.vocab_size * c.d_model * c.param_dtype.itemsize",
+            "one input too few": "lambda c, B, T: tower(c, B, T) - 2 * B * T * c.d_model",
+            "in GiB": "lambda c, B, T: tower(c, B, T) / 2**30",
             "two hundredths less": "lambda c, B, T: 0.98 * tower(c, B, T)",
             "16 layers written in": "lambda c, B, T: tower(c, B, T) + 2 * (16 - c.n_layers) * B * T * c.d_model",
         },
@@ -53,21 +58,22 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "only shapes were given": "lambda f, *a: size(jax.vjp(f, *a)[1])",
         },
     ),
-    ("where_the_memory_goes", "check_tokens"): (
-        ("itemsize", "// (4", "+ 1"),
+    ("where_the_memory_goes", "check_peak_and_step"): (
+        ("first <=", "sorted", "max(", "64"),
         {
-            "rounded down": "lambda c: c.n_params * c.param_dtype.itemsize // (4 * c.vocab_size)",
-            "logits in 16 bits": "lambda c: c.n_params * c.param_dtype.itemsize // (2 * c.vocab_size) + 1",
-            "logits in the compute type": "lambda c: c.n_params * c.param_dtype.itemsize // "
-            "(c.compute_dtype.itemsize * c.vocab_size) + 1",
-            "weights in 32 bits": "lambda c: 4 * c.n_params // (4 * c.vocab_size) + 1",
-            "weights in 16 bits": "lambda c: 2 * c.n_params // (4 * c.vocab_size) + 1",
-            "as many as the weights": "lambda c: -(-c.n_params * c.param_dtype.itemsize // (4 * c.vocab_size))",
-            "rounded": "lambda c: round(c.n_params * c.param_dtype.itemsize / (4 * c.vocab_size))",
-            "one too many": "lambda c: c.n_params * c.param_dtype.itemsize // (4 * c.vocab_size) + 2",
-            "no whole number": "lambda c: c.n_params * c.param_dtype.itemsize / (4 * c.vocab_size)",
-            "the head alone": "lambda c: c.d_model * c.param_dtype.itemsize // 4 + 1",
-            "hidden states": "lambda c: c.n_params * c.param_dtype.itemsize // (4 * c.d_model) + 1",
+            "all of them": "lambda s: (sum(size for _, _, size in s), 0)",
+            "the largest alone": "lambda s: max((size, first) for first, _, size in s)",
+            "gone in their last step": "lambda s: fullest(s, lambda a, at: a[0] <= at < a[1])",
+            "there before their first step": "lambda s: fullest(s, lambda a, at: at <= a[1])",
+            "never freed": "lambda s: fullest(s, lambda a, at: a[0] <= at)",
+            "there after their last step": "lambda s: fullest(s, lambda a, at: a[0] <= at <= a[1] + 1)",
+            "the two largest": "lambda s: (sum(sorted(a[2] for a in s)[-2:]), 0)",
+            "equal arrays once": "lambda s: fullest(list(dict.fromkeys(s)), lambda a, at: a[0] <= at <= a[1])",
+            "the last such step": "lambda s: fullest(s, lambda a, at: a[0] <= at <= a[1], -1)",
+            "how many arrays": "lambda s: fullest([(a, b, 1) for a, b, _ in s], lambda a, at: a[0] <= at <= a[1])",
+            "no step": "lambda s: fullest(s, lambda a, at: a[0] <= at <= a[1])[0]",
+            "the step first": "lambda s: fullest(s, lambda a, at: a[0] <= at <= a[1])[::-1]",
+            "in the order of the list": "lambda s: listed(s)",
         },
     ),
     ("checkpoint_basics", "check_rematerialised_stack"): (
@@ -256,6 +262,22 @@ def kept(f, *args):
     return jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *args))
 
 
+def fullest(schedule, there, which=0):
+    """The peak and its step, `there` saying which arrays are there at a step."""
+    held = {at: sum(a[2] for a in schedule if there(a, at)) for at in sorted({a[0] for a in schedule})}
+    peak = max(held.values())
+    return peak, [at for at, size in held.items() if size == peak][which]
+
+
+def listed(schedule):
+    """What is held when each array begins, only those that the list has before it being freed."""
+    held, peak = [], (0, 0)
+    for first, last, size in schedule:
+        held = [a for a in held if a[1] >= first] + [(first, last, size)]
+        peak = max(peak, (sum(a[2] for a in held), first), key=lambda found: found[0])
+    return peak
+
+
 def total(table, names, column):
     return sum(table[name][column] for name in names)
 
@@ -332,6 +354,21 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, 
             "check_grouped_stack",
             "lambda f, w, x, size: jax.lax.scan(lambda x, w: (jax.checkpoint(lambda w, x: "
             "scan(jax.checkpoint(f), w, x))(w, x), None), x, w.reshape(-1, size, *w.shape[1:]))[0]",
+        ),
+        (
+            "where_the_memory_goes",
+            "check_peak_with_logits",
+            "lambda c, B, T: tower(c, B, T) + 2 * B * T * c.d_model",
+        ),
+        (
+            "where_the_memory_goes",
+            "check_kept_bytes",
+            "lambda f, *a: sum(row.bytes for row in llamem.saved_residuals(lambda *a: f(*a).sum(), *a).rows)",
+        ),
+        (
+            "where_the_memory_goes",
+            "check_peak_and_step",
+            "lambda s: list(fullest(s, lambda a, at: a[0] <= at <= a[1]))",
         ),
         ("checkpoint_policies", "check_thrifty", "lambda *a: save('narrow', named)(*a)"),
         (

@@ -1,6 +1,6 @@
 """Checks of the exercises of notebook 00."""
 
-import types
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -27,9 +27,10 @@ def check_peak_with_logits(fn: Callable[..., Any]) -> None:
         for (name, sequences, length, dtype), peak in PEAKS.items():
             config = LlamaConfig.from_name(name, param_dtype=jnp.dtype(dtype), compute_dtype=jnp.bfloat16)
             got = fn(config, sequences, length)
-            assert got is not None, "Return a number of bytes."
+            assert got is not None and got > 10**6, f"Return a number of bytes; yours is {got}."
             tokens, weights = sequences * length, config.param_dtype.itemsize * config.n_params
             logits, inputs = 4 * tokens * config.vocab_size, 2 * config.n_layers * tokens * config.d_model
+            head = config.vocab_size * config.d_model * config.param_dtype.itemsize
             counted, off = 3 * weights + inputs + 2 * logits, (got - peak) / 2**30
             hint = "Which arrays are alive where forward becomes backward, how many of each, and of which type?"
             for what, size in (
@@ -38,13 +39,15 @@ def check_peak_with_logits(fn: Callable[..., Any]) -> None:
                 ("one moment: how many has AdamW for each weight?", -weights),
                 ("the layers' inputs: what do rematerialised layers keep?", -inputs),
                 ("the layers' inputs once more: in which type are they kept?", inputs),
+                ("the gradient of the head: is it there before the logits' own is complete?", head),
                 ("an array of the logits' size: what stands beside the logits for a moment?", -logits),
             ):
                 if abs(got - counted - size) < 0.001 * peak:
                     hint = f"The difference is as large as {what}"
-            assert abs(got - peak) < 0.012 * peak, (
+            # What can be named comes to 0.3 to 1.1 % less than the compiler's; the last layer's output may be counted.
+            assert -0.012 * peak < off * 2**30 < 0, (
                 f"{name}, {dtype} weights, {sequences} x {length:,} tokens: yours is {off:+.2f} GiB from the "
-                f"compiler's. {hint}"
+                f"compiler's, and should be a little less. {hint}"
             )
         return "Four steps that nobody showed, within 1.2 % of the compiler."
 
@@ -91,30 +94,48 @@ def check_kept_bytes(fn: Callable[..., Any]) -> None:
     grade(2, body)
 
 
-def check_tokens(fn: Callable[..., Any]) -> None:
-    """Exercise 3: where the logits outgrow the weights."""
+# By name: arrays of `(first, last, size)`.
+SCHEDULES = {
+    "a small step: weights, inputs of three layers, logits and their gradient, gradients of three layers": [
+        *[(0, 20, 30), (1, 12, 4), (2, 10, 4), (3, 8, 4)],
+        *[(4, 5, 50), (5, 6, 50), (8, 19, 10), (10, 18, 10), (12, 17, 10)],
+    ],
+    "an array that ends in the step before the next one begins": [(1, 2, 7), (3, 4, 8), (5, 9, 6)],
+    "two that meet in one step, in no order": [(6, 8, 5), (2, 6, 4), (1, 1, 3)],
+    "two peaks of the same height, the later one listed first": [(7, 8, 9), (0, 1, 4), (2, 3, 9)],
+    "three times the same array": [(2, 5, 3), (2, 5, 3), (2, 5, 3), (0, 1, 8)],
+    "steps of a long program": [(10**9, 3 * 10**9, 5), (2 * 10**9, 4 * 10**9, 6), (5 * 10**9, 5 * 10**9, 10)],
+}
+
+
+def check_peak_and_step(fn: Callable[..., Any]) -> None:
+    """Exercise 3: the peak of a schedule, and when it is reached."""
+
+    def held(schedule: list[tuple[int, int, int]], step: int, ends: int = 0) -> int:
+        return sum(size for first, last, size in schedule if first <= step <= last - ends)
 
     def body() -> str:
-        configs = {
-            f"{name} in {jnp.dtype(dtype)}": LlamaConfig.from_name(name, param_dtype=dtype, compute_dtype=jnp.bfloat16)
-            for name, dtype in (
-                ("llama3-8b", jnp.bfloat16),
-                ("llama3.2-1b", jnp.bfloat16),
-                ("tiny", jnp.float32),
-                ("llama3-8b", jnp.float32),
-            )
+        rng = random.Random(0)
+        starts = [rng.randrange(300) for _ in range(200)]
+        schedules = SCHEDULES | {
+            "200 random arrays": [(first, first + rng.randrange(40), rng.randrange(1, 99)) for first in starts]
         }
-        exact: Any = types.SimpleNamespace(n_params=7_000_000, vocab_size=1000, d_model=64, n_layers=3)
-        exact.param_dtype, exact.compute_dtype = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
-        configs["a model of 7,000,000 parameters and 1,000 words"] = exact
-        for name, config in configs.items():
-            weights, token = config.n_params * jnp.dtype(config.param_dtype).itemsize, 4 * config.vocab_size
-            got = fn(config)
-            assert got is not None and got == int(got), f"A whole number of tokens, please; yours is {got}."
-            assert got * token > weights, (
-                f"With {got:,} tokens the logits of {name}, in f32, are not yet larger than its weights."
+        for what, schedule in schedules.items():
+            got = fn(list(schedule))
+            assert isinstance(got, tuple | list) and len(got) == 2, f"Return a peak and a step; yours is {got!r}."
+            steps = sorted({first for first, _, _ in schedule})
+            peak = max(held(schedule, step) for step in steps)
+            if got[0] != peak:
+                hint = "Which arrays are there at one and the same step?"
+                if got[0] == sum(size for _, _, size in schedule):
+                    hint = "That is all of them together: are they all there at once?"
+                elif got[0] == max(held(schedule, step, 1) for step in steps):
+                    hint = "In the step that is an array's last it is still there: something may read it."
+                raise AssertionError(f"For {what} your peak is {got[0]}. {hint}")
+            first = next(step for step in steps if held(schedule, step) == peak)
+            assert got[1] == first, (
+                f"For {what} the peak is right, and {got[1]} is not the first step at which memory is that full."
             )
-            assert (got - 1) * token <= weights, f"For {name} fewer than {got:,} tokens are enough."
-        return "For Llama 3.2 1B that is far below its context of 131,072."
+        return "So a timeline finds its fullest moment, whatever the arrays are."
 
     grade(3, body)
