@@ -96,6 +96,10 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "backwards": "lambda layer, w, x: scan(jax.checkpoint(layer), w[::-1], x)",
             "the scan's pair": "lambda layer, w, x: jax.lax.scan("
             "lambda x, w: (jax.checkpoint(layer)(w, x), None), x, w)",
+            "a layer of its own": "lambda layer, w, x: scan("
+            "jax.checkpoint(lambda w, x: jnp.sin(jnp.tanh(x @ w)) + x), w, x)",
+            "the whole and its layers": "lambda layer, w, x: jax.checkpoint("
+            "lambda w, x: scan(jax.checkpoint(layer), w, x))(w, x)",
             "gradients stopped": "lambda layer, w, x: scan(jax.checkpoint(layer), jax.lax.stop_gradient(w), x)",
         },
     ),
@@ -109,6 +113,8 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "the smallest divisor": "lambda n: next(s for s in range(2, n + 2) if n % s == 0 or s > n)",
             "the largest divisor": "lambda n: max(s for s in range(1, max(2, n)) if n % s == 0)",
             "a quarter": "lambda n: max(1, n // 4)",
+            "the logarithm, or the next divisor below": "lambda n: next("
+            "s for s in range(n.bit_length(), 0, -1) if n % s == 0)",
             "the largest divisor below a third": "lambda n: max(s for s in range(1, n + 1) "
             "if n % s == 0 and s <= max(1, n // 3))",
             "twice the inputs of a group": "lambda n: min((s for s in range(1, n + 1) if n % s == 0), "

@@ -94,7 +94,7 @@ def layer_grid(
         bottom.fill_between(range(len(live)), waiting, live, step="mid", color=_BLUES[1])
         bottom.set(xlabel="step", ylim=(0, None), title=f"peak {live.max():.4g}")
     axes[0, 0].set_ylabel("layer")
-    axes[0, 0].yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[0, 0].yaxis.set_major_locator(MaxNLocator(4, integer=True, steps=[1, 2, 4, 8, 10]))
     axes[1, 0].set_ylabel("in memory, in inputs")
     patches = [Rectangle((0, 0), 1, 1, color=colour) for colour in (*_BLUES, *_RUNS.values())]
     words = ["kept by a checkpoint", "everything stored", "runs forward", "runs again", "runs backward, then frees"]
