@@ -88,13 +88,17 @@ def lora_of(row: Row) -> llamem.LoraConfig | None:
     return llamem.LoraConfig(ranks=(row.rank,)) if row.rank else None
 
 
-def report_of(row: Row, depth: Any) -> Report:
-    """What the compiler says. Raises RuntimeError, with the compiler's words, where it gives no answer."""
+def step_of(row: Row) -> tuple[Any, ...]:
+    """The step and its arguments, as shapes. Raises ValueError for a plan that the settings exclude."""
     settings = llamem.TrainSettings(batch_size=1, seq_len=row.tokens, **row.settings)
     if lora := lora_of(row):
-        step, *shapes = llamem.abstract_lora_step(config_of(row), settings, row.plan, lora)
-    else:
-        step, *shapes = llamem.abstract_step(config_of(row), settings, row.plan)
+        return llamem.abstract_lora_step(config_of(row), settings, row.plan, lora)
+    return llamem.abstract_step(config_of(row), settings, row.plan)
+
+
+def report_of(row: Row, depth: Any) -> Report:
+    """What the compiler says. Raises RuntimeError, with the compiler's words, where it gives no answer."""
+    step, *shapes = step_of(row)
     return llamem.compile_report(step, *shapes, chip=row.chip, donate_argnums=(0,), depth=depth)
 
 

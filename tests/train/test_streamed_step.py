@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import larger_than_the_chip
 import models
 import numpy as np
 import optax
@@ -351,6 +352,11 @@ def test_adapters_have_no_moments_worth_a_place(plan, settings, says):
             models.ON_HOST["tied, 101 rows"], settings, Plan(**plan), llamem.LoraConfig(ranks=(2,), alphas=(2,))
         )
         jax.eval_shape(step, *args)
+
+
+def test_every_row_of_the_benchmark_can_be_asked():
+    """A mode that goes leaves no row behind: what plan and settings exclude is refused before anything is compiled."""
+    assert all(callable(step) for step, *_ in map(larger_than_the_chip.step_of, larger_than_the_chip.ROWS))
 
 
 @pytest.mark.slow
