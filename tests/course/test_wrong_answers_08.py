@@ -119,6 +119,8 @@ WRONG: Answers = {
     "no plan": (BETTER, lambda: {"mlp_tiles": 4}, "return a llamem.Plan"),
     "a name": (BETTER, lambda: "scan", "return a llamem.Plan"),
     "the plain loss": (BETTER, lambda: Plan(loss_tiles=None), "Which tool"),
+    "another maker's kernel": (BETTER, lambda: Plan(attention="cudnn", offload=("block_in",)), "for NVIDIA's GPUs"),
+    "streamed, and clipped by all": (BETTER, lambda: Plan(weights="host"), "Choose clip='layer'"),
     "slower still": (BETTER, lambda: long_context.GIVEN.replace(mode="nested"), "that you can spare"),
 }
 

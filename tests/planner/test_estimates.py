@@ -168,6 +168,7 @@ def test_devices_share_the_work_of_a_mesh():
     assert one.params / eight.params == pytest.approx(8, rel=1e-3)
 
 
+WIDE_HEADS = LlamaConfig.from_name("llama3.2-1b", head_dim=256, compute_dtype=jnp.bfloat16)
 BAD: dict[str, dict[str, Any]] = {
     "no chip is called 'v9'": {"chip": "v9"},
     "seq_len=0": {"seq_len": 0},
@@ -178,6 +179,16 @@ BAD: dict[str, dict[str, Any]] = {
     "mesh {'fsdp': 8} has 8 devices": {"plan": Plan(mesh={"fsdp": 8})},
     "has 1 devices, and v5e-8 has 8": {"chip": "v5e-8"},
     "head_groups=16) of a model with 8 key/value heads": {"plan": Plan(head_groups=16)},
+    "attention='cudnn') for 512 tokens on v5e-1: 'splash' is for TPUs": {"plan": Plan(attention="cudnn")},
+    "attention='cudnn') for 512 tokens on t4": {"plan": Plan(attention="cudnn"), "chip": "t4"},
+    "attention='cudnn') for 512 tokens on h100": {
+        "config": WIDE_HEADS,
+        "plan": Plan(attention="cudnn"),
+        "chip": "h100",
+    },
+    "attention='splash') for 512 tokens on h100": {"plan": Plan(attention="splash"), "chip": "h100"},
+    "attention='splash') for 1,000 tokens on v5e-1": {"plan": Plan(attention="splash"), "seq_len": 1000},
+    "Choose clip='layer'": {"plan": Plan(weights="host")},
     "batch_size=3 does not divide among 8": {"plan": Plan(mesh={"fsdp": 8}), "chip": "v5e-8", "batch_size": 3},
 }
 
@@ -185,7 +196,7 @@ BAD: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("complaint", BAD)
 def test_bad_input_is_named(complaint, as_a_user):
     given: dict[str, Any] = {
-        "config": LlamaConfig.from_name("llama3.2-1b"),
+        "config": LlamaConfig.from_name("llama3.2-1b", **BF16),
         "plan": Plan(),
         "chip": "v5e-1",
         "seq_len": 512,

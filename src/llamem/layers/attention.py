@@ -51,7 +51,7 @@ def causal_attention(
     if segments_BT is not None and not whole:
         raise ValueError("segments_BT number the tokens of whole sequences: leave q_positions out.")
     if implementation == "auto":
-        implementation = _choose(T, whole)
+        implementation = choose_attention(T, tpu=whole and "TPU" in compiling_for())
     if implementation in ("splash", "cudnn") and not whole:
         raise ValueError(
             f"implementation={implementation!r} computes whole sequences; with q_positions use 'xla' or 'tiled'."
@@ -81,8 +81,9 @@ def _check_shapes(q_BTHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Arra
         raise ValueError(f"segments_BT has shape {segments_BT.shape}: expected one number per token, {q[:2]}.")
 
 
-def _choose(T: int, whole: bool) -> Implementation:
-    if whole and T % SPLASH_BLOCK == 0 and "TPU" in compiling_for():
+def choose_attention(T: int, *, tpu: bool, block: int = SPLASH_BLOCK) -> Implementation:
+    """Return what "auto" is for T queries: Splash on a TPU where blocks divide them, else by their number."""
+    if tpu and T % block == 0:
         return "splash"
     return "tiled" if T > 1024 else "xla"
 

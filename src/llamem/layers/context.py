@@ -9,7 +9,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from llamem.layers.attention import SPLASH_BLOCK, Implementation, causal_attention, splash_attention
+from llamem.layers.attention import (
+    SPLASH_BLOCK,
+    Implementation,
+    causal_attention,
+    choose_attention,
+    splash_attention,
+)
 from llamem.layers.tiled_attention import flash_attention, visible_pairs
 from llamem.memory.chips import compiling_for
 
@@ -39,8 +45,7 @@ def context_attention(
     if implementation == "cudnn":
         raise ValueError("implementation='cudnn' computes whole sequences: with context parallelism use 'tiled'.")
     if implementation == "auto":
-        splash = t % (2 * SPLASH_BLOCK) == 0 and "TPU" in compiling_for()
-        implementation = "splash" if splash else "tiled" if t > 1024 else "xla"
+        implementation = choose_attention(t, tpu="TPU" in compiling_for(), block=2 * SPLASH_BLOCK)
     places = _zigzag(t * devices, devices)
     if implementation == "splash":
         return splash_attention(q_BTHh, k_BSKh, v_BSKh, places=places, axis=axis)

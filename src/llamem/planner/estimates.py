@@ -17,7 +17,8 @@ from llamem.planner.question import Question, ask
 from llamem.planner.seconds import Seconds, seconds_of
 from llamem.planner.share import share_of
 from llamem.planner.sums import Line, sums_of
-from llamem.train.settings import Clip
+from llamem.train.optimizers import check_optimizer
+from llamem.train.settings import Clip, TrainSettings
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -123,11 +124,14 @@ def estimate(
 
     The step is that of `llamem.abstract_step`, its state donated; with `lora` that of `llamem.abstract_lora_step`, over
     matrices in blocks with `quantize`. With several chips the plan's mesh says who holds what, and bytes are those of
-    one. Raises ValueError for an unknown chip and for sizes that do not divide; TypeError for what is no config, plan
-    or `LoraConfig`.
+    one. Raises ValueError for an unknown chip, for sizes that do not divide, and for what that step would refuse, such
+    as weights on the host under `clip="global"`; TypeError for what is no config, plan or `LoraConfig`.
     """
     asked = ask(config, chip, seq_len, batch_size, compiler=False, clip=clip, lora=lora, quantize=quantize)
-    return estimate_plan(asked, plan)
+    found = estimate_plan(asked, plan)
+    if lora is None:
+        check_optimizer(plan, TrainSettings(clip=clip), None, config.param_dtype)
+    return found
 
 
 def estimate_plan(question: Question, plan: Plan) -> Estimate:

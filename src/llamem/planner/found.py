@@ -11,6 +11,7 @@ from llamem.memory import GiB, Report
 from llamem.memory.show import Shown, Table
 from llamem.planner.candidates import frontier
 from llamem.planner.estimates import Estimate, estimate_plan
+from llamem.planner.question import has_cudnn
 from llamem.planner.sums import LINES
 
 ALIKE = 1.02  # times within 2 %: of plans as fast as that the plainest is taken
@@ -172,11 +173,9 @@ def _types(one: Estimate) -> str:
 
 def _kernel_of_nvidia(one: Estimate) -> list[str]:
     """Return what NVIDIA's own attention would save a plan in plain JAX; no compiler has it without the GPU."""
-    plan, config, chip = one.plan, one.config, one.chip
-    fits = config.compute_dtype.itemsize == 2 and config.head_dim <= 128 and config.head_dim % 8 == 0
-    if chip.platform != "cuda" or not chip.has_bf16 or plan.attention != "auto" or plan.mesh.context > 1 or not fits:
+    if one.plan.attention != "auto" or one.plan.mesh.context > 1 or not has_cudnn(one.config, one.chip):
         return []
-    seconds = estimate_plan(one.question, plan.replace(attention="cudnn")).seconds.total
+    seconds = estimate_plan(one.question, one.plan.replace(attention="cudnn")).seconds.total
     if seconds * _LITTLE > one.seconds.total:
         return []
     return [

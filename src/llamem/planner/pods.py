@@ -7,7 +7,7 @@ from llamem._checks import check_one_of
 from llamem.llama import LlamaConfig, MeshShape, Plan
 from llamem.memory import CHIPS
 from llamem.planner.links import INSIDE, received
-from llamem.planner.question import Question
+from llamem.planner.question import Question, has_cudnn
 from llamem.planner.seconds import link_seconds, seconds_of, speeds
 from llamem.planner.share import share_of
 
@@ -51,15 +51,16 @@ def pace(config: LlamaConfig, chip: str, mesh: Mapping[str, int], *, batch_size:
     """
     check_one_of("chip", chip, tuple(INSIDE))
     shape = MeshShape.of(mesh)
+    one = CHIPS[_ONE.get(chip, f"{chip}-1")]
     # On GPUs whoever pays for many runs attention in a kernel; what splits sequences has none there.
-    plan = Plan(mesh=shape, attention="cudnn" if chip in _ONE and shape.context == 1 else "auto")
+    plan = Plan(mesh=shape, attention="cudnn" if has_cudnn(config, one) and shape.context == 1 else "auto")
     inner = plan.mesh.devices // plan.mesh.data
     if inner > INSIDE[chip]:
         raise ValueError(
             f"mesh {dict(mesh)}: fsdp x tensor x context is {inner}, and the fast links join {INSIDE[chip]} chips of "
             f"{chip}. Put the rest on data=, whose messages are few: mesh={{'data': {-(-inner // INSIDE[chip])}, ...}}."
         )
-    chips = dataclasses.replace(CHIPS[_ONE.get(chip, f"{chip}-1")], devices=plan.mesh.devices)
+    chips = dataclasses.replace(one, devices=plan.mesh.devices)
     share = share_of(Question(config, chips, seq_len, batch_size), plan)
     parts, links = seconds_of(share, 0), link_seconds(share)
     products = parts.products + parts.attention

@@ -111,6 +111,12 @@ def ask(
     return Question(config, found, seq_len, batch_size, shape, clip, host_bytes, lora, quantize)
 
 
+def has_cudnn(config: LlamaConfig, chip: Chip) -> bool:
+    """Return whether NVIDIA's own attention computes this model on this chip: see `llamem.layers.causal_attention`."""
+    ampere = chip.platform == "cuda" and chip.has_bf16
+    return ampere and config.compute_dtype.itemsize == 2 and config.head_dim <= 128 and config.head_dim % 8 == 0
+
+
 def chip_called(name: str) -> Chip:
     """Return a chip of `llamem.CHIPS`, a slice of TPUs such as "v5p:4x4x4", or the one at hand, "local".
 

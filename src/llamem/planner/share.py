@@ -5,7 +5,7 @@ import functools
 import math
 from typing import Any, Literal
 
-from llamem.layers.attention import SPLASH_BLOCK
+from llamem.layers.attention import SPLASH_BLOCK, choose_attention
 from llamem.layers.experts import MAX_GROUP
 from llamem.layers.remat import Policy, check_policy
 from llamem.layers.stack import group_count
@@ -15,7 +15,7 @@ from llamem.llama.lora import shape_of
 from llamem.llama.model import check_heads
 from llamem.losses import choose_tiles
 from llamem.memory import Chip
-from llamem.planner.question import Question
+from llamem.planner.question import Question, has_cudnn
 from llamem.train import TrainSettings
 from llamem.train.adapter_step import check_adapter_plan
 
@@ -215,7 +215,7 @@ def share_of(question: Question, plan: Plan) -> Share:
         h=config.head_dim,
         F=F,
         V=V,
-        attention=_implementation(plan, chip, T),
+        attention=_implementation(config, plan, chip, T),
         saved=saved,
         offloaded=offloaded,
         kept=kept,
@@ -242,14 +242,17 @@ def _divided(name: str, size: int, parts: int, over: str) -> int:
     return size // parts
 
 
-def _implementation(plan: Plan, chip: Chip, T: int) -> Any:
-    """Return what "auto" takes in `llamem.layers.attention`, and in `llamem.layers.context` where T is split."""
-    if plan.attention != "auto":
-        return plan.attention
+def _implementation(config: LlamaConfig, plan: Plan, chip: Chip, T: int) -> Any:
+    """Return how attention is computed. Raises ValueError for a kernel that the chip does not have."""
     block = SPLASH_BLOCK * (2 if plan.mesh.context > 1 else 1)
-    if chip.platform == "tpu" and T % block == 0:
-        return "splash"
-    return "tiled" if T > 1024 else "xla"
+    chosen = choose_attention(T, tpu=chip.platform == "tpu", block=block)
+    if not {"splash": chosen == "splash", "cudnn": has_cudnn(config, chip)}.get(plan.attention, True):
+        raise ValueError(
+            f"Plan(attention={plan.attention!r}) for {T:,} tokens on {chip.name}: 'splash' is for TPUs and multiples "
+            f"of {block} tokens, 'cudnn' for NVIDIA's GPUs from Ampere on, products in 16 bits and heads of up to 128 "
+            "channels. Leave attention='auto'."
+        )
+    return chosen if plan.attention == "auto" else plan.attention
 
 
 @functools.lru_cache(maxsize=4096)
