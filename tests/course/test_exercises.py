@@ -72,9 +72,9 @@ WRONG = {
     "the last layer skipped": ("    w = jax.tree.map(lambda a: a[:-1], w)", "last layer is left out"),
     "layers reversed": ("    w = jax.tree.map(lambda a: a[::-1], w)", "in reverse order"),
     "always on": ("    remat = True", "whatever the flag says"),
-    "one key broadcast": ("    keys = jnp.broadcast_to(key, (6,))", "are copies"),
-    "the step's key ignored": ("    keys = jax.random.split(jax.random.key(0), 6)", "in every step"),
-    "pairs share keys": ("    keys = jnp.repeat(jax.random.split(key, 3), 2)", "are copies"),
+    "one key broadcast": ("    keys = jnp.broadcast_to(key, (7,))", "are copies"),
+    "the step's key ignored": ("    keys = jax.random.split(jax.random.key(0), 7)", "in every step"),
+    "pairs share keys": ("    keys = jnp.repeat(jax.random.split(key, 4), 2)[:7]", "are copies"),
 }
 
 

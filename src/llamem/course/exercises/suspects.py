@@ -1,4 +1,4 @@
-"""The five programs that notebook 10 shows for diagnosis: on paper each rematerialises its layers, one of them does.
+"""The four programs that notebook 10 shows for diagnosis: on paper each rematerialises its layers, one of them does.
 
 `layer`, `scanned` and `dropped` are the notebook's own; the others stand in its exercise 1, line by line.
 """
@@ -56,17 +56,4 @@ def dan(w, batch, remat):
     return scanned(jax.checkpoint(body) if remat else body, w, batch["x"])
 
 
-@jax.custom_vjp
-def scaled(loss):
-    return loss
-
-
-scaled.defvjp(lambda loss: (loss, None), lambda _, cotangent: (1024 * cotangent,))
-
-
-def eve(w, batch, remat):
-    loss = scanned(jax.checkpoint(layer) if remat else layer, w, batch["x"])
-    return scaled(loss) if remat else loss
-
-
-SUSPECTS = (ada, ben, cleo, dan, eve)
+SUSPECTS = (ada, ben, cleo, dan)
