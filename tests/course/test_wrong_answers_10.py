@@ -80,6 +80,14 @@ def dropout_around(layer, w, x, key, remat):
     return mean_square((jax.checkpoint(whole) if remat else whole)(w, x))
 
 
+def last_four(layer, w, x, key, remat):
+    both = w, jax.random.split(key, len(w["up"]))
+    first, last = (jax.tree.map(lambda a, part=part: a[part], both) for part in (slice(3), slice(3, None)))
+    around = jax.checkpoint(layer) if remat else layer
+    x = scan(lambda one, x: layer(one[0], x, one[1]), first, x)
+    return mean_square(scan(lambda one, x: around(one[0], x, one[1]), last, x))
+
+
 # By mistake: the check, the answer, and what the hint is expected to speak of.
 WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "sound, all of them": (exercises.check_diagnosis, lambda: {name: set() for name in RIGHT}, "ben: it is not sound"),
@@ -138,6 +146,21 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
         "7",
     ),
     "one key stacked": (exercises.check_cured_dropout, dropped(lambda key: jnp.stack([key] * 7)), "are copies"),
+    "a key of no layer's number": (
+        exercises.check_cured_dropout,
+        dropped(lambda key: jax.vmap(lambda i: jax.random.fold_in(key, 0 * i))(jnp.arange(7))),
+        "1 different keys",
+    ),
+    "two keys in turn": (
+        exercises.check_cured_dropout,
+        dropped(lambda key: jax.random.split(key, 2)[jnp.arange(7) % 2]),
+        "2 different keys",
+    ),
+    "the first key again for the last layer": (
+        exercises.check_cured_dropout,
+        dropped(lambda key: jax.random.split(key, 6)[jnp.arange(7) % 6]),
+        "6 different keys",
+    ),
     "keys of layer numbers": (
         exercises.check_cured_dropout,
         dropped(lambda key: jax.vmap(jax.random.key)(jnp.arange(7))),
@@ -145,6 +168,7 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     ),
     "dropout without remat": (exercises.check_cured_dropout, dropout(lambda remat: None), "0 of them"),
     "dropout with remat always": (exercises.check_cured_dropout, dropout(lambda remat: "nothing"), "flag"),
+    "a checkpoint for the last four layers": (exercises.check_cured_dropout, last_four, "Do all layers"),
     "dropout, around the loop": (exercises.check_cured_dropout, dropout_around, "memory falls"),
 }
 

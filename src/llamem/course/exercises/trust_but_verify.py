@@ -11,6 +11,7 @@ from llamem.course.exercises import grade
 from llamem.course.exercises.suspects import SUSPECTS
 from llamem.course.exercises.suspects import dropped as _dropped
 from llamem.course.exercises.suspects import layer as _layer
+from llamem.memory import saved_residuals
 from llamem.verify import Title, Verification, verify_remat
 
 _UP, _DOWN, _X, _KEY = jax.random.split(jax.random.key(5), 4)
@@ -32,7 +33,8 @@ _QUESTIONS = {
     "cleo": (
         "Which function does the loop run? Go through the three groups, on, right and worth it: which of them would "
         "notice that nothing has changed?",
-        "With the flag and without, which program is traced? Can their numbers differ?",
+        "With the flag and without, which program is traced? Can their numbers differ? And does a proof fail that "
+        "finds nothing to judge?",
     ),
     "dan": (
         "When does NumPy draw: each time the layer runs, or while the function is traced? How often is it traced, "
@@ -122,12 +124,38 @@ def check_diagnosis(fn: Callable[[], Any]) -> None:
     grade(1, body)
 
 
+def _check_keys(fn: Callable[..., Any]) -> None:
+    """Raise AssertionError where layers draw with equal keys: a trace shows where keys come from, not their numbers."""
+    for remat in (False, True):
+        drawn = []
+
+        def layer(w: Any, x: Any, key: Any, drawn: list = drawn) -> Any:
+            jax.debug.callback(lambda numbers: drawn.append(tuple(np.ravel(numbers))), jax.random.key_data(key))
+            return _layer(w, x)
+
+        jax.block_until_ready(fn(layer, _W, _START, _KEY, remat))
+        jax.effects_barrier()
+        if len(set(drawn)) < _LAYERS:
+            raise AssertionError(
+                f"With remat={remat} the {_LAYERS} layers draw with {len(set(drawn))} different keys. Print the "
+                "numbers of each layer's key, jax.random.key_data(key): which are equal?"
+            )
+
+
 def check_cured_dropout(fn: Callable[..., Any]) -> None:
-    """Exercise 2: one key per layer, made of the step's."""
+    """Exercise 2: one key per layer, made of the step's, and a checkpoint around each layer."""
 
     def body() -> str:
         _check_value(lambda remat: fn(lambda w, x, key: _layer(w, x), _W, _START, _KEY, remat))
         _battery(lambda w, b, remat: fn(_dropped, w, b["x"], b["key"], remat), {"x": _START, "key": _KEY})
+        _check_keys(fn)
+        kept = saved_residuals(lambda w: fn(_dropped, w, _START, _KEY, True), _W).rows
+        streams = sum(row.bytes for row in kept if not row.argument) / _START.nbytes
+        if streams > _LAYERS + 2:
+            raise AssertionError(
+                f"It keeps {streams:.1f} times the bytes of x for the backward pass, for {_LAYERS} layers. Each needs "
+                "one, its input. Do all layers have a checkpoint?"
+            )
         return "Keys travel with the weights."
 
     grade(2, body)
