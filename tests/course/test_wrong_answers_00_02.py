@@ -179,6 +179,10 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "(elements(c, N, names) - c.n_layers * N * c.d_model)",
             "all heads have keys": "lambda c, N, names: c.compute_dtype.itemsize * "
             "elements(c, N, names, k=c.n_heads * c.head_dim, v=c.n_heads * c.head_dim)",
+            "a quarter of the width for keys": "lambda c, N, names: c.compute_dtype.itemsize * "
+            "elements(c, N, names, k=c.d_model // 4, v=c.d_model // 4)",
+            "three and a half widths for the feed-forward": "lambda c, N, names: c.compute_dtype.itemsize * "
+            "elements(c, N, names, gate=7 * c.d_model // 2, up=7 * c.d_model // 2)",
             "narrow feed-forward": "lambda c, N, names: c.compute_dtype.itemsize * "
             "elements(c, N, names, gate=c.d_model, up=c.d_model)",
             "elements": "lambda c, N, names: elements(c, N, names)",

@@ -71,6 +71,11 @@ STACKS: Answers = {
         lambda layer, w, x: scan(everything(layer), w, x),
         "a checkpoint around the layer",
     ),
+    "the last of what all layers return": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(w, x),) * 2, x, w)[1][-1],
+        "what every layer returns",
+    ),
     "from last to first": (
         stacks.check_remat_stack,
         lambda layer, w, x: scan(jax.checkpoint(layer), w, x, reverse=True),
@@ -181,6 +186,20 @@ STACKS: Answers = {
         stacks.check_dropout_stack,
         lambda layer, w, x, key: loop_with_keys(jax.checkpoint(layer), w, x, split(key, w)),
         "grows with depth",
+    ),
+    "keys stacked one by one": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(
+            layer, w, x, jnp.stack([jax.random.fold_in(key, i) for i in range(len(w["up"]))])
+        ),
+        "grows with depth",
+    ),
+    "numbers added to the key": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(
+            layer, w, x, jax.vmap(jax.random.key)(jax.random.key_data(key)[-1] + jnp.arange(len(w["up"])))
+        ),
+        "its neighbour draws",
     ),
     "a key that is drawn from, then split": (
         stacks.check_dropout_stack,

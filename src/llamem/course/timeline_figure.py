@@ -91,7 +91,8 @@ def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
     """Device memory over the schedule of each program, by category, on equal axes; `timeline_alt` says it in words.
 
     Where one schedule has over three times the steps of another, each stands on steps of its own; bytes stay equal.
-    Passes are marked, and loops with how often they run; the dashed line is what the chip offers. At the peak stand
+    The title has the highest point, and what the compiler set aside where gaps make it more. Passes are marked, and
+    loops with how often they run; the dashed line is what the chip offers. At the peak stand
     the three largest buffers that the program makes. Memory on the host, where there is any, is a line of its own, or a
     number where it lies far above the axis.
     Raises ValueError for a report without a timeline.
@@ -119,8 +120,7 @@ def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
         _passes(ax, one)
         _capacity(ax, one, n_bytes, unit)
         _peak(ax, one, n_bytes)
-        fits = (", does not fit" if one.over_capacity else ", fits") if one.capacity_bytes else ""
-        title = f"{name}: {one.peak_bytes / n_bytes:.1f} {unit}{fits}"
+        title = f"{name}: {told_size(one, unit, n_bytes)}{'' if one.fits else ', does not fit'}"
         ax.set_title(title, loc="left", fontweight="bold", fontsize=10.5, pad=27)
     for ax in axes.flat[len(found) :]:
         ax.set_visible(False)
@@ -149,11 +149,19 @@ def timeline_alt(reports: Mapping[str, Report | Timeline]) -> str:
         name_of_pass = pass_drawn_at(one, one.peak_step)
         where = f" in the {name_of_pass} pass" if name_of_pass else ""
         sentence = f"{name}: highest at {one.peak_bytes / n_bytes:.1f}{where}, of it {shares}"
+        if one.gap_bytes > 0.01 * one.peak_bytes:
+            sentence += f"; set aside {one.assigned_bytes / n_bytes:.1f}"
         if one.capacity_bytes:
-            verdict = "more than" if one.over_capacity else "within"
+            verdict = "within" if one.fits else "more than"
             sentence += f"; {verdict} the {one.capacity_bytes / n_bytes:.2f} that {one.chip} offers"
         words.append(sentence + ".")
     return " ".join(words)
+
+
+def told_size(one: Timeline, unit: str, n_bytes: int) -> str:
+    """Return the highest point, and what is set aside where gaps make a difference that is seen: "2.1 GiB, 3.0 ..."."""
+    peak, aside = (f"{size / n_bytes:.1f}" for size in (one.peak_bytes, one.assigned_bytes))
+    return f"{peak} {unit}" + (f", {aside} set aside" if one.gap_bytes > 0.01 * one.peak_bytes else "")
 
 
 def drawn_capacity(one: Timeline) -> int:

@@ -76,7 +76,7 @@ def _tick(top: float) -> float:
 
 def _program(name: str, one: Timeline) -> dict[str, Any]:
     texts: dict[str, int] = {}
-    fits = ("; does not fit" if one.over_capacity else "; fits") if one.capacity_bytes else ""
+    fits = ("; fits" if one.fits else "; does not fit") if one.capacity_bytes else ""
     unit, n_bytes = unit_of({name: one})
     return {
         "name": name,

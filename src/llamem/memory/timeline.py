@@ -171,6 +171,11 @@ class Timeline:
         return f"{whole}: {'; '.join(parts) or 'no gap'}."
 
     @property
+    def fits(self) -> bool:
+        """Whether what the compiler set aside is within what the chip offers; true where that is unknown."""
+        return self.capacity_bytes is None or self.assigned_bytes <= self.capacity_bytes
+
+    @property
     def over_capacity(self) -> tuple[int, int] | None:
         """The first and the last step that need more than the chip offers; None where it is enough, or unknown."""
         if self.capacity_bytes is None:

@@ -102,6 +102,11 @@ def check_residual_bytes(fn: Callable[..., Any]) -> None:
                 (llama, ("k", "v"), "Do keys and values have as many heads as queries?"),
                 (llama, ("gate", "up", "q"), "How wide is a feed-forward inside?"),
                 (qwen, ("q", "attn"), "Are all heads together always as wide as the residual stream?"),
+                (
+                    qwen,
+                    ("k", "gate"),
+                    "Which number of the configuration says how wide it is? No share of d_model.",
+                ),
                 (llama.replace(compute_dtype=jnp.float32), ("up",), "How many bytes has one element?"),
             )
         ):
@@ -115,7 +120,7 @@ def check_residual_bytes(fn: Callable[..., Any]) -> None:
             if "attn" in names:  # with the logsumexp of its scores, as the notebook prices it, or without
                 want += (got > want) * 4 * config.n_layers * tokens * config.n_heads
             other = elements * jnp.dtype(config.param_dtype).itemsize
-            if got == other != want and "k" not in names:  # whose heads, all of them, are as many bytes
+            if got == other != want and names != ("k", "v"):  # whose heads, all of them, are as many bytes
                 think = "In which type are weights stored, and in which are activations computed?"
             assert got == want, (
                 f"{config.n_layers} layers, {tokens:,} tokens, computing in {config.compute_dtype}, keeping {names}: "

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
+from llamem.memory.jaxprs import equations
 from llamem.memory.residuals import saved_residuals
 
 _DEPTH, _TOKENS, _WIDTH = 6, 5, 3
@@ -29,12 +30,19 @@ def check_remat_stack(fn: Callable[..., Any]) -> None:
             "the lowered program grows with depth: each layer is written into it. Which function of jax.lax "
             "writes one, and is it left as a loop?"
         )
+        program = jax.make_jaxpr(lambda w: fn(_layer, w, x_ND))(w).jaxpr
+        scans = [eqn for eqn, _ in equations(program) if eqn.primitive.name == "scan"]
+        if any(np.prod(out.aval.shape) >= _DEPTH * x_ND.size for scan in scans for out in scan.outvars):
+            raise AssertionError(
+                "the scan writes down what every layer returns, an array with the layers first, and only the last is "
+                "wanted. Which of the two things that a scan returns is the x of the last turn?"
+            )
         kept = [row for row in saved_residuals(lambda w: jnp.sum(fn(_layer, w, x_ND)), w).rows if not row.argument]
         inputs = _DEPTH * x_ND.nbytes
         if sum(row.bytes for row in kept) > 1.5 * inputs:
             raise AssertionError(
                 "more than the layers' inputs is kept for the backward pass. Is there a checkpoint around the layer? "
-                "And is each turn given its weights, or does it cut them out of the stack, and keep them?"
+                "And is each turn given its weights, or does it cut them out of the stack, or reshape, and keep that?"
             )
         if sum(row.bytes for row in kept) < inputs:
             raise AssertionError(
@@ -118,8 +126,21 @@ def check_dropout_stack(fn: Callable[..., Any]) -> None:
             "two layers drew the same mask. How does a scan hand something of its own to each turn of the loop?"
         )
         assert 0.2 < drawn.mean() < 0.8, "each layer must be used once, with its own weights"
-        assert not np.array_equal(drawn, masks(4)), "another key gives the same masks: your answer does not use its key"
+        other = masks(4)
+        assert not np.array_equal(drawn, other), "another key gives the same masks: your answer does not use its key"
+        assert len(np.unique(np.concatenate([drawn, other]).reshape(2 * _DEPTH, -1), axis=0)) == 2 * _DEPTH, (
+            "a layer draws with one key what its neighbour draws with the next: numbers that are added to a key give "
+            "the masks of other steps. Which functions of jax.random make new keys?"
+        )
         assert np.array_equal(drawn, masks(3)), "the same key must give the same masks, or nothing can be repeated"
+
+        def answer(w: Any, x_ND: Any) -> Any:
+            return jnp.sum(fn(noisy, w, x_ND, jax.random.key(3)) ** 2)
+
+        deep = {name: jnp.concatenate([leaf] * 4) for name, leaf in w.items()}
+        assert len({_lines(lambda w: answer(w, x_ND), weights) for weights in (w, deep)}) == 1, (
+            "the lowered program grows with depth: the text asks for a scan, and keys are made for all layers at once"
+        )
         try:
             with jax.debug_key_reuse(True):
                 masks(3)
@@ -128,9 +149,6 @@ def check_dropout_stack(fn: Callable[..., Any]) -> None:
                 "a key is used twice: a layer draws from it, and new keys are made of it as well. Then what is drawn "
                 "and what is drawn later hang together. Split first, and hand on what nobody draws from."
             ) from None
-
-        def answer(w: Any, x_ND: Any) -> Any:
-            return jnp.sum(fn(noisy, w, x_ND, jax.random.key(3)) ** 2)
 
         def reference(w: Any, x_ND: Any) -> Any:
             for i in range(_DEPTH):
@@ -148,10 +166,6 @@ def check_dropout_stack(fn: Callable[..., Any]) -> None:
             "more than the layers' inputs is kept, masks among it: they can be drawn again from their keys"
         )
         assert kept >= _DEPTH * x_ND.nbytes, "the checkpoint stands around the loop, not around the layer"
-        deep = {name: jnp.concatenate([leaf] * 4) for name, leaf in w.items()}
-        assert len({_lines(lambda w: answer(w, x_ND), weights) for weights in (w, deep)}) == 1, (
-            "the lowered program grows with depth; the text asks for a scan"
-        )
         return "Keys are inputs of the scan; the recomputation draws the same masks from them."
 
     grade(3, body)
