@@ -38,6 +38,35 @@ def written_out(w, x_ND, tiles):
     return jnp.concatenate([tile(x) for x in rows_of(x_ND, tiles)])
 
 
+def gate_and_up_of_all_rows(w, x_ND, tiles):
+    both = jnp.concatenate([w["gate"], w["up"]], axis=1)
+
+    def tile(rows):
+        gate, up = jnp.split(rows, 2, axis=1)
+        return (jax.nn.silu(gate) * up) @ w["down"]
+
+    return jax.lax.map(jax.checkpoint(tile), rows_of(x_ND @ both, tiles)).reshape(x_ND.shape)
+
+
+def unrolled(w, x_ND, tiles):
+    wide = {name: a.astype(jnp.float32) for name, a in w.items()}
+    tile = jax.checkpoint(lambda x: one_tile({name: a.astype(x.dtype) for name, a in wide.items()}, x))
+    body = lambda _, x: (None, tile(x))  # noqa: E731
+    return jax.lax.scan(body, None, rows_of(x_ND, tiles), unroll=tiles)[1].reshape(x_ND.shape)
+
+
+def in_f32(w, x_ND, tiles):
+    return by_rows({k: v.astype(jnp.float32) for k, v in w.items()}, x_ND.astype(jnp.float32), tiles)
+
+
+def of_weights_in_their_type(config, tokens, plan):
+    return lines(config, tokens, plan, size=config.param_dtype.itemsize)
+
+
+def inputs_alone_on_the_host(config, tokens, plan):
+    return lines(config, tokens, plan, offload=plan.offload == ("block_in",))
+
+
 def any_name_on_the_host(config, tokens, plan):
     found = lines(config, tokens, plan)
     return found | ({"residuals": 0} if plan.offload else {})
@@ -89,6 +118,13 @@ LEDGER, ROWS, BETTER = (
 WRONG: Answers = {
     "one byte a number": (LEDGER, but(size=1), "How many bytes"),
     "always 16 bits": (LEDGER, but(size=2), "float32, 4,096 tokens.*How many bytes"),
+    "the weights' type": (LEDGER, of_weights_in_their_type, "How many bytes"),
+    "inputs on the host alone": (LEDGER, inputs_alone_on_the_host, "Where do the inputs wait"),
+    "the input in transit": (
+        LEDGER,
+        lambda c, n, p: lines(c, n, p) | ({"residuals": 2 * n * c.d_model} if "block_in" in p.offload else {}),
+        "in transit",
+    ),
     "one layer's input": (LEDGER, but(layers=1), "How many layers leave"),
     "still on the chip": (LEDGER, but(offload=False), "Where do the inputs wait"),
     "every layer at work": (LEDGER, but(at_work=16), "at work at one moment"),
@@ -101,10 +137,15 @@ WRONG: Answers = {
     "a sum for each tile": (LEDGER, but(sums=lambda D, F, tiles: 12 * D * F // tiles if tiles > 1 else 0), "smaller"),
     "sums without tiles": (LEDGER, but(sums=lambda D, F, tiles: 12 * D * F), "what is there to add up"),
     "two numbers": (LEDGER, lambda *given: tuple(lines(*given).values()), "a dictionary"),
-    "nothing tiled": (ROWS, lambda w, x, tiles: one_tile(w, x), "2048 x 64 numbers"),
-    "all at once in f32": (ROWS, all_in_f32, "2048 x 64 numbers"),
-    "tiles without a checkpoint": (ROWS, without_checkpoint, "2048 x 64 numbers"),
-    "a checkpoint around the loop": (ROWS, checkpoint_around_the_loop, "2048 x 64 numbers"),
+    "nothing tiled": (ROWS, lambda w, x, tiles: one_tile(w, x), "2048 x 96 numbers"),
+    "all at once in f32": (ROWS, all_in_f32, "2048 x 96 numbers"),
+    "tiles without a checkpoint": (ROWS, without_checkpoint, "2048 x 96 numbers"),
+    "a checkpoint around the loop": (ROWS, checkpoint_around_the_loop, "2048 x 96 numbers"),
+    "gate and up of all rows in one product": (ROWS, gate_and_up_of_all_rows, "2048 x 96 numbers, or more"),
+    "a scan that is unrolled": (ROWS, unrolled, "is unrolled"),
+    "tiles in f32, and a result too": (ROWS, in_f32, "the result is float32"),
+    "half as many tiles": (ROWS, lambda w, x, tiles: by_rows(w, x, tiles // 2), "How many rows"),
+    "no gradient for x": (ROWS, lambda w, x, n: by_rows(w, jax.lax.stop_gradient(x), n), "no gradient of x"),
     "rows summed in bfloat16": (ROWS, narrow_sum, "In which type is the sum"),
     "always two tiles": (ROWS, lambda w, x, tiles: by_rows(w, x, 2), "How many rows"),
     "always 16 tiles": (ROWS, lambda w, x, tiles: by_rows(w, x, 16), "How many rows"),

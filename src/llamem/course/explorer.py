@@ -18,13 +18,13 @@ from llamem.planner import LINES, Estimate, estimate
 
 __all__ = ["Explorer", "estimate_bars", "estimate_bars_alt"]
 
-# petroff10, and shades for three more; neighbours in the stack stay distinct for colour-blind readers.
+# petroff10 as in timelines, and shades for three more; neighbours in the stack stay distinct for colour-blind readers.
 COLOURS = dict(
     zip(
         LINES,
         (
-            "#3f90da", "#92dadd", "#d4b9da", "#b9ac70", "#a96b59", "#ffa90e", "#e76300",
-            "#bd1f01", "#832db6", "#94a4a2", "#717581", "#333333", "#dddddd",
+            "#3f90da", "#92dadd", "#d4b9da", "#b9ac70", "#e76300", "#ffa90e", "#a96b59",
+            "#d9b3a6", "#bd1f01", "#94a4a2", "#717581", "#333333", "#dddddd",
         ),
         strict=True,
     )

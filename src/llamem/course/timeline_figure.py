@@ -205,7 +205,8 @@ def _name_area(ax: Axes, category: str, lower: np.ndarray, upper: np.ndarray) ->
         return
     colour = "black" if category in _DARK else "white"
     middle = (ceiling[best] + floor[best]) / 2
-    ax.text(best + width / 2, middle, category, ha="center", va="center", fontsize=8, color=colour)
+    frame = {"facecolor": COLOURS[category], "edgecolor": "none", "pad": 0.8}  # over the host's line
+    ax.text(best + width / 2, middle, category, ha="center", va="center", fontsize=8, color=colour, bbox=frame)
 
 
 def _passes(ax: Axes, one: Timeline) -> None:
