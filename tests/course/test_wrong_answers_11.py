@@ -78,6 +78,11 @@ WRONG: Answers = {
     "the last number of hosts": (SEQUENCES, of_the_last_change, "as many as the others|nobody|who is host"),
     "a step late": (SEQUENCES, changed_a_step_late, "who is host|nobody"),
     "a host that is gone": (SEQUENCES, host_that_is_gone, "who is host"),
+    "nothing for a host that is gone": (
+        SEQUENCES,
+        lambda s, b, n, h: host_that_is_gone(s, b, n, h) if h < hosts_at(s, n) else None,
+        "an empty list",
+    ),
     "one journey": (PAR, par(1, 8, 6), "One journey"),
     "no gradients": (PAR, par(2, 8, 6), "What travels in the backward pass"),
     "gradients there and back": (PAR, par(4, 8, 6), "Four journeys"),
@@ -88,10 +93,10 @@ WRONG: Answers = {
     "two bytes": (PAR, par(3, 8, 6, lambda n: 2), "are not it"),
     "a list": (PAR, lambda *args: [1.0, 2.0], "one number"),
     "too few": (scale_out.check_mesh, lambda: {"fsdp": 32}, "64 chips"),
-    "copies": (scale_out.check_mesh, lambda: {"data": 4, "fsdp": 16}, "weights whole"),
+    "one sequence": (scale_out.check_mesh, lambda: {"context": 64}, "1 sequences: at least 16"),
     "too many": (scale_out.check_mesh, lambda: {"fsdp": 128}, "64 chips"),
     "one chip": (scale_out.check_mesh, lambda: {}, "64 chips"),
-    "half copies": (scale_out.check_mesh, lambda: {"data": 2, "fsdp": 32}, "weights whole"),
+    "eight sequences": (scale_out.check_mesh, lambda: {"fsdp": 8, "context": 8}, "8 sequences: at least 16"),
     "a mesh of no axes": (scale_out.check_mesh, lambda: {"model": 64}, "no mesh axis"),
 }
 
@@ -109,6 +114,14 @@ def test_a_wrong_answer_gets_its_hint(name):
 
 @pytest.mark.slow
 @pytest.mark.tpu_compile
-def test_fsdp_alone_needs_too_much():
-    with pytest.raises(AssertionError, match="what else does a chip hold"):
-        scale_out.check_mesh(lambda: {"fsdp": 64})
+@pytest.mark.parametrize(
+    ("mesh", "hint"),
+    [
+        ({"fsdp": 64}, "what else does a chip hold"),
+        ({"fsdp": 16, "tensor": 4}, "which axis splits that"),
+        ({"data": 2, "fsdp": 8, "context": 4}, "held whole by each part"),
+    ],
+)
+def test_a_mesh_that_needs_too_much_is_refused(mesh, hint):
+    with pytest.raises(AssertionError, match=hint):
+        scale_out.check_mesh(lambda: mesh)

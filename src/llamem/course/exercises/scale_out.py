@@ -27,7 +27,9 @@ def check_my_sequences(fn: Callable[..., Any]) -> None:
             for step in sorted(step for step in changes | {3, 200} if step >= 0):
                 hosts = hosts_from[max(first for first in hosts_from if first <= step)]
                 everybody = range(max(hosts_from.values()))
-                parts = [[int(number) for number in fn(step, batch_size, dict(hosts_from), host)] for host in everybody]
+                answers = [fn(step, batch_size, dict(hosts_from), host) for host in everybody]
+                assert not any(answer is None for answer in answers), "return numbers in order; an empty list for none"
+                parts = [[int(number) for number in answer] for answer in answers]
                 _compare(parts, step, batch_size, hosts, hosts_from)
         return "Every sequence once, in the order of one host, whoever is there to read it."
 
@@ -89,7 +91,9 @@ def check_mesh(fn: Callable[..., Any]) -> None:
         mesh = MeshShape.of(fn())
         assert mesh.devices == 64, f"The slice has 64 chips; your mesh has {mesh.devices}."
         batch = mesh.data * mesh.fsdp
-        assert mesh.data == 1, "Along data= every chip holds the weights whole: which axis splits them?"
+        assert batch >= 16, (
+            f"Your mesh has {batch} parts of the batch, so {batch} sequences: at least 16 are asked for."
+        )
         settings = TrainSettings(batch_size=batch, seq_len=8192)
         config = LlamaConfig.from_name("llama3.1-70b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
         step, state, shapes = abstract_step(config, settings, Plan(mesh=mesh))
@@ -97,9 +101,10 @@ def check_mesh(fn: Callable[..., Any]) -> None:
             raise AssertionError("It was not checked: the peak is the TPU compiler's word, and there is none here.")
         report = compile_report(step, state, shapes, donate_argnums=(0,), chip="v5p:4x4x4")
         peak = report.peak_bytes / GiB
-        assert peak < 21, (
-            f"The peak is {peak:.1f} GiB a chip. Weights and moments are split as far as they go: what else "
-            "does a chip hold that another axis would split?"
+        copies = " Along data= weights and moments are held whole by each part." if mesh.data > 1 else ""
+        assert peak < 18, (
+            f"The peak is {peak:.1f} GiB a chip.{copies} Weights and moments can be split as far as there are chips: "
+            "what else does a chip hold, and which axis splits that?"
         )
         return f"Peak {peak:.1f} GiB a chip, of {(find_chip('v5p:4x4x4').capacity_bytes or 0) / GiB:.1f}."
 
