@@ -43,7 +43,7 @@ def test_panels_stand_on_equal_axes_with_passes_loops_and_capacity(four):
     assert {"forward", "backward", "optimizer", "x 16"} <= set(words)
     assert "v5e-1: 13.00 MiB" in words
     # b's buffers would fit, what the compiler sets aside for them does not.
-    titles = ["a: 12.0 MiB, 13.0 set aside", "b: 13.0 MiB, 14.0 set aside, does not fit"]
+    titles = ["a: 12.0 MiB, 13.0 set aside, fits", "b: 13.0 MiB, 14.0 set aside, does not fit"]
     assert [ax.get_title(loc="left") for ax in four.axes][:2] == titles
 
 

@@ -91,8 +91,8 @@ def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
     """Device memory over the schedule of each program, by category, on equal axes; `timeline_alt` says it in words.
 
     Where one schedule has over three times the steps of another, each stands on steps of its own; bytes stay equal.
-    The title has the highest point, and what the compiler set aside where gaps make it more. Passes are marked, and
-    loops with how often they run; the dashed line is what the chip offers. At the peak stand
+    The title has the highest point, what the compiler set aside where gaps make it more, and who fits where not all
+    do. Passes are marked, and loops with how often they run; the dashed line is what the chip offers. At the peak stand
     the three largest buffers that the program makes. Memory on the host, where there is any, is a line of its own, or a
     number where it lies far above the axis.
     Raises ValueError for a report without a timeline.
@@ -113,6 +113,7 @@ def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
         layout="constrained",
     )
     top = max(max(one.peak_bytes, drawn_capacity(one)) for one in found.values()) / n_bytes
+    all_fit = all(one.fits for one in found.values())
     for ax, (name, one) in zip(axes.flat, found.items(), strict=False):
         ax.set_xlim(0, drawn[name])
         ax.set_ylim(0, 1.34 * top)
@@ -120,7 +121,8 @@ def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
         _passes(ax, one)
         _capacity(ax, one, n_bytes, unit)
         _peak(ax, one, n_bytes)
-        title = f"{name}: {told_size(one, unit, n_bytes)}{'' if one.fits else ', does not fit'}"
+        verdict = "" if all_fit else ", fits" if one.fits else ", does not fit"
+        title = f"{name}: {told_size(one, unit, n_bytes)}{verdict}"
         ax.set_title(title, loc="left", fontweight="bold", fontsize=10.5, pad=27)
     for ax in axes.flat[len(found) :]:
         ax.set_visible(False)

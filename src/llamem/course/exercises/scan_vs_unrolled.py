@@ -31,8 +31,10 @@ def check_remat_stack(fn: Callable[..., Any]) -> None:
             "writes one, and is it left as a loop?"
         )
         program = jax.make_jaxpr(lambda w: fn(_layer, w, x_ND))(w).jaxpr
-        scans = [eqn for eqn, _ in equations(program) if eqn.primitive.name == "scan"]
-        if any(np.prod(out.aval.shape) >= _DEPTH * x_ND.size for scan in scans for out in scan.outvars):
+        of_scans: list[Any] = [
+            out.aval for eqn, _ in equations(program) if eqn.primitive.name == "scan" for out in eqn.outvars
+        ]
+        if any(np.prod(one.shape) >= _DEPTH * x_ND.size for one in of_scans):
             raise AssertionError(
                 "the scan writes down what every layer returns, an array with the layers first, and only the last is "
                 "wanted. Which of the two things that a scan returns is the x of the last turn?"
