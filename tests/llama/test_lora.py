@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from adapters import IDS, MIXED, adapters_of, expected_gradients, put_together
+from adapters import BESIDE_EXPERTS, IDS, MIXED, adapters_of, expected_gradients, put_together
 from flax import nnx
 from models import MOE, in_float64, model_of, tokens_of
 from models import SMALL as THREE_LAYERS
@@ -86,43 +86,19 @@ def test_bfloat16_is_as_near_as_the_plain_model_in_bfloat16():
     assert max(errors_by_name(got, expected).values()) < 0.05
 
 
-EXPERTS = MOE.replace(n_layers=2, n_experts=3)
-
-
-def test_experts_have_an_adapter_each():
-    """All nine targets: of gate, up and down a pair for each of three experts."""
-    adapters, tokens = adapters_of(EXPERTS), tokens_of(EXPERTS, T=9, B=4)
-    assert adapters.a["down"].shape == (2, 3, 3, 5, 12) and adapters.rank["down"].shape == (2, 3)
-    losses, expected = expected_gradients(EXPERTS, model_of(EXPERTS), adapters, np.asarray(tokens), IDS)
-    plans: list[dict[str, Any]] = [
-        {"loss_tiles": 3, "loss_axis": "tokens"},
-        {"loss_tiles": 3, "loss_axis": "vocab", "mlp_tiles": 3, "mode": "nested", "accumulate": 2},
-    ]
-    for plan in plans:
-        metrics, got = gradients(EXPERTS, adapters, tokens, **plan)
-        np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
-        errors = errors_by_name(got, expected)
-        assert len(errors) == 18 and max(errors.values()) < 5e-5, (plan, errors)
-
-
-@pytest.mark.weekly
-def test_experts_merged_selected_joined_and_sampled_from():
-    model, tokens = model_of(EXPERTS), tokens_of(EXPERTS, T=7, B=4)
-    adapters = adapters_of(EXPERTS, LoraConfig(ranks=(3, 5, 1), target_modules=("v", "up", "down")))
-    singles = [adapters.select([i]) for i in range(3)]
-    jax.tree.map(np.testing.assert_array_equal, Adapters.join(singles), adapters)
-    text = generate(model, tokens, 4, temperature=0, adapters=adapters, **A)
-    logits = model(tokens, adapters=adapters, **A)
-    merged, mine = merge_adapter(model, adapters, 2), IDS == 2
-    plain = merged(tokens[mine])
-    np.testing.assert_allclose(logits[mine], plain, rtol=1e-4, atol=1e-4 * np.abs(plain).max())
-    np.testing.assert_array_equal(text[mine], generate(merged, tokens[mine], 4, temperature=0))
-    other = adapters_of(EXPERTS, LoraConfig(ranks=(2,), target_modules=("up",)))
-    both = Adapters.join([other, adapters])
-    assert both.a["up"].shape == (2, 4, 3, 5, 24) and not both.rank["down"][:, 0].any()
-    jax.tree.map(np.testing.assert_array_equal, both.select([0]).a["up"], other.a["up"])
-    with pytest.raises(ValueError, match="adapters of another model: A and B of 'up'"):
-        model_of(SMALL)(tokens, adapters=other)
+def test_a_mixture_is_adapted_beside_its_experts():
+    config = MOE.replace(n_layers=2, n_experts=3)
+    lora = LoraConfig(ranks=(3, 5, 1), target_modules=BESIDE_EXPERTS)
+    adapters, tokens = adapters_of(config, lora), tokens_of(config, T=9, B=4)
+    losses, expected = expected_gradients(config, model_of(config), adapters, np.asarray(tokens), IDS)
+    metrics, got = gradients(config, adapters, tokens, mlp_tiles=3, mode="nested", accumulate=2)
+    np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
+    errors = errors_by_name(got, expected)
+    assert len(errors) == 12 and max(errors.values()) < 5e-5, errors
+    with pytest.raises(ValueError, match=r"adapters of experts are not supported.*target_modules=\('q', 'k'"):
+        adapters_of(config)
+    with pytest.raises(ValueError, match="adapters of experts are not supported"):
+        model_of(config)(tokens, adapters=adapters_of(SMALL), **A)
 
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.weekly), True])

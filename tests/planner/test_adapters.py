@@ -25,7 +25,8 @@ QUIETLY: dict[str, Any] = {"compiler": False, "progress": None}
 @pytest.mark.parametrize("kind", [None, "q4_0", "q4_1", "q8_0"])
 @pytest.mark.parametrize("config", [EIGHT_B, MIXTURE, ONE_B.replace(qk_norm=True)], ids=["8B", "experts", "tied"])
 def test_what_is_held_is_that_of_the_steps_arguments_to_the_byte(config, kind):
-    lora = LoraConfig(ranks=(4, 24), target_modules=("q", "gate", "down", "head"))
+    two = ("v", "o") if config.n_experts else ("gate", "down")
+    lora = LoraConfig(ranks=(4, 24), target_modules=("q", *two, "head"))
     settings = TrainSettings(batch_size=2, seq_len=512)
     _, state, base, _ = llamem.abstract_lora_step(config, settings, Plan(), lora, quantize=kind)
 

@@ -10,7 +10,7 @@ jax.config.update("jax_platforms", "cpu")
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from adapters import MIXED, adapters_of  # noqa: E402
+from adapters import BESIDE_EXPERTS, MIXED, adapters_of  # noqa: E402
 from flax import nnx  # noqa: E402
 from models import SMALL, model_of, tokens_of  # noqa: E402
 from norms import errors_by_name  # noqa: E402
@@ -30,10 +30,11 @@ def stepped(config, mesh, accumulate=1, mlp_tiles=1):
     plan = Plan(mesh=mesh, loss_tiles=3, mlp_tiles=mlp_tiles)
     base = nnx.state(model_of(config))
     tokens = tokens_of(config, T=17, B=8)
-    adapters = adapters_of(config, size=0.03)  # larger ones' attention multiplies every rounding a hundredfold
+    lora = dataclasses.replace(MIXED, target_modules=BESIDE_EXPERTS) if config.n_experts else MIXED
+    adapters = adapters_of(config, lora, size=0.03)  # larger ones' attention multiplies every rounding a hundredfold
     args = init_lora_state(adapters, settings), base, (tokens[:, :-1], tokens[:, 1:], jnp.asarray(IDS))
     if mesh:
-        _, *shapes = abstract_lora_step(config, settings, plan, MIXED)
+        _, *shapes = abstract_lora_step(config, settings, plan, lora)
         args = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), args, tuple(shapes))
     return jax.jit(make_lora_step(config, settings, plan))(*args)
 

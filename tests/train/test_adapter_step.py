@@ -11,7 +11,7 @@ from adapters import MIXED, adapters_of, expected_gradients
 from children import answer_of
 from flax import nnx
 from jax.flatten_util import ravel_pytree
-from models import MOE, SMALL, model_of, tokens_of
+from models import SMALL, model_of, tokens_of
 from norms import errors_by_name
 
 from llamem import Adapters, Llama, LoraConfig, Plan, TrainSettings, abstract_lora_step, compile_report
@@ -93,11 +93,10 @@ def test_gradients_are_as_near_to_float64_together_as_alone():
     assert max(off["together"]) < 5e-6 and max(off["together"]) < 2 * max(off["alone"])
 
 
-@pytest.mark.parametrize("config", [CONFIG, MOE.replace(n_layers=1)], ids=["dense", "experts"])
-def test_an_absent_adapter_keeps_every_bit_and_the_base_is_never_touched(config):
-    step = stepper(model_of(config))
-    state = init_lora_state(adapters_of(config), SETTINGS)
-    tokens = tokens_of(config, T=9, B=4)
+def test_an_absent_adapter_keeps_every_bit_and_the_base_is_never_touched():
+    step = stepper(model_of(CONFIG))
+    state = init_lora_state(adapters_of(CONFIG), SETTINGS)
+    tokens = tokens_of(CONFIG, T=9, B=4)
     state, _ = step(state, tokens, [0, 1, 2, 0])
     ignored = tokens[:, 1:].at[3].set(-100)  # no target of it counts: as if it were not there
     after, metrics = step(state, tokens, [0, 0, 0, 2], ignored)
@@ -185,12 +184,13 @@ def test_other_numbers_of_rates_and_what_is_no_adapter_are_refused():
 
 
 def test_on_a_mesh_every_moment_and_metric_is_that_of_one_device():
-    """After one step the first moments are a tenth of the clipped gradients: those of all nine targets."""
+    """After one step the first moments are a tenth of the clipped gradients: those of all targets."""
     seen = answer_of(Path(__file__).parent / "mesh_adapters.py")
     assert len(seen) == 5
     for name, case in seen.items():
         wrong = {leaf: error for leaf, error in case["errors"].items() if not error < 2e-5}
-        assert not wrong and len(case["errors"]) >= 40 and case["steps"] == [1, 1, 1], (name, wrong)
+        compared = 29 if name == "experts" else 40
+        assert not wrong and len(case["errors"]) >= compared and case["steps"] == [1, 1, 1], (name, wrong)
 
 
 def test_gradients_in_16_bits_are_as_good_as_their_numbers():

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from llamem.layers.expert_adapters import ExpertAdapters
 from llamem.layers.trees import with_zeros
 
 MAX_GROUP = 512  # rows of one expert that are multiplied at once
@@ -30,14 +29,12 @@ def mixture(
     w_up_EDF: Float[Array, "E D F"],
     w_down_EFD: Float[Array, "E F D"],
     experts_per_token: int,
-    adapters: ExpertAdapters | None = None,
 ) -> Float[Array, "B T D"]:
     """Mix k SwiGLU experts per token by their shares. No token is dropped, and only chosen experts are computed.
 
     Tokens are sorted by expert and padded to groups of equal size, one expert each; a loop multiplies group by group.
     So the work is that of k experts per token plus at most one group per expert, on every kind of chip. Named for
     `llamem.Policy`: "router" (the router's logits: saved, rematerialisation cannot route differently), "gate", "up".
-    With `adapters` each sequence's own low-rank pairs are added to its experts' matrices; NaN for those of no adapter.
     Weights that are not differentiated cost no gradient work. Raises ValueError where there is no token.
     """
     B, T, D = x_BTD.shape
@@ -47,27 +44,20 @@ def mixture(
     x_ND = x_BTD.reshape(-1, D)
     logits_NE = jnp.einsum("ND,DE->NE", x_ND, w_router_DE, preferred_element_type=jnp.float32)
     shares_Nk, experts_Nk = route(checkpoint_name(logits_NE, "router"), k)
-    adapter_Nk = None if adapters is None else jnp.broadcast_to(adapters.of_rows(T)[:, None], experts_Nk.shape)
-    place_Nk, expert_G, group = _places(experts_Nk, E, adapter_Nk)
-    add = (lambda _, x_GgI, out_GgO: out_GgO) if adapters is None else adapters.adder(experts_Nk, place_Nk, group)
+    place_Nk, expert_G, group = _places(experts_Nk, E)
     # Every place reads one token; those that pad a group read past the end, which gives zeros.
     token_P = jnp.full(expert_G.size * group, B * T).at[place_Nk].set(jnp.arange(B * T)[:, None])
     x_GgD = x_ND.at[token_P].get(mode="fill", fill_value=0).reshape(-1, group, D)
-    gate_GgF = checkpoint_name(add("gate", x_GgD, grouped_matmul(x_GgD, w_gate_EDF, expert_G)), "gate")
-    up_GgF = checkpoint_name(add("up", x_GgD, grouped_matmul(x_GgD, w_up_EDF, expert_G)), "up")
-    inner_GgF = jax.nn.silu(gate_GgF) * up_GgF
-    out_GgD = add("down", inner_GgF, grouped_matmul(inner_GgF, w_down_EFD, expert_G))
+    gate_GgF = checkpoint_name(grouped_matmul(x_GgD, w_gate_EDF, expert_G), "gate")
+    up_GgF = checkpoint_name(grouped_matmul(x_GgD, w_up_EDF, expert_G), "up")
+    out_GgD = grouped_matmul(jax.nn.silu(gate_GgF) * up_GgF, w_down_EFD, expert_G)
     out_NkD = out_GgD.reshape(-1, D)[place_Nk]
     mixed_ND = jnp.einsum("NkD,Nk->ND", out_NkD, shares_Nk.astype(x_BTD.dtype), preferred_element_type=jnp.float32)
-    mixed_BTD = mixed_ND.astype(x_BTD.dtype).reshape(B, T, D)
-    return mixed_BTD if adapters is None else adapters.nan_where_unknown(mixed_BTD)
+    return mixed_ND.astype(x_BTD.dtype).reshape(B, T, D)
 
 
-def _places(experts_Nk: Array, E: int, adapter_Nk: Array | None = None) -> tuple[Array, Array, int]:
-    """Return each choice's place among the sorted and padded rows, each group's expert, and the rows of a group.
-
-    Rows of one expert are in the order of their adapters, where there are any.
-    """
+def _places(experts_Nk: Array, E: int) -> tuple[Array, Array, int]:
+    """Return each choice's place among the sorted and padded rows, each group's expert, and the rows of a group."""
     choices_A = experts_Nk.reshape(-1)
     A = choices_A.size
     group = min(MAX_GROUP, 8 * -(-A // (8 * E)))
@@ -75,7 +65,7 @@ def _places(experts_Nk: Array, E: int, adapter_Nk: Array | None = None) -> tuple
     counts_E = jnp.bincount(choices_A, length=E)
     last_group_E = jnp.cumsum(-(-counts_E // group))
     first_place_E = (last_group_E - -(-counts_E // group)) * group
-    order_A = jnp.argsort(choices_A) if adapter_Nk is None else jnp.lexsort((adapter_Nk.reshape(-1), choices_A))
+    order_A = jnp.argsort(choices_A)
     sorted_A = choices_A[order_A]
     rank_A = jnp.arange(A) - (jnp.cumsum(counts_E) - counts_E)[sorted_A]
     place_A = jnp.zeros(A, jnp.int32).at[order_A].set((first_place_E[sorted_A] + rank_A).astype(jnp.int32))

@@ -137,8 +137,7 @@ class Block(nnx.Module):
         if not lora.a:  # beside adapters they are frozen
             y_BTD, (w_gate, w_up, w_down) = order_gradients(y_BTD, (w_gate, w_up, w_down))
         if k := self.config.experts_per_token:
-            experts = lora.of_experts(w_up.shape[-1])
-            return mixture(y_BTD, weights["w_router"].astype(dtype), w_gate, w_up, w_down, k, experts)
+            return mixture(y_BTD, weights["w_router"].astype(dtype), w_gate, w_up, w_down, k)
         gate_BTF = checkpoint_name(lora.add("gate", y_BTD, y_BTD @ w_gate), "gate")
         up_BTF = checkpoint_name(lora.add("up", y_BTD, y_BTD @ w_up), "up")
         inner_BTF = jax.nn.silu(gate_BTF) * up_BTF

@@ -17,7 +17,6 @@ from flax import nnx
 from llamem.llama.config import LlamaConfig
 
 IN_LAYERS = ("q", "k", "v", "o", "gate", "up", "down")
-IN_EXPERTS = ("gate", "up", "down")  # of each expert, where a model has any
 TARGET_MODULES = (*IN_LAYERS, "embedding", "head")
 
 
@@ -26,7 +25,8 @@ class LoraConfig:
     """Which adapters there are: one rank and one alpha for each, and what all of them adapt.
 
     An adapter's scale is `alpha / rank`; without alphas every scale is 1. `target_modules`: any of
-    `llamem.llama.TARGET_MODULES`: the seven projections of a layer, "embedding" and "head".
+    `llamem.llama.TARGET_MODULES`: the seven projections of a layer, "embedding" and "head". Experts are not adapted:
+    "gate", "up" and "down" are refused for a mixture.
 
     Raises ValueError, when it is made, for a rank that is no whole number of at least 1, for an alpha that is not above
     0, for another number of alphas than of ranks, and for targets that are unknown, twice there, or none.
@@ -72,10 +72,8 @@ class Adapters:
 
     `a` `[L, A, r, in]` and `b` `[L, A, r, out]`, f32, are trained; `scale` `[L, A]`, f32, and `rank` `[L, A]`, int32,
     are not. "embedding" (in: V, out: D) and "head" (in: D, out: V) are outside the layers, and without the axis L.
-    Heads and their channels are one axis. Where gate, up and down are those of E experts, each expert has a pair of its
-    own, `a` `[L, A, E, r, in]` and `b` `[L, A, E, r, out]`, of the adapter's rank and scale. r is the largest rank:
-    beyond its own an adapter is zero, and its gradients there are zero as well, so padding stays what it is. Rank 0:
-    this target is not adapted in this layer.
+    Heads and their channels are one axis. r is the largest rank: beyond its own an adapter is zero, and its gradients
+    there are zero as well, so padding stays what it is. Rank 0: this target is not adapted in this layer.
     """
 
     a: dict[str, Any]
@@ -87,7 +85,7 @@ class Adapters:
     def create(cls, config: LlamaConfig, lora: LoraConfig, *, rngs: nnx.Rngs) -> "Adapters":
         """Make new adapters for models of this shape, which change nothing yet: of `A` and `B` one is random, one zero.
 
-        Under `jax.eval_shape` shapes only.
+        Under `jax.eval_shape` shapes only. Raises ValueError for targets among the experts of a mixture.
         """
         if not isinstance(config, LlamaConfig) or not isinstance(lora, LoraConfig) or not isinstance(rngs, nnx.Rngs):
             raise TypeError(
@@ -101,15 +99,14 @@ class Adapters:
         A, r = mine_Ar1.shape[:2]
         a, b, scale, rank = {}, {}, {}, {}
         for target in lora.target_modules:
-            layers, experts, n_in, n_out = shape_of(config, target)
-            mine = jnp.expand_dims(mine_Ar1, 1) if experts else mine_Ar1
-            a_shape, b_shape = ((*layers, A, *experts, r, size) for size in (n_in, n_out))
+            layers, n_in, n_out = shape_of(config, target)
+            a_shape, b_shape = ((*layers, A, r, size) for size in (n_in, n_out))
             if target == "embedding":
                 a[target] = jnp.zeros(a_shape)
-                b[target] = mine * jax.random.normal(rngs.params(), b_shape)
+                b[target] = mine_Ar1 * jax.random.normal(rngs.params(), b_shape)
             else:
                 bound = n_in**-0.5
-                a[target] = mine * jax.random.uniform(rngs.params(), a_shape, minval=-bound, maxval=bound)
+                a[target] = mine_Ar1 * jax.random.uniform(rngs.params(), a_shape, minval=-bound, maxval=bound)
                 b[target] = jnp.zeros(b_shape)
             scale[target] = jnp.broadcast_to(scale_A, (*layers, len(scale_A)))
             rank[target] = jnp.broadcast_to(rank_A, (*layers, len(rank_A)))
@@ -174,16 +171,26 @@ class Adapters:
         return joined
 
 
-def shape_of(config: LlamaConfig, target: str) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
-    """Return what stands before the adapters' axis, `(L,)` or (), what after, `(E,)` or (), and sizes in and out."""
+def targets_in(config: LlamaConfig) -> tuple[str, ...]:
+    """Return which targets a model of this shape has: all, but for the matrices of experts."""
+    return tuple(t for t in TARGET_MODULES if not (config.n_experts and t in ("gate", "up", "down")))
+
+
+def shape_of(config: LlamaConfig, target: str) -> tuple[tuple[int, ...], int, int]:
+    """Return what stands before the adapters' axis, `(L,)` or (), and sizes in and out.
+
+    Raises ValueError for a target that the model has not.
+    """
     c = config
-    D, H, K = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim
-    F = c.moe_d_ff if c.n_experts else c.d_ff
+    if target not in targets_in(c):
+        raise ValueError(
+            f"adapters of experts are not supported, and {target!r} of this model is one matrix for each of "
+            f"{c.n_experts} experts. Adapt others: LoraConfig(target_modules=('q', 'k', 'v', 'o'))."
+        )
+    D, H, K, F = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.d_ff
     sizes = {"q": (D, H), "k": (D, K), "v": (D, K), "o": (H, D), "gate": (D, F), "up": (D, F), "down": (F, D)}
     sizes |= {"embedding": (c.vocab_size, D), "head": (D, c.vocab_size)}
-    layers = (c.n_layers,) if target in IN_LAYERS else ()
-    experts = (c.n_experts,) if c.n_experts and target in IN_EXPERTS else ()
-    return layers, experts, *sizes[target]
+    return (c.n_layers,) if target in IN_LAYERS else (), *sizes[target]
 
 
 def check_adapters(adapters: Any, adapter_B: Any, batch_size: int, config: LlamaConfig) -> Any:
@@ -200,9 +207,9 @@ def check_adapters(adapters: Any, adapter_B: Any, batch_size: int, config: Llama
         raise TypeError(f"adapters of type {type(adapters).__name__}: expected llamem.Adapters.")
     A = adapters.count
     for target in adapters.a:
-        layers, experts, n_in, n_out = shape_of(config, target)
+        layers, n_in, n_out = shape_of(config, target)
         found, r = (adapters.a[target].shape, adapters.b[target].shape), adapters.a[target].shape[-2]
-        expected = ((*layers, A, *experts, r, n_in), (*layers, A, *experts, r, n_out))
+        expected = ((*layers, A, r, n_in), (*layers, A, r, n_out))
         if found != expected:
             raise ValueError(
                 f"adapters of another model: A and B of {target!r} have the shapes {found}, and this model needs "

@@ -16,7 +16,7 @@ import numpy as np
 
 from llamem._extras import import_extra
 from llamem._files import read_json, whole_folder
-from llamem.llama.lora import IN_LAYERS, Adapters, check_adapters, shape_of
+from llamem.llama.lora import IN_LAYERS, Adapters, check_adapters, shape_of, targets_in
 from llamem.llama.lora_tensors import MODULES, WEIGHTS, module_path, pairs_in
 from llamem.llama.model import Llama
 from llamem.llama.safetensors_files import few
@@ -28,7 +28,6 @@ _READ = {
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
-    "target_parameters",
 }
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that take something from the weights
 
@@ -66,26 +65,20 @@ def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base:
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
     targets: list[str] = []
-    arrays: dict[str, tuple[int, int, float]] = {}
     for target in one.a:
         a, b, scale, rank = (np.asarray(part[target]) for part in (one.a, one.b, one.scale, one.rank))
         if target not in IN_LAYERS:
             a, b, scale, rank = a[None], b[None], scale[None], rank[None]
-        experts = a.shape[2] if a.ndim > 4 else 0
-        a, b = (x.reshape(len(x), max(experts, 1), *x.shape[-2:]) for x in (a, b))
-        paths = {(i, e): module_path(target, i, e if experts else None) for i, e in np.ndindex(a.shape[:2])}
-        adapted = [path for (layer, _), path in paths.items() if rank[layer, 0]]
+        paths = [module_path(target, layer) for layer in range(len(a))]
+        adapted = [path for layer, path in enumerate(paths) if rank[layer, 0]]
         targets += [MODULES[target].split(".")[-1]] if len(adapted) == len(paths) else adapted
-        for (layer, expert), path in paths.items():
+        for layer, path in enumerate(paths):
             if r := int(rank[layer, 0]):
                 name = "lora_embedding_{}" if target == "embedding" else "lora_{}.weight"
-                tensors[f"base_model.model.{path}.{name.format('A')}"] = np.ascontiguousarray(a[layer, expert, :r])
-                tensors[f"base_model.model.{path}.{name.format('B')}"] = np.ascontiguousarray(b[layer, expert, :r].T)
+                tensors[f"base_model.model.{path}.{name.format('A')}"] = np.ascontiguousarray(a[layer, 0, :r])
+                tensors[f"base_model.model.{path}.{name.format('B')}"] = np.ascontiguousarray(b[layer, 0, :r].T)
                 ranks[path] = r
                 alphas[path] = float(np.float32(scale[layer, 0] * np.float32(r)))
-                if experts:
-                    array, modules = ("down_proj", 1) if target == "down" else ("gate_up_proj", 2)
-                    arrays[f"model.layers.{layer}.mlp.experts.{array}"] = modules, r, alphas[path]
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -99,10 +92,6 @@ def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base:
         **_with_pattern("r", "rank_pattern", ranks),
         **_with_pattern("lora_alpha", "alpha_pattern", alphas),
     }
-    # Over transformers 5 PEFT makes gate and up one adapter of twice the rank; told no other, of twice the field's.
-    for path, (modules, r, alpha) in arrays.items():
-        if (r, alpha) != (config["r"], config["lora_alpha"]):
-            config["rank_pattern"][path], config["alpha_pattern"][path] = modules * r, modules * alpha
     with whole_folder(folder) as unfinished:
         (unfinished / CONFIG).write_text(json.dumps(config, indent=2))
         safetensors.save_file(tensors, unfinished / WEIGHTS, {"format": "pt"})
@@ -122,10 +111,10 @@ def _load(model: Llama, folder: Path, dtype: Any) -> Adapters:
             raise FileNotFoundError(f"There is no {folder / name}: expected a folder written by PEFT, with {WEIGHTS}.")
     peft = read_json(folder / CONFIG, 10_000_000)
     _check_config(peft, folder)
-    found = pairs_in(model, folder, peft)
+    found = pairs_in(model, folder)
     one = Adapters({}, {}, {}, {})
-    for target in dict.fromkeys(target for target, _, _ in found):
-        mine = {(layer, expert or 0): pair for (t, layer, expert), pair in found.items() if t == target}
+    for target in dict.fromkeys(target for target, _ in found):
+        mine = {layer: pair for (t, layer), pair in found.items() if t == target}
         arrays = _stacked(model, target, mine, folder, peft, dtype)
         if not np.isfinite(arrays[0]).all() or not np.isfinite(arrays[1]).all():
             raise ValueError(
@@ -134,18 +123,17 @@ def _load(model: Llama, folder: Path, dtype: Any) -> Adapters:
             )
         for part, array in zip((one.a, one.b, one.scale, one.rank), arrays, strict=True):
             part[target] = jnp.asarray(array)
-    if not peft.get("target_parameters"):  # with them whole arrays of experts are adapted, which have no modules
-        _check_promised(model, {pair["path"] for pair in found.values()}, peft, folder)
+    _check_promised(model, {pair["path"] for pair in found.values()}, peft, folder)
     return one
 
 
 def _check_promised(model: Llama, held: set[str], peft: Mapping[str, Any], folder: Path) -> None:
     """Raise ValueError unless the file holds what the config says is adapted: PEFT leaves out the rest."""
     promised = set()
-    for target in MODULES:
-        layers, experts, _, _ = shape_of(model.config, target)
-        for layer, expert in np.ndindex(math.prod(layers), math.prod(experts)):
-            path = module_path(target, layer, expert if experts else None)
+    for target in targets_in(model.config):
+        layers, _, _ = shape_of(model.config, target)
+        for layer in range(math.prod(layers)):
+            path = module_path(target, layer)
             if _is_promised(peft, path, layer if layers else None):
                 promised.add(path)
     if promised != held:
@@ -180,29 +168,21 @@ def _names_module(names: Any, path: str) -> bool:
 
 
 def _stacked(
-    model: Llama, target: str, pairs: Mapping[tuple[int, int], Any], folder: Path, peft: Mapping[str, Any], dtype: Any
+    model: Llama, target: str, pairs: Mapping[int, Any], folder: Path, peft: Mapping[str, Any], dtype: Any
 ) -> tuple[np.ndarray, ...]:
-    """Return `a`, `b`, `scale` and `rank` of one target, from the pairs of its layers and experts."""
-    layers, experts, n_in, n_out = shape_of(model.config, target)
-    n_layers, n_experts = math.prod(layers), math.prod(experts)
+    """Return `a`, `b`, `scale` and `rank` of one target, from the pairs of its layers."""
+    layers, n_in, n_out = shape_of(model.config, target)
+    n_layers = math.prod(layers)
     width = max(_rank(pair, n_in, n_out, f"{pair['path']} in {folder}") for pair in pairs.values())
-    a, b = (np.zeros((n_layers, n_experts, width, size), dtype) for size in (n_in, n_out))
+    a, b = (np.zeros((n_layers, width, size), dtype) for size in (n_in, n_out))
     scale, rank = np.zeros((n_layers, 1), np.float32), np.zeros((n_layers, 1), np.int32)
-    for layer in sorted({layer for layer, _ in pairs}):
+    for layer, pair in sorted(pairs.items()):
         if layer >= n_layers:
             raise ValueError(f"{folder} adapts layer {layer}, and the model has {n_layers}: it has another base.")
-        here = {expert: pair for (i, expert), pair in pairs.items() if i == layer}
-        kinds = {(len(pair["A"]), _scale(peft, pair["path"], len(pair["A"]), folder)) for pair in here.values()}
-        if set(here) != set(range(n_experts)) or len(kinds) > 1:
-            raise ValueError(
-                f"{folder} adapts {target!r} of {len(here)} experts in layer {layer}, with (rank, scale) of "
-                f"{sorted(kinds)[:4]}: expected all of {n_experts} experts, with one rank and one scale."
-            )
-        ((rank[layer, 0], scale[layer, 0]),) = kinds
-        for expert, pair in here.items():
-            r = len(pair["A"])
-            a[layer, expert, :r], b[layer, expert, :r] = pair["A"], pair["B"].T
-    a, b = (x.reshape(*layers, 1, *experts, *x.shape[-2:]) for x in (a, b))
+        rank[layer, 0] = r = len(pair["A"])
+        scale[layer, 0] = _scale(peft, pair["path"], r, folder)
+        a[layer, :r], b[layer, :r] = pair["A"], pair["B"].T
+    a, b = (x.reshape(*layers, 1, *x.shape[-2:]) for x in (a, b))
     return a, b, scale.reshape(*layers, 1), rank.reshape(*layers, 1)
 
 

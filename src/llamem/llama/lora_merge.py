@@ -50,7 +50,7 @@ def merge_adapter(model: Llama, adapters: Adapters, i: int) -> Llama:
 
 @jax.jit
 def _sum(w: Any, a_rI: Any, b_rO: Any, scale: Any) -> Any:
-    product_IO = scale * jnp.einsum("...rI,...rO->...IO", a_rI, b_rO)  # of every expert, where there are any
+    product_IO = scale * jnp.einsum("rI,rO->IO", a_rI, b_rO)
     return (w.astype(jnp.promote_types(w.dtype, product_IO.dtype)) + product_IO.reshape(w.shape)).astype(w.dtype)
 
 

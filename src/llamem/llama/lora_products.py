@@ -1,9 +1,8 @@
 """What adapters add to a model's products, each sequence's its own: nothing of `[in, out]` is made for an adapter.
 
 Each sequence's `A` `[r, in]` and `B` `[r, out]` are gathered, then multiplied as a batch: two thin products per matrix,
-whatever the number of adapters. For those of experts see `llamem.layers.expert_adapters`. On a mesh every device holds
-all adapters whole, and slices what its part of a matrix meets; in "tensor" each computes a summand or a part, as it
-does of the frozen product.
+whatever the number of adapters. On a mesh every device holds all adapters whole, and slices what its part of a matrix
+meets; in "tensor" each computes a summand or a part, as it does of the frozen product.
 """
 
 import dataclasses
@@ -16,8 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from llamem.layers.expert_adapters import ExpertAdapters
-from llamem.llama.lora import IN_EXPERTS, IN_LAYERS, Adapters
+from llamem.llama.lora import IN_LAYERS, Adapters
 
 
 def layers_of(adapters: Adapters | None) -> Any:
@@ -31,10 +29,7 @@ def layers_of(adapters: Adapters | None) -> Any:
 @partial(jax.tree_util.register_dataclass, data_fields=("a", "b", "scale", "adapter_B"), meta_fields=("tensor_axis",))
 @dataclasses.dataclass(frozen=True)
 class LayerAdapters:
-    """One layer's adapters, `a` `[A, r, in]`, `b` `[A, r, out]`, `scale` `[A]` by target; each sequence's choice.
-
-    Those of experts are `[A, E, r, ..]`.
-    """
+    """One layer's adapters, `a` `[A, r, in]`, `b` `[A, r, out]`, `scale` `[A]` by target; each sequence's choice."""
 
     a: Mapping[str, Any]  # arrays; what JAX puts into trees while it traces them, too
     b: Mapping[str, Any]
@@ -61,17 +56,6 @@ class LayerAdapters:
         z_BTr = project_in(x_BTI, a_ArI, self.scale[target], self.adapter_B)
         delta_BTO = jnp.einsum("BTr,BrO->BTO", z_BTr, chosen(b_ArO, self.adapter_B).astype(out.dtype))
         return out + delta_BTO.reshape(out.shape)
-
-    def of_experts(self, F: int) -> ExpertAdapters | None:
-        """Return those of the experts, of whose F channels this device has so many; None where no expert is adapted."""
-        mine = [target for target in IN_EXPERTS if target in self.a]
-        if not mine:
-            return None
-        a, b, scale = ({t: part[t] for t in mine} for part in (self.a, self.b, self.scale))
-        for part, target in ((b, "gate"), (b, "up"), (a, "down")):
-            if target in part:
-                part[target] = _own(part[target], F, self.tensor_axis)
-        return ExpertAdapters(a, b, scale, self.adapter_B, len(scale[mine[0]]))
 
     def in_groups_of_heads(self, groups: int, sizes: Mapping[str, int]) -> tuple["LayerAdapters", "LayerAdapters"]:
         """Cut what has heads, of q, k, v and o, into groups `[groups, A, r, ..]`; return them and what all groups read.

@@ -277,8 +277,8 @@ def _kept_names(plan: Plan) -> tuple[frozenset[str], frozenset[str], bool]:
 def _adapter_numbers(config: LlamaConfig, lora: LoraConfig) -> int:
     total = 0
     for target in lora.target_modules:
-        layers, experts, n_in, n_out = shape_of(config, target)
-        total += math.prod((*layers, *experts)) * (n_in + n_out)
+        layers, n_in, n_out = shape_of(config, target)
+        total += math.prod(layers) * (n_in + n_out)
     return total * len(lora.ranks) * max(lora.ranks)
 
 
