@@ -23,8 +23,6 @@ EXEMPT = (
     (r"\$[^$]*\$", "formulas"),
     (r"[Ss]ection \d+(\.\d+)*", "places in a paper"),
 )
-# Notebooks whose second edition is still to come, and why.
-PENDING: dict[str, str] = {}
 
 
 def prose(cell: dict[str, Any]) -> str:
@@ -71,8 +69,6 @@ def unproved(notebook: dict[str, Any]) -> Iterator[str]:
 @pytest.mark.quick
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_every_number_in_the_prose_is_printed(path):
-    if path.stem in PENDING:
-        pytest.skip(PENDING[path.stem])
     found = list(unproved(json.loads(path.read_text(encoding="utf-8"))))
     assert not found, "print these in a cell, or link their source:\n" + "\n".join(found)
 

@@ -1,12 +1,11 @@
-"""Format rules of the notebooks, read without running them, and a test of each rule on a notebook that breaks it."""
+"""Format rules of the notebooks, read without running them."""
 
-import copy
 import itertools
 import json
 import re
 import statistics
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ except ImportError:  # Colab, Kaggle: leaves the jax and numpy found there alone
     import llamem"""
 MAX_MIB = 3
 MAX_CELLS, MAX_LINES, MEDIAN_LINES = 36, 40, 20
-MIN_WORDS_PER_LINE = 7
 
 Notebook = dict[str, Any]
 
@@ -131,9 +129,6 @@ def _prose(notebook: Notebook) -> Iterator[str]:
         yield "a heading skips a level"
     if re.search(r"!\[\s*\]\(", text) or any('alt="' not in tag for tag in re.findall(r"<img[^>]*>", text)):
         yield "an image in the prose has no alternative text"
-    lines = sum(code_lines(cell) for cell in code_cells(notebook)[1:])
-    if len(text.split()) < MIN_WORDS_PER_LINE * lines:
-        yield f"{len(text.split())} words for {lines} lines of code: fewer than {MIN_WORDS_PER_LINE} for each"
     for link in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", text):
         if not (ROOT / "notebooks" / link).exists():
             yield f"the link {link} leads nowhere"
@@ -184,141 +179,24 @@ def test_notebook_follows_the_rules(path):
     assert not found, "\n".join(["", *found])
 
 
-def markdown(text: str) -> Notebook:
-    return {"cell_type": "markdown", "metadata": {}, "source": text}
-
-
-def code(count: int, text: str, *tags: str, outputs: list[Notebook] | None = None) -> Notebook:
-    metadata = {"tags": list(tags)} if tags else {}
-    return {
-        "cell_type": "code",
-        "metadata": metadata,
-        "source": text,
-        "execution_count": count,
-        "outputs": outputs or [],
-    }
-
-
 def stream(text: str) -> Notebook:
     return {"output_type": "stream", "name": "stdout", "text": text}
 
 
-def good() -> Notebook:
-    opening = "\n\n".join(
-        [
-            "# 07 · Does a good notebook pass?",
-            " ".join(badges("07_good.ipynb")),
-            "**You will be able to** tell. **Needs** nothing. **Cost** nothing.",
-            "Tested with jax 1.2.3, reviewed 2026-11-20",
-        ]
-    )
-    figure = {
-        "output_type": "display_data",
-        "data": {"image/png": "aGk=", "text/plain": "<Figure>"},
-        "metadata": {"image/png": {"alt": "Memory falls with tiles"}},
-    }
-    return {
-        "metadata": {"kernelspec": {"name": "python3"}},
-        "cells": [
-            markdown(opening),
-            code(1, BOOTSTRAP, "bootstrap"),
-            code(2, 'size = 3  # how many\nname: str = "a b"  # of what', "parameters"),
-            markdown("## A step\n\n" + "word " * 60),
-            code(3, "print(size)", outputs=[stream("3\n")]),
-            code(4, "plot()", outputs=[figure]),
-            markdown("## What to remember\n\nIt works.\n\n## Limits\n\nNone."),
-        ],
-    }
-
-
-def edit(*path_and_value: Any) -> Callable[[Notebook], None]:
-    """A change that sets `notebook[path[0]][path[1]]...` to a value."""
-    *path, key, value = path_and_value
-
-    def change(notebook: Notebook) -> None:
-        at: Any = notebook
-        for step in path:
-            at = at[step]
-        at[key] = value
-
-    return change
-
-
-def swap(cell: int, old: str, new: str) -> Callable[[Notebook], None]:
-    def change(notebook: Notebook) -> None:
-        text = notebook["cells"][cell]["source"]
-        assert old in text
-        notebook["cells"][cell]["source"] = text.replace(old, new)
-
-    return change
-
-
-BAD = {
-    "metadata.widgets": edit("metadata", "widgets", {}),
-    "metadata.papermill": edit("cells", 4, "metadata", "papermill", {}),
-    "kernel is not python3": edit("metadata", "kernelspec", "name", "my-venv"),
-    "execution counts": edit("cells", 4, "execution_count", 9),
-    "execution counts [1, 2, 3, None]": edit("cells", 5, "execution_count", None),
-    "does not open with": swap(0, "pass?", "pass."),
-    "does not open with '# 07": swap(0, "# 07", "# 08"),
-    "lacks the badge [![Open in Colab]": swap(0, "notebooks/07_good", "notebooks/06_other"),
-    "lacks the badge [![Binder]": swap(0, "mybinder.org/v2/gh/", "mybinder.org/v2/gh/someone-"),
-    "lacks **Cost**": swap(0, "**Cost**", "Cost"),
-    "with the locked jax": swap(0, "jax 1.2.3", "jax 1.2.4"),
-    "not the bootstrap cell": swap(1, "-q", "-q -U"),
-    "not the bootstrap cell, tagged": edit("cells", 1, "metadata", {}),
-    "tag parameters stands on code cells []": edit("cells", 2, "metadata", {}),
-    "tag parameters stands on code cells [1, 2]": edit("cells", 4, "metadata", "tags", ["parameters"]),
-    "the parameter 'size = 3' is not": swap(2, "  # how many", ""),
-    "2 headings of the first level": swap(3, "## A step", "# A step"),
-    "a heading skips a level": swap(3, "## A step", "### A step"),
-    "in the prose has no alternative text": swap(3, "word", "![](https://x.org/a.png)"),
-    "prose has no alternative text": swap(3, "word", '<img src="https://x.org/a.png">'),
-    "words for 23 lines of code": edit("cells", 4, "source", "x = 1\n" * 20),
-    "leads nowhere": swap(3, "word", "[there](08_nowhere.ipynb)"),
-    "the end lacks": swap(6, "Limits", "More"),
-    "has 41 lines": edit("cells", 4, "source", "print(1)\n" * 41),
-    "uses XLA_FLAGS": swap(4, "print", "XLA_FLAGS"),
-    "uses jax": swap(4, "print", "jax._src.core"),
-    "tqdm": swap(4, "print(size)", "from tqdm.auto import tqdm"),
-    "a shell command": swap(4, "print(size)", "!nvidia-smi"),
-    "median code cell": lambda notebook: [c.update(source="x = 1\n" * 21) for c in code_cells(notebook)[1:]],
-    "ends in ValueError": edit("cells", 4, "outputs", [{"output_type": "error", "ename": "ValueError"}]),
-    "a figure of code cell 4": edit("cells", 5, "outputs", 0, "metadata", {}),
-    "a path of one machine: /home/": edit("cells", 4, "outputs", [stream("saved in /home/ada/x")]),
-    "a path of one machine: site-packages": edit(
-        "cells", 5, "outputs", 0, "data", "text/plain", "lib/site-packages/jax"
-    ),
-    "shows a warning: UserWarning:": edit("cells", 4, "outputs", [stream("x.py:3: UserWarning: old\n")]),
-    "shows a warning: W1120": edit("cells", 4, "outputs", [stream("fine\nW1120 10:00:00 xla slow\n")]),
-    "52 cells, more than": lambda notebook: notebook["cells"].extend(markdown("word") for _ in range(45)),
-    "larger than": edit("cells", 5, "outputs", 0, "data", "image/png", "A" * (MAX_MIB * 2**20)),
-}
-
-
-def test_a_good_notebook_passes():
-    assert list(problems(good(), "07_good.ipynb", "\njax==1.2.3\n")) == []
-
-
-@pytest.mark.parametrize("complaint", BAD)
-def test_a_bad_notebook_is_refused(complaint):
-    notebook = copy.deepcopy(good())
-    BAD[complaint](notebook)
-    found = list(problems(notebook, "07_good.ipynb", "\njax==1.2.3\n"))
-    assert any(complaint in problem for problem in found), found
-
-
 def test_what_is_stored_is_cleaned():
     noise = "WARNING: All log messages before absl::InitializeLog() ...\nI0000 00:00:1.2 3 stub.cc:31] no GPU\n"
-    notebook = good()
-    for cell in notebook["cells"]:
-        cell["metadata"] |= {"papermill": {}, "execution": {}}
-    notebook["metadata"] |= {"widgets": {}, "papermill": {}}
-    notebook["cells"][4]["outputs"] += [
-        stream(noise) | {"name": "stderr"},
-        stream(noise + "kept\n") | {"name": "stderr"},
-        {"output_type": "display_data", "data": {run_notebooks.WIDGET_VIEW: {}}, "metadata": {}},
-    ]
-    cleaned = run_notebooks.clean(nbformat.from_dict(notebook))
-    assert [output["text"] for output in cleaned["cells"][4]["outputs"]] == ["3\n", "kept\n"]
-    assert list(problems(cleaned, "07_good.ipynb", "\njax==1.2.3\n")) == []
+    notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
+    cell = next(cell for cell in notebook.cells if cell.cell_type == "code" and not cell.outputs)
+    cell.outputs = nbformat.from_dict(
+        [
+            stream(noise) | {"name": "stderr"},
+            stream(noise + "kept\n") | {"name": "stderr"},
+            {"output_type": "display_data", "data": {run_notebooks.WIDGET_VIEW: {}}, "metadata": {}},
+        ]
+    )
+    cell.metadata |= {"papermill": {}, "execution": {}}
+    notebook.metadata |= {"widgets": {}, "papermill": {}}
+    assert sum("papermill" in problem for problem in problems(notebook, NOTEBOOKS[0].name, LOCK)) == 2
+    cleaned = run_notebooks.clean(notebook)
+    assert [output["text"] for output in cell.outputs] == ["kept\n"]
+    assert list(problems(cleaned, NOTEBOOKS[0].name, LOCK)) == []
