@@ -185,15 +185,16 @@ def stream(text: str) -> Notebook:
 
 def test_what_is_stored_is_cleaned():
     noise = "WARNING: All log messages before absl::InitializeLog() ...\nI0000 00:00:1.2 3 stub.cc:31] no GPU\n"
-    notebook = nbformat.read(NOTEBOOKS[0], as_version=4)
+    notebook: Any = nbformat.read(NOTEBOOKS[0], as_version=4)
     cell = next(cell for cell in notebook.cells if cell.cell_type == "code" and not cell.outputs)
-    cell.outputs = nbformat.from_dict(
+    outputs: Any = nbformat.from_dict(
         [
             stream(noise) | {"name": "stderr"},
             stream(noise + "kept\n") | {"name": "stderr"},
             {"output_type": "display_data", "data": {run_notebooks.WIDGET_VIEW: {}}, "metadata": {}},
         ]
     )
+    cell.outputs = outputs
     cell.metadata |= {"papermill": {}, "execution": {}}
     notebook.metadata |= {"widgets": {}, "papermill": {}}
     assert sum("papermill" in problem for problem in problems(notebook, NOTEBOOKS[0].name, LOCK)) == 2
