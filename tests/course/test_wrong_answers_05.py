@@ -35,6 +35,11 @@ def mean_of_means(m, s, mix, axis):
     return lse, lax.pmean(mix / s[:, None], axis)
 
 
+def weighed_means(m, s, mix, axis):
+    lse, _ = merged(m, s, mix, axis)
+    return lse, lax.psum(mix / s[:, None] * (s * jnp.exp(m - lse))[:, None], axis)
+
+
 def logit(x, w, ids, axis, *, shift=True, mask=True, meet=lax.psum):
     own = ids - lax.axis_index(axis) * len(w) if shift else ids
     here = (own >= 0) & (own < len(w))
@@ -110,6 +115,7 @@ WRONG: Answers = {
         lambda m, s, mix, axis: (jnp.exp(merged(m, s, mix, axis)[0]), merged(m, s, mix, axis)[1]),
         "maximum of its own",
     ),
+    "a device's own mean, weighed": (mesh.check_merge_devices, weighed_means, "0 / 0"),
     "everything gathered": (mesh.check_merge_devices, gathered_and_merged, "right, but"),
     "logsumexp alone": (mesh.check_merge_devices, lambda *a: merged(*a)[0], "two arrays"),
     "both the other way round": (mesh.check_merge_devices, lambda *a: merged(*a)[::-1], "one number per token"),
@@ -148,6 +154,15 @@ WRONG: Answers = {
     "all logits of its own words": (mesh.check_target_logit, all_its_own_logits, "one for every token"),
     "its row by a product": (mesh.check_target_logit, row_by_a_product, "one for every token"),
     "its own words one by one": (mesh.check_target_logit, word_by_word, "one for every token"),
+    "five rows, whatever the head": (
+        mesh.check_target_logit,
+        lambda x, w, ids, axis: lax.psum(
+            jnp.where(ids // 5 == lax.axis_index(axis), jnp.sum(x * w[ids % 5], 1), 0), axis
+        ),
+        "wrong already",
+    ),
+    "one row too low": (mesh.check_target_logit, lambda x, w, ids, axis: logit(x, w, ids - 1, axis), "wrong already"),
+    "nothing": (mesh.check_target_logit, lambda x, w, ids, axis: 0.0 * ids, "wrong already"),
     "the head gathered": (mesh.check_target_logit, with_the_head_gathered, "right, but"),
 }
 
