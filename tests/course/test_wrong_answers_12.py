@@ -118,6 +118,11 @@ def state_not_returned(layer, update, state, inputs_LND, dy_ND):
     return right(layer, update, state, inputs_LND, dy_ND)[0], state
 
 
+def moments_forgotten(layer, update, state, inputs_LND, dy_ND):
+    dx, new = right(layer, update, state, inputs_LND, dy_ND)
+    return dx, {"w": new["w"], "m": state["m"]}
+
+
 def state_alone(layer, update, state, inputs_LND, dy_ND):
     return right(layer, update, state, inputs_LND, dy_ND)[1]
 
@@ -208,6 +213,14 @@ WRONG: Answers = {
     "frozen, fetched once": (HIDDEN, hidden((7, 8), (1, 6)), "In which passes"),
     "frozen, nothing recomputed": (HIDDEN, hidden((7, 8), (2, 4)), "what runs once more"),
     "frozen, and goes home": (HIDDEN, hidden((7, 8), (3, 6)), "Does a frozen weight go home"),
+    "gradients go home too": (HIDDEN, hidden((8, 8), (2, 6)), "Do you send gradients"),
+    "the backward pass alone": (HIDDEN, hidden((6, 6), (1, 4)), "leave the forward pass out"),
+    "a whole matrix against one weight": (
+        HIDDEN,
+        lambda flops, link, size, _: 4096**2 * size * flops / link,
+        "cancels",
+    ),
+    "the speeds swapped": (HIDDEN, lambda flops, link, size, _: size * link / flops, "Set them equal"),
     "bits": (HIDDEN, lambda flops, link, size, trained: 8 * size * flops / link, "are not it"),
     "a list": (HIDDEN, lambda flops, link, size, trained: [1.0, 2.0], "one number"),
     "as it was given": (BACKWARD, new_weights_in_the_vjp, "whose weights"),
@@ -219,6 +232,7 @@ WRONG: Answers = {
     "an update of one's own": (BACKWARD, own_update, "is it `update` that you call"),
     "dx not passed on": (BACKWARD, dx_not_passed_on, "carried on"),
     "the old state": (BACKWARD, state_not_returned, "came back as it was"),
+    "the moments forgotten": (BACKWARD, moments_forgotten, "moments came back"),
     "the state alone": (BACKWARD, state_alone, "return two things"),
     "not the input's gradient": (BACKWARD, wrong_dx, "first layer's input is not"),
     "the two swapped": (BACKWARD, lambda *args: right(*args)[::-1], "other names"),

@@ -31,6 +31,10 @@ def check_hidden_from(fn: Callable[..., float]) -> None:
             right = weight_bytes * moved * flops / (link * work)
             case = f"{chip}, {'trained' if trained else 'frozen'}, {weight_bytes} bytes a number"
             share = float(found) / right
+            assert 1e-3 < share < 1e3, (
+                f"{case}: {found:.3g} tokens? The link takes bytes / link, the products FLOPs / flops. "
+                "Set them equal, for one weight: how many there are cancels"
+            )
             _not_these(case, share, trained)
             assert abs(share - 1) < 1e-3, f"{case}: {found:.0f} tokens are not it. Count both sides for one weight"
         return "The width of the layer never came up: bytes and products both grow with its weights."
@@ -43,6 +47,8 @@ def _not_these(case: str, share: float, trained: bool) -> None:
     mistakes = {
         True: {
             8 / 6: "six FLOPs for each weight and token keep everything. What runs once more?",
+            8
+            / 7: "seven numbers cross, for eight FLOPs a token. Do you send gradients, or leave the forward pass out?",
             8 / 2: "that is the forward pass alone. What else is computed while a layer's bytes are on their way?",
             5 / 7: "what is fetched. And what goes back?",
             6 / 7: "weights are fetched once in your answer. In which passes are they needed?",
@@ -119,6 +125,7 @@ def check_backward_scan(fn: Callable[..., Any]) -> None:
                 "wrong on the way from one layer to the next. By whose weights did dx pass?"
             )
         assert not _near(new, state), "the state came back as it was: is what you update also what you return?"
+        assert not _near(new["m"], state["m"]), "the moments came back as they were. What all does `update` return?"
         if 0 in wrong and L - 1 in wrong and _near(_one(new, 0), _one(_update_all(state, _forwards(state)), 0)):
             raise AssertionError("you go through the layers forwards. Which one's gradient is known first?")
         assert not wrong, f"layers {wrong} are not those of autodiff and the same update, layer by layer"

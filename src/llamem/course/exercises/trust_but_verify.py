@@ -154,7 +154,7 @@ def check_cured_dropout(fn: Callable[..., Any]) -> None:
         if streams > _LAYERS + 2:
             raise AssertionError(
                 f"It keeps {streams:.1f} times the bytes of x for the backward pass, for {_LAYERS} layers. Each needs "
-                "one, its input. Do all layers have a checkpoint?"
+                "one, its input. Do all layers have a checkpoint, and does it keep anything else?"
             )
         return "Keys travel with the weights."
 
