@@ -1,16 +1,14 @@
 """The shape of a Llama: presets by public name, validation."""
 
 import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
+from llamem._checks import check_number, check_one_of, check_whole
 from llamem.llama.hf_config import fields_from_hf, fields_to_hf, read_config
 
 
@@ -30,8 +28,8 @@ class RopeScaling:
 
     def __post_init__(self):
         for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            _check_positive(name, getattr(self, name))
-        _check_count("original_max_seq_len", self.original_max_seq_len, at_least=1)
+            check_number(name, getattr(self, name), above=0)
+        check_whole("original_max_seq_len", self.original_max_seq_len)
         if self.low_freq_factor >= self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor={self.low_freq_factor} must be below high_freq_factor={self.high_freq_factor}."
@@ -70,10 +68,18 @@ class LlamaConfig:
 
     def __post_init__(self):
         for name in ("param_dtype", "compute_dtype"):
-            object.__setattr__(self, name, _floating(name, getattr(self, name)))
+            self._set(name, _floating(name, getattr(self, name)))
         for name in ("vocab_size", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "max_seq_len"):
-            _check_count(name, getattr(self, name), at_least=1)
-        _check_count("n_layers", self.n_layers, at_least=0)
+            self._set(name, check_whole(name, getattr(self, name)))
+        self._set("n_layers", check_whole("n_layers", self.n_layers, at_least=0))
+        for name in ("n_experts", "experts_per_token", "moe_d_ff"):
+            self._set(name, check_whole(name, getattr(self, name), at_least=1 if self.n_experts else 0))
+        for name in ("rope_theta", "norm_eps"):
+            self._set(name, check_number(name, getattr(self, name), above=0))
+        for name in ("tied_head", "qk_norm"):
+            check_one_of(name, getattr(self, name), (True, False))
+        if not isinstance(self.rope_scaling, RopeScaling | None):
+            raise ValueError(f"rope_scaling={self.rope_scaling!r}: expected None or a llamem.llama.RopeScaling.")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}: every key/value head "
@@ -83,20 +89,14 @@ class LlamaConfig:
             raise ValueError(
                 f"head_dim={self.head_dim} is odd, but RoPE rotates pairs of channels: choose an even head_dim."
             )
-        for name in ("n_experts", "experts_per_token", "moe_d_ff"):
-            _check_count(name, getattr(self, name), at_least=1 if self.n_experts else 0)
         if self.experts_per_token > self.n_experts or (self.moe_d_ff and not self.n_experts):
             raise ValueError(
                 f"n_experts={self.n_experts}, experts_per_token={self.experts_per_token}, moe_d_ff={self.moe_d_ff}: a "
                 "mixture needs all three, with experts_per_token at most n_experts; a dense model leaves them 0."
             )
-        for name in ("rope_theta", "norm_eps"):
-            _check_positive(name, getattr(self, name))
-        for name in ("tied_head", "qk_norm"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected True or False.")
-        if not isinstance(self.rope_scaling, RopeScaling | None):
-            raise ValueError(f"rope_scaling={self.rope_scaling!r}: expected None or a llamem.llama.RopeScaling.")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def replace(self, **changes: Any) -> "LlamaConfig":
         """Return a copy with some fields changed, validated again. Raise TypeError for a field that does not exist."""
@@ -128,7 +128,7 @@ class LlamaConfig:
     @classmethod
     def from_name(cls, name: str, **changes: Any) -> "LlamaConfig":
         """Return a published architecture, such as `"llama3.2-1b"`. Raise ValueError that lists the known names."""
-        if not isinstance(name, str) or name not in PRESETS:
+        if name not in PRESETS:
             raise ValueError(f"no preset is called {name!r}. Known: {', '.join(PRESETS)}.")
         return PRESETS[name].replace(**changes)
 
@@ -140,22 +140,16 @@ class LlamaConfig:
         package does not compute, rather than compute something else.
         """
         if isinstance(config, Mapping):
-            return cls._from_hf(config, changes)
-        if not isinstance(config, (str, os.PathLike)):
-            raise TypeError(f"from_hf({config!r}): expected the content of a config.json, its path, or its folder.")
+            fields = fields_from_hf(config)
+            if fields["rope_scaling"] is not None:
+                fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
+            return cls(**{**fields, **changes})
         path = Path(config).expanduser()
         content = read_config(path)
         try:
-            return cls._from_hf(content, changes)
+            return cls.from_hf(content, **changes)
         except ValueError as error:
             raise ValueError(f"{error} (Read from {path}.)") from None
-
-    @classmethod
-    def _from_hf(cls, content: Mapping[str, Any], changes: Mapping[str, Any]) -> "LlamaConfig":
-        fields = fields_from_hf(content)
-        if fields["rope_scaling"] is not None:
-            fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
-        return cls(**{**fields, **changes})
 
     def to_hf(self) -> dict[str, Any]:
         """Return the content of a Hugging Face `config.json` for this architecture.
@@ -165,20 +159,9 @@ class LlamaConfig:
         return fields_to_hf(dataclasses.asdict(self))
 
 
-def _check_count(name: str, value: Any, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"{name}={value!r}: expected a whole number of at least {at_least}.")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:
-        raise ValueError(f"{name}={value!r}: expected a finite number above 0.")
-
-
 def _floating(name: str, dtype: Any) -> Any:
     try:
-        found = None if dtype is None or isinstance(dtype, (jax.Array, np.ndarray)) else jnp.dtype(dtype)
+        found = None if dtype is None else jnp.dtype(dtype)
     except (TypeError, ValueError):
         found = None
     if found is None or not jnp.issubdtype(found, jnp.floating):

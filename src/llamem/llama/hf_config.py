@@ -1,15 +1,42 @@
 """Hugging Face's `config.json` to and from the fields of a `LlamaConfig`: Llama, Qwen3, Qwen3-MoE."""
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llamem._checks import check_whole, show
 from llamem._files import read_json
 
 _MODEL_TYPES = {"Llama": "llama", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe"}
 _MAX_BYTES = 10_000_000  # real ones have a few thousand
-_MISSING = object()
+# Our fields by theirs. A `LlamaConfig` checks the values.
+_FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "d_ff",
+    "max_position_embeddings": "max_seq_len",
+    "rope_theta": "rope_theta",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tied_head",
+}
+_OF_EXPERTS = {
+    "num_experts": "n_experts",
+    "num_experts_per_tok": "experts_per_token",
+    "moe_intermediate_size": "moe_d_ff",
+}
+_OF_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position_embeddings": "original_max_seq_len",
+}
+# What else changes the computation, and how it must be.
+_COMPUTED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
+_COMPUTED_EXPERTS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -27,29 +54,27 @@ def fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
         known = ", ".join(map(repr, _MODEL_TYPES.values()))
         raise ValueError(f"model_type={family!r} in config.json: this package computes {known} models.")
     experts = family == "qwen3_moe"
-    _check_computed(hf, experts)
-    rope = _mapping(hf, "rope_parameters")  # transformers 5 moved theta and scaling in here
-    heads = _whole(hf, "num_attention_heads")
-    width = _whole(hf, "hidden_size")
-    theta = rope.get("rope_theta", 10_000.0) if hf.get("rope_theta") is None else hf["rope_theta"]
+    # transformers' own defaults; null means the default, too.
+    hf = {"norm_topk_prob": False} | {name: value for name, value in hf.items() if value is not None}
+    for name, value in (_COMPUTED | (_COMPUTED_EXPERTS if experts else {})).items():
+        if hf.get(name, value) != value:
+            raise ValueError(f"{name}={show(hf[name])} in config.json: only {name}={value!r} is computed here.")
+    # transformers 5 moved theta and scaling into one object, and renamed the number of experts.
+    rope = _mapping(hf, "rope_parameters")
+    width, heads = (check_whole(name, hf.get(name)) for name in ("hidden_size", "num_attention_heads"))
+    defaults = {
+        "num_key_value_heads": heads,
+        "head_dim": width // heads,
+        "rope_theta": rope.get("rope_theta", 10_000.0),
+        "tie_word_embeddings": False,
+        "num_experts": hf.get("num_local_experts"),
+    }
+    hf = defaults | hf
+    wanted = _FIELDS | (_OF_EXPERTS if experts else {})
     return {
-        "vocab_size": _whole(hf, "vocab_size"),
-        "d_model": width,
-        "n_layers": _whole(hf, "num_hidden_layers", at_least=0),
-        "n_heads": heads,
-        "n_kv_heads": _whole(hf, "num_key_value_heads", heads),
-        "head_dim": _whole(hf, "head_dim", max(1, width // heads)),
-        "d_ff": _whole(hf, "intermediate_size"),
-        "max_seq_len": _whole(hf, "max_position_embeddings"),
-        "rope_theta": _number({"rope_theta": theta}, "rope_theta"),
+        **_renamed(hf, wanted),
         "rope_scaling": _rope_scaling(_mapping(hf, "rope_scaling") or rope),
-        "norm_eps": _number(hf, "rms_norm_eps"),
-        "tied_head": _flag(hf, "tie_word_embeddings", False),
         "qk_norm": family != "llama",
-        # transformers 5 renamed it.
-        "n_experts": _whole(hf, "num_experts" if "num_experts" in hf else "num_local_experts") if experts else 0,
-        "experts_per_token": _whole(hf, "num_experts_per_tok") if experts else 0,
-        "moe_d_ff": _whole(hf, "moe_intermediate_size") if experts else 0,
     }
 
 
@@ -59,56 +84,25 @@ def fields_to_hf(fields: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("a mixture of experts is written as Qwen3-MoE, which has qk_norm=True; this config has not.")
     family = ("Qwen3Moe" if fields["n_experts"] else "Qwen3") if fields["qk_norm"] else "Llama"
     scaling = fields["rope_scaling"]
-    experts = {
-        "num_experts": fields["n_experts"],
-        "num_experts_per_tok": fields["experts_per_token"],
-        "moe_intermediate_size": fields["moe_d_ff"],
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    content = {theirs: fields[ours] for theirs, ours in _FIELDS.items()}
+    if fields["n_experts"]:
+        content |= {theirs: fields[ours] for theirs, ours in _OF_EXPERTS.items()} | _COMPUTED_EXPERTS
     return {
         "architectures": [f"{family}ForCausalLM"],
         "model_type": _MODEL_TYPES[family],
-        "vocab_size": fields["vocab_size"],
-        "hidden_size": fields["d_model"],
-        "num_hidden_layers": fields["n_layers"],
-        "num_attention_heads": fields["n_heads"],
-        "num_key_value_heads": fields["n_kv_heads"],
-        "head_dim": fields["head_dim"],
-        "intermediate_size": fields["d_ff"],
-        "max_position_embeddings": fields["max_seq_len"],
-        "rope_theta": fields["rope_theta"],
+        **content,
         "rope_scaling": scaling
-        and {
-            "rope_type": "llama3",
-            "factor": scaling["factor"],
-            "low_freq_factor": scaling["low_freq_factor"],
-            "high_freq_factor": scaling["high_freq_factor"],
-            "original_max_position_embeddings": scaling["original_max_seq_len"],
-        },
-        "rms_norm_eps": fields["norm_eps"],
-        "tie_word_embeddings": fields["tied_head"],
+        and {"rope_type": "llama3", **{theirs: scaling[ours] for theirs, ours in _OF_SCALING.items()}},
         "hidden_act": "silu",
         "attention_bias": False,
         "torch_dtype": str(fields["param_dtype"]),
-        **(experts if fields["n_experts"] else {}),
     }
 
 
-def _check_computed(hf: Mapping[str, Any], experts: bool) -> None:
-    plain: dict[str, Any] = {
-        "attention_bias": False,
-        "mlp_bias": False,
-        "hidden_act": "silu",
-        "use_sliding_window": False,
-    }
-    if experts:
-        hf = {"norm_topk_prob": False, **hf}  # transformers' own default
-        plain |= {"decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
-    for name, value in plain.items():
-        if hf.get(name, value) != value:
-            raise ValueError(f"{name}={hf[name]!r} in config.json: only {name}={value!r} is computed here.")
+def _renamed(hf: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    if missing := [name for name in names if hf.get(name) is None]:
+        raise ValueError(f"config.json says no {missing[0]}, which this architecture needs.")
+    return {ours: hf[theirs] for theirs, ours in names.items()}
 
 
 def _rope_scaling(hf: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -117,55 +111,11 @@ def _rope_scaling(hf: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     if kind != "llama3":
         raise ValueError(f"rope_type={kind!r} in config.json: only 'llama3' scaling (or 'default') is computed here.")
-    return {
-        "factor": _number(hf, "factor"),
-        "low_freq_factor": _number(hf, "low_freq_factor"),
-        "high_freq_factor": _number(hf, "high_freq_factor"),
-        "original_max_seq_len": _whole(hf, "original_max_position_embeddings"),
-    }
-
-
-def _value(hf: Mapping[str, Any], name: str, default: Any) -> Any:
-    value = hf.get(name)
-    value = default if value is None else value
-    if value is _MISSING:
-        raise ValueError(f"config.json says no {name}, which this architecture needs.")
-    return value
-
-
-def _whole(hf: Mapping[str, Any], name: str, default: Any = _MISSING, at_least: int = 1) -> int:
-    value = _value(hf, name, default)
-    if type(value) is not int or not at_least <= value < 2**31:
-        raise ValueError(
-            f"{name}={_short(value)} in config.json: expected a whole number of at least {at_least}, below 2**31."
-        )
-    return value
-
-
-def _number(hf: Mapping[str, Any], name: str) -> float:
-    value = _value(hf, name, _MISSING)
-    # Compared before it is converted: an int may be too large for a float.
-    if type(value) not in (int, float) or not 0 < value < 1e300 or not math.isfinite(value):
-        raise ValueError(f"{name}={_short(value)} in config.json: expected a finite number above 0.")
-    return float(value)
-
-
-def _flag(hf: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = _value(hf, name, default)
-    if type(value) is not bool:
-        raise ValueError(f"{name}={_short(value)} in config.json: expected true or false.")
-    return value
+    return _renamed(hf, _OF_SCALING)
 
 
 def _mapping(hf: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    value = _value(hf, name, {})
+    value = hf.get(name, {})
     if not isinstance(value, Mapping):
-        raise ValueError(f"{name}={_short(value)} in config.json: expected an object.")
+        raise ValueError(f"{name}={show(value)} in config.json: expected an object.")
     return value
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, int) and value.bit_length() > 64:
-        return f"(a number of {value.bit_length()} bits)"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
