@@ -37,8 +37,10 @@ def write_whole(file: Path, content: str | bytes) -> None:
 def whole_folder(folder: Path) -> Iterator[Path]:
     """Yield a new folder to write into, and name it when all is on disk; after an error nothing of it is left.
 
-    An empty folder of that name is replaced; OSError where one with something in it is there by then.
+    An empty folder of that name is replaced. Raise FileExistsError where one with something in it is there.
     """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise FileExistsError(f"{folder} exists and is not empty: nothing was written. Choose another folder.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _unused_name(folder)
     unfinished.mkdir()

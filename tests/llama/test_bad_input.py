@@ -1,6 +1,5 @@
 """What a user may pass to a model by mistake: refused in a sentence, or NaN where it cannot be known."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -27,13 +26,10 @@ def model():
 
 BAD_TOKENS = [
     (jnp.arange(5), ValueError, r"shape \(5,\).*tokens\[None\]"),
-    (jnp.zeros((2, 3, 4), int), ValueError, r"shape \(2, 3, 4\)"),
     (jnp.zeros((2, 0), int), ValueError, r"T >= 1"),
     (jnp.zeros((2, 3)), ValueError, "float32: expected whole numbers"),
     ([[1, 2]], TypeError, r"\[\[1, 2\]\].*jnp.asarray"),
-    (jnp.asarray([[3, V]]), ValueError, rf"from 3 to {V}, but the model's vocabulary has {V} entries"),
-    (jnp.asarray([[-1, 3]]), ValueError, "from -1 to 3"),
-    (np.asarray([[200_000]]), ValueError, "from 200000"),
+    (jnp.asarray([[-1, V]]), ValueError, rf"from -1 to {V}, but ids are 0 to {V - 1}: .* vocabulary has {V} entries"),
 ]
 
 
@@ -48,14 +44,14 @@ def test_tokens_that_are_none_are_refused_everywhere(model, tokens, error, words
             call(tokens)
 
 
-@pytest.mark.parametrize("wrong", [-1, V, -V, 2**31 - 1])
+@pytest.mark.parametrize("wrong", [-1, V, 2**31 - 1])
 def test_an_unknown_id_gives_nan_and_no_other_sequence_sees_it(model, wrong):
     tokens = tokens_of(SMALL, T=5).at[0, 2].set(wrong)
     logits = np.asarray(jax.jit(lambda tokens: model(tokens))(tokens))
     assert np.isnan(logits[0, 2:]).all() and np.isfinite(logits[1]).all()
 
 
-@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.uint16, jnp.uint32])
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint32])
 def test_ids_of_a_narrow_type_are_the_same_ids(dtype):
     wide = Llama(SMALL.replace(n_layers=0, vocab_size=40_000), rngs=nnx.Rngs(0))
     tokens = tokens_of(SMALL, T=5)
@@ -74,66 +70,31 @@ def test_decoding_beyond_the_cache_is_refused_or_nan(model):
     assert np.isnan(logits).all() and full.length == 40
     assert np.isnan(decode(tokens[:, :1], full)[0]).all(), "what follows is lost as well"
     assert np.isfinite(decode(tokens[:, :12], cache)[0]).all(), "32 places hold 32"
+    with pytest.raises(ValueError, match=r"for 2 sequences .*model.empty_cache\(2"):
+        model.decode(tokens, model.empty_cache(3, 32))
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "words"),
+    ("options", "words"),
     [
-        (lambda model, cache: model.empty_cache(3, 8), ValueError, r"for 2 sequences .*model.empty_cache\(2"),
-        (lambda model, cache: dataclasses.replace(cache, k_LBSKh=cache.k_LBSKh[0]), ValueError, "the cache's keys"),
-        (lambda model, cache: None, TypeError, "cache=None: expected what model.empty_cache"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temperature": float("nan")}, "temperature=nan must be at least 0"),
+        ({"top_p": 0.0}, r"top_p=0\.0"),
+        ({"key": None}, "needs a key"),
+        ({"max_new_tokens": 513}, "516 tokens, a prompt of 3 and 513 new ones.*max_seq_len=512"),
     ],
 )
-def test_a_cache_of_something_else_is_refused(model, change, error, words):
-    with pytest.raises(error, match=words):
-        model.decode(tokens_of(SMALL, T=3), change(model, model.empty_cache(2, 8)))
-
-
-@pytest.mark.parametrize(("batch_size", "max_len"), [(0, 8), (2, -1), (2.0, 8), (True, 8)])
-def test_a_cache_of_no_size_is_refused(model, batch_size, max_len):
-    with pytest.raises(ValueError, match="expected a whole number of at least 1"):
-        model.empty_cache(batch_size, max_len)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"max_new_tokens": 0}, ValueError, "max_new_tokens=0"),
-        ({"max_new_tokens": -3}, ValueError, "max_new_tokens=-3"),
-        ({"max_new_tokens": 2.0}, ValueError, r"max_new_tokens=2\.0"),
-        ({"temperature": float("nan")}, ValueError, "temperature=nan: expected a finite number"),
-        ({"temperature": -1.0}, ValueError, r"temperature=-1\.0 must be at least 0"),
-        ({"temperature": "hot"}, ValueError, "temperature='hot'"),
-        ({"temperature": jnp.ones(3)}, ValueError, "expected a number that is known"),
-        ({"top_p": 0.0}, ValueError, r"top_p=0\.0"),
-        ({"top_p": float("nan")}, ValueError, "top_p=nan"),
-        ({"key": 0}, TypeError, r"key=0: expected one key, such as jax.random.key\(0\)"),
-        ({"key": jax.random.split(jax.random.key(0))}, TypeError, "expected one key"),
-        ({"key": jnp.zeros(2)}, TypeError, "expected one key"),
-    ],
-)
-def test_options_of_generate_are_checked_first(model, options, error, words):
-    with pytest.raises(error, match=words):
+def test_options_of_generate_are_checked_first(model, options, words):
+    with pytest.raises(ValueError, match=words):
         generate(model, tokens_of(SMALL, T=3), **{"max_new_tokens": 2, "key": jax.random.key(0), **options})
 
 
-def test_keys_and_numbers_of_every_kind_are_taken(model):
-    prompt = tokens_of(SMALL, T=3)
-    typed = generate(model, prompt, 3, temperature=np.float32(0.5), key=jax.random.key(3))
-    raw = generate(model, prompt, np.int64(3), temperature=jnp.float32(0.5), key=jax.random.PRNGKey(3))
-    np.testing.assert_array_equal(typed, raw)
-
-
-def test_document_numbers_that_are_none_are_refused(model):
-    tokens = tokens_of(SMALL, T=3)
-    for segments in (jnp.zeros((2, 4), int), jnp.zeros((2, 3)), 1, [[1, 1, 2], [1, 1, 1]]):
+def test_what_does_not_belong_to_the_tokens_is_refused(model):
+    for segments in (jnp.zeros((2, 4), int), jnp.zeros((2, 3)), 1):
         with pytest.raises(ValueError, match=r"segments_BT of shape .*expected an array of whole numbers"):
-            model(tokens, segments)
-
-
-def test_a_model_needs_a_config_keys_and_a_plan():
+            model(tokens_of(SMALL, T=3), segments)
+    with pytest.raises(ValueError, match=r"513 tokens.*max_seq_len=512"):
+        model(tokens_of(SMALL, T=513))
     for args, options in (("tiny", {"rngs": nnx.Rngs(0)}), (SMALL, {"rngs": jax.random.key(0)})):
         with pytest.raises(TypeError, match=r"expected a llamem\.LlamaConfig, such as"):
             Llama(args, **options)
-    with pytest.raises(TypeError, match=r"a llamem\.Plan"):
-        Llama(SMALL, rngs=nnx.Rngs(0), plan="nothing")

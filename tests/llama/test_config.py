@@ -86,7 +86,7 @@ def test_config_files_that_are_not_computed_here_are_refused_by_name(changes, wo
 
 
 def test_bad_scaling_and_unknown_presets_are_refused():
-    with pytest.raises(ValueError, match="low_freq_factor=1.0 must be below"):
+    with pytest.raises(ValueError, match="must be below high_freq_factor"):
         RopeScaling(8.0, high_freq_factor=1.0)
     with pytest.raises(ValueError, match=r"'llama4'.*llama3\.2-1b"):
         LlamaConfig.from_name("llama4")

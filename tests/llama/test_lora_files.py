@@ -13,7 +13,6 @@ from llamem.llama import TARGET_MODULES
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
-TARGET_NAMES = [f"{t}_proj" for t in ("q", "k", "v", "o", "gate", "up", "down")] + ["embed_tokens", "lm_head"]
 pytestmark = pytest.mark.usefixtures("as_a_user")
 CONFIG = SMALL.replace(n_layers=2)
 
@@ -83,7 +82,6 @@ def test_layers_of_other_ranks_scales_or_none(model, folder, tmp_path):
     edit(
         folder,
         thinner,
-        target_modules=[*(m for m in TARGET_NAMES if m != "up_proj"), "layers.1.mlp.up_proj"],
         rank_pattern={"layers.1.self_attn.q_proj": 2},
         alpha_pattern={r"^model\.layers\.1\.self_attn\.q_proj$": 7},
     )
@@ -99,17 +97,11 @@ def test_layers_of_other_ranks_scales_or_none(model, folder, tmp_path):
 
 REFUSED = [
     ({"use_dora": True}, "use_dora=True in"),
-    ({"bias": "lora_only"}, "bias=lora_only"),
     ({"modules_to_save": ["lm_head"]}, "modules_to_save="),
-    ({"fan_in_fan_out": True}, "fan_in_fan_out=True"),
-    ({"layer_replication": [[0, 4]]}, "layer_replication="),
     ({"something_new": {"on": 1}}, "something_new="),
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'.*other weights"),
     ({"peft_type": "IA3"}, "peft_type='IA3'"),
-    ({"r": 4}, "says rank 4 and alpha 2.5 for .*, whose A has 5 rows"),
-    ({"lora_alpha": None}, "alpha None"),
-    ({"rank_pattern": {"(a*)*b": 1}}, "rank_pattern names"),
-    ({"rank_pattern": [1]}, "expected an object"),
+    ({"lora_alpha": None}, "lora_alpha of .*=None"),
 ]
 
 
@@ -124,19 +116,15 @@ def renamed(old, new):
     return lambda held: {key.replace(old, new): x for key, x in held.items()}
 
 
+TABLE = "base_model.model.model.embed_tokens.base_layer.weight"
+UP_B = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
 TENSORS = [
-    (renamed("q_proj.lora_A", "q_proj.lora_magnitude_vector"), "lora_magnitude_vector"),
-    (renamed("layers.1.", "layers.7."), "adapts layer 7, and the model has 2"),
-    (
-        renamed("layers.1.mlp.up_proj.lora_A", "layers.1.mlp.experts.0.up_proj.lora_A"),
-        "experts.0.up_proj.lora_A.*alone",
-    ),
+    (renamed("q_proj.lora_A", "q_proj.lora_magnitude_vector"), r"q_proj in .* shapes \[\(48, 5\)\]"),
+    (renamed("layers.1.", "layers.7."), r"holds .*layers.7.* in 2 layers alone"),
     (lambda held: {}, "holds no tensor"),
-    (
-        lambda held: held | {"base_model.model.model.embed_tokens.base_layer.weight": np.zeros((101, 24), np.float32)},
-        "trained over another base",
-    ),
+    (lambda held: held | {TABLE: np.zeros((101, 24), np.float32)}, "trained over another base"),
     (lambda held: {k: x for k, x in held.items() if "lm_head.lora_B" not in k}, "lm_head in .* shapes"),
+    (lambda held: held | {UP_B: np.full_like(held[UP_B], np.inf)}, "mlp.up_proj in .* hold NaN or infinite numbers"),
 ]
 
 
@@ -147,59 +135,19 @@ def test_files_that_hold_something_else_are_refused(model, folder, change, words
         load_adapters(model, folder)
 
 
-TOLD = [
-    ({"target_modules": ["q_proj"]}, r"leaves out: lm_head, model.embed_tokens, model.layers.0.mlp.down_proj"),
-    ({"layers_to_transform": [0]}, r"leaves out: lm_head, model.embed_tokens, model.layers.1"),
-    ({"exclude_modules": ["up_proj"]}, r"leaves out: model.layers.0.mlp.up_proj, model.layers.1.mlp.up_proj\. Both"),
-    ({"target_modules": r".*\.(q_proj|lm_head)"}, "leaves out: lm_head, model.embed_tokens"),
-    ({"target_modules": "(a*)*b"}, r"names modules as '\(a\*\)\*b'"),
-]
-
-
-def test_what_the_config_and_the_file_say_is_one_thing(model, folder):
-    """PEFT would leave out the one and make up the other; the adapter would be another than was trained."""
-    for fields, words in TOLD:
-        before = (folder / "adapter_config.json").read_text()
-        edit(folder, **fields)
-        with pytest.raises(ValueError, match=words):
-            load_adapters(model, folder)
-        (folder / "adapter_config.json").write_text(before)
-    everything = "|".join(TARGET_NAMES)
-    edit(folder, target_modules=rf"(.*\.)?({everything})")
-    assert set(load_adapters(model, folder).a) == set(TARGET_MODULES)
-    edit(folder, lambda held: {k: x for k, x in held.items() if "layers.1.mlp.up_proj" not in k})
-    with pytest.raises(ValueError, match=r"no adapter of promised modules: model.layers.1.mlp.up_proj\. Both"):
-        load_adapters(model, folder)
-    broken = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
-    edit(folder, lambda held: held | {broken: np.full_like(held[broken], np.inf)})
-    with pytest.raises(ValueError, match=r"matrices of mlp.up_proj in .* hold NaN or infinite numbers"):
-        load_adapters(model, folder)
-
-
-def test_an_adapter_of_another_base_is_refused(model, folder):
-    with pytest.raises(ValueError, match=r"A is \[r, 24\], and B \[8, r\].*another base"):
-        load_adapters(model_of(CONFIG.replace(n_kv_heads=1)), folder)
-    for other in (CONFIG.replace(d_model=32), CONFIG.replace(vocab_size=102)):
+def test_an_adapter_of_another_base_is_refused_and_a_repeated_table_of_this_one_is_passed_over(model, folder):
+    for other in (CONFIG.replace(n_kv_heads=1), CONFIG.replace(d_model=32), CONFIG.replace(vocab_size=102)):
         with pytest.raises(ValueError, match="another base"):
             load_adapters(model_of(other), folder)
-    with pytest.raises(ValueError, match="experts"):
-        load_adapters(model_of(MOE.replace(n_layers=2)), folder)
+    edit(folder, lambda held: held | {TABLE: np.asarray(model.embedding[...])})
+    assert set(load_adapters(model, folder).a) == set(TARGET_MODULES)
 
 
 def test_folders_that_are_none_or_full(model, folder, tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r"There is no .*adapter_config.json: expected a folder written by PEFT"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"There is no .*adapter_config.json: expected a folder written by"):
         load_adapters(model, tmp_path)
     with pytest.raises(FileExistsError, match="is not empty: nothing was written"):
         save_adapter(adapters_of(CONFIG), 0, folder)
     with pytest.raises(ValueError, match=r"select\(\[9\]\)"):
         save_adapter(adapters_of(CONFIG), 9, tmp_path / "nine")
     assert not (tmp_path / "nine").exists()
-
-
-def test_a_repeated_matrix_that_is_the_model_s_is_passed_over(model, folder):
-    """PEFT writes the embedding beside its adapter."""
-    table = np.asarray(model.embedding[...])
-    edit(folder, lambda held: held | {"base_model.model.model.embed_tokens.base_layer.weight": table})
-    assert set(load_adapters(model, folder).a) == set(TARGET_MODULES)

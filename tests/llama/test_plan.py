@@ -10,46 +10,29 @@ from llamem import Plan, Policy
     ("wrong", "says"),
     [
         ({"remat": "nothin"}, "no remat policy is called 'nothin'"),
-        ({"remat": lambda *_: True}, "hand-written policy"),
         ({"mode": "scam"}, "mode='scam'"),
-        ({"attention": "flash"}, "attention='flash'"),
-        ({"loss_tiles": -1}, "loss_tiles=-1"),
+        ({"update": "before"}, "update='before'"),
         ({"loss_tiles": 0}, "loss_tiles=0"),
-        ({"loss_tiles": True}, "loss_tiles=True"),
-        ({"loss_tiles": 2.0}, "loss_tiles=2.0"),
-        ({"loss_axis": "rows"}, "loss_axis='rows'"),
         ({"loss_tiles": None, "loss_axis": "vocab"}, "no tiles to cut"),
         ({"head_groups": 0}, "head_groups=0"),
-        ({"mlp_tiles": True}, "mlp_tiles=True"),
-        ({"mlp_tiles": 2.0}, "mlp_tiles=2.0"),
-        ({"moments": "disk"}, "moments='disk'"),
-        ({"moments": "host", "mesh": {"fsdp": 2}}, "'fsdp' axis instead"),
-        ({"weights": "disk"}, "weights='disk'"),
-        ({"update": "before"}, "update='before'"),
-        ({"weights": "host", "mesh": {"fsdp": 2}}, "'fsdp' axis instead"),
-        ({"update": "in_backward", "mesh": {"data": 2}}, "'fsdp' axis instead"),
-        ({"weights": "host", "mode": "unroll"}, "one of them at hand at a time"),
-        ({"update": "in_backward", "mode": "unroll"}, "one of them at hand at a time"),
-        ({"weights": "host", "remat": None}, "whatever else is kept would hold weights"),
-        ({"weights": "host", "remat": "everything_saveable"}, "Choose remat='nothing'"),
-        ({"update": "in_backward", "remat": "attn"}, "Choose remat='nothing'"),
-        ({"update": "in_backward", "offload": ("block_in", "attn_out")}, "Choose remat='nothing'"),
         ({"offload": "block_in"}, "offload='block_in'"),
-        ({"offload": (1,)}, "tuple of names"),
+        ({"moments": "host", "mesh": {"fsdp": 2}}, "'fsdp' axis instead"),
+        ({"update": "in_backward", "mesh": {"data": 2}}, "'fsdp' axis instead"),
+        ({"mesh": {"model": 2}}, "no mesh axis is called 'model'. Known: data, fsdp, tensor, context"),
+        ({"mesh": {"fsdp": 0}}, "mesh size fsdp=0: expected a whole number"),
+        ({"mesh": {"tensor": 2}, "loss_axis": "tokens"}, "vocabulary split over 'tensor'"),
+        ({"mesh": {"context": 2}, "attention": "cudnn"}, "cuDNN computes whole sequences"),
+        ({"weights": "host", "mode": "unroll"}, "one of them at hand at a time"),
+        ({"weights": "host", "remat": None}, "whatever else is kept would hold weights"),
+        ({"update": "in_backward", "offload": ("block_in", "attn_out")}, "Choose remat='nothing'"),
         ({"offload": ("block_in",), "remat": None}, "cannot be added to remat=None"),
-        ({"offload": ("block_in",), "remat": "dots_saveable"}, "only a policy over names"),
-        ({"offload": ("block_in",), "remat": Policy(save_all_but=("up",))}, "only a policy over names"),
-        ({"offload": ("attn",), "remat": "attn"}, "choose one list"),
         ({"head_groups": 2, "remat": "qkv_attn"}, "attn', 'k', 'q', 'v'"),
-        ({"head_groups": 2, "offload": ("attn",)}, "head_groups=1"),
         ({"mlp_tiles": 2, "remat": Policy(save=("gate",))}, "mlp_tiles=1"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_when_the_plan_is_made(wrong, says, as_a_user):
     with pytest.raises((ValueError, TypeError), match=says):
         Plan(**wrong)
-    with pytest.raises((ValueError, TypeError), match=says):
-        Plan().replace(**wrong)
 
 
 def test_what_is_offloaded_comes_on_top_of_what_remat_says():

@@ -5,7 +5,6 @@ Source: LoRA (Hu et al. 2021, arXiv 2106.09685); initial values are those of Hug
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from llamem._checks import check_number, check_one_of, check_whole
 from llamem.llama.config import LlamaConfig
+from llamem.llama.inputs import check_ids, check_of_sequences
 
 IN_LAYERS = ("q", "k", "v", "o", "gate", "up", "down")
 TARGET_MODULES = (*IN_LAYERS, "embedding", "head")
@@ -39,30 +40,20 @@ class LoraConfig:
     def __post_init__(self):
         ranks, targets = _tuple("ranks", self.ranks), _tuple("target_modules", self.target_modules)
         alphas = ranks if self.alphas is None else _tuple("alphas", self.alphas)
-        object.__setattr__(self, "ranks", ranks)
-        object.__setattr__(self, "alphas", alphas)
-        object.__setattr__(self, "target_modules", targets)
-        for rank in ranks:
-            if not isinstance(rank, (int, np.integer)) or isinstance(rank, bool) or rank < 1:
-                raise ValueError(
-                    f"LoraConfig(ranks={ranks}): expected whole numbers of at least 1, one for each adapter, and got "
-                    f"{rank!r}. An adapter of rank 0 has no parameters: leave it out."
-                )
         if len(alphas) != len(ranks):
             raise ValueError(
                 f"LoraConfig(ranks={ranks}, alphas={alphas}): expected one alpha for each of {len(ranks)} adapters."
             )
-        for alpha in alphas:
-            is_number = isinstance(alpha, (int, float, np.number)) and not isinstance(alpha, bool)
-            if not is_number or not 0 < alpha < math.inf:
-                raise ValueError(f"LoraConfig(alphas={alphas}): expected finite numbers above 0, and got {alpha!r}.")
-        unknown = [target for target in targets if target not in TARGET_MODULES]
-        if unknown or len(set(targets)) != len(targets):
-            raise ValueError(
-                f"LoraConfig(target_modules={targets}): expected some of "
-                f"{', '.join(map(repr, TARGET_MODULES))}, each once"
-                + (f"; {unknown[0]!r} is none of them." if unknown else ".")
-            )
+        if len(set(targets)) != len(targets):
+            raise ValueError(f"LoraConfig(target_modules={targets}): expected each target once.")
+        for rank, alpha in zip(ranks, alphas, strict=True):
+            check_whole("rank", rank)
+            check_number("alpha", alpha, above=0)
+        for target in targets:
+            check_one_of("target module", target, TARGET_MODULES)
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "alphas", alphas)
+        object.__setattr__(self, "target_modules", targets)
 
 
 @jax.tree_util.register_dataclass
@@ -87,11 +78,6 @@ class Adapters:
 
         Under `jax.eval_shape` shapes only. Raises ValueError for targets among the experts of a mixture.
         """
-        if not isinstance(config, LlamaConfig) or not isinstance(lora, LoraConfig) or not isinstance(rngs, nnx.Rngs):
-            raise TypeError(
-                f"Adapters.create({config!r}, {lora!r}, rngs={rngs!r}): expected a llamem.LlamaConfig, a "
-                "llamem.LoraConfig, such as LoraConfig(ranks=(8, 16)), and an nnx.Rngs, such as nnx.Rngs(0)."
-            )
         assert lora.alphas is not None  # filled in when it was made
         rank_A = np.asarray(lora.ranks, np.int32)
         scale_A = np.asarray(lora.alphas, np.float32) / rank_A
@@ -149,13 +135,7 @@ class Adapters:
 
     @classmethod
     def join(cls, parts: "Sequence[Adapters]") -> "Adapters":
-        """Join the adapters of several as one, in order. A target that one of them lacks has rank 0 there.
-
-        Raises ValueError for none, and for adapters of differently shaped models.
-        """
-        parts = list(parts)
-        if not parts or not all(isinstance(part, Adapters) for part in parts):
-            raise ValueError(f"Adapters.join({parts!r}): expected at least one llamem.Adapters.")
+        """Join the adapters of several, of one model, as one, in order. Where one lacks a target it has rank 0."""
         joined = cls({}, {}, {}, {})
         for target in [t for t in TARGET_MODULES if any(t in part.a for part in parts)]:
             axis = 1 if target in IN_LAYERS else 0
@@ -164,9 +144,6 @@ class Adapters:
             for name in ("a", "b", "scale", "rank"):
                 like = getattr(example, name)[target]
                 arrays = [_widened(getattr(part, name).get(target), like, axis, part.count, width) for part in parts]
-                if len({(*x.shape[:axis], *x.shape[axis + 1 :]) for x in arrays}) > 1:
-                    shapes = ", ".join(str(x.shape) for x in arrays)
-                    raise ValueError(f"Adapters.join: {target!r} has {name} of shapes {shapes}: of other models.")
                 getattr(joined, name)[target] = jnp.concatenate(arrays, axis)
         return joined
 
@@ -217,18 +194,8 @@ def check_adapters(adapters: Any, adapter_B: Any, batch_size: int, config: Llama
             )
     if adapter_B is None and A == 1:
         return jnp.zeros(batch_size, jnp.int32)
-    shape, dtype = getattr(adapter_B, "shape", None), getattr(adapter_B, "dtype", None)
-    if shape != (batch_size,) or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(
-            f"adapter_B of shape {shape} and type {dtype}: expected an array of {batch_size} whole numbers, which of "
-            f"the {A} adapters each sequence uses."
-        )
-    known = not isinstance(adapter_B, jax.core.Tracer) and getattr(adapter_B, "is_fully_addressable", True)
-    if known and batch_size:
-        ids = np.asarray(adapter_B)
-        least, most = int(ids.min()), int(ids.max())
-        if least < 0 or most >= A:
-            raise ValueError(f"adapter_B reaches from {least} to {most}, but there are {A} adapters (0 to {A - 1}).")
+    check_of_sequences("adapter_B", adapter_B, (batch_size,), f"which of the {A} adapters each sequence uses")
+    check_ids(adapter_B, A, "adapter_B", f"there are {A} adapters.")
     return jnp.asarray(adapter_B)
 
 

@@ -14,15 +14,19 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from llamem._checks import check_number, show
 from llamem._extras import import_extra
 from llamem._files import read_json, whole_folder
-from llamem.llama.lora import IN_LAYERS, Adapters, check_adapters, shape_of, targets_in
-from llamem.llama.lora_tensors import MODULES, WEIGHTS, module_path, pairs_in
+from llamem.llama.lora import IN_LAYERS, Adapters, shape_of, targets_in
 from llamem.llama.model import Llama
-from llamem.llama.safetensors_files import few
+from llamem.llama.safetensors_files import Stored, few, tensors_in
 
-CONFIG = "adapter_config.json"
-# Fields that say nothing about what is computed, or are read here. Any other must be off: it changes the computation.
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MODULES = {target: f"self_attn.{target}_proj" for target in ("q", "k", "v", "o")}
+MODULES |= {target: f"mlp.{target}_proj" for target in ("gate", "up", "down")}
+MODULES |= {"embedding": "model.embed_tokens", "head": "lm_head"}
+# Fields that say nothing about what is computed, or are read here; which modules are adapted, the tensors tell. Any
+# other must be off: it changes the computation.
 _READ = {
     *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights"),
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode"),
@@ -32,21 +36,15 @@ _READ = {
 _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to begin that take something from the weights
 
 
-def load_adapters(
-    model: Llama, folders: str | os.PathLike | Sequence[str | os.PathLike], *, dtype: Any = jnp.float32
-) -> Adapters:
-    """Load the adapters of one or several PEFT folders, in order, for this model.
+def load_adapters(model: Llama, folders: str | os.PathLike | Sequence[str | os.PathLike]) -> Adapters:
+    """Load the adapters of one or several PEFT folders, in order, for this model, in f32.
 
     Ranks and alphas may differ by folder, layer and module. A dropout in the folder is for training by PEFT, and not
     computed here. Raises FileNotFoundError for a file that is missing, ValueError, with the folder's name, for an
     adapter of another base or of another kind (DoRA, trained biases, whole modules ..).
     """
-    if not isinstance(model, Llama):
-        raise TypeError(f"load_adapters({type(model).__name__}, ...): expected a llamem.Llama, then folders.")
-    paths = [folders] if isinstance(folders, (str, os.PathLike)) else list(folders)
-    adapters = Adapters.join([_load(model, Path(path).expanduser(), dtype) for path in paths])
-    check_adapters(adapters, jnp.zeros(1, jnp.int32), 1, model.config)
-    return adapters
+    paths = [folders] if isinstance(folders, (str, os.PathLike)) else folders
+    return Adapters.join([_load(model, Path(path).expanduser()) for path in paths])
 
 
 def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base: str = "") -> Path:
@@ -56,11 +54,7 @@ def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base:
     written; raises FileExistsError where it exists and is not empty, ValueError for an adapter that is not there.
     """
     safetensors = import_extra("safetensors.numpy", "writing adapters")
-    if not isinstance(adapters, Adapters) or not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"save_adapter({type(adapters).__name__}, {i!r}, {folder!r}): expected Adapters, a folder.")
     one, folder = adapters.select([i]), Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists and is not empty: nothing was written. Choose another folder.")
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
     alphas: dict[str, float] = {}
@@ -69,16 +63,13 @@ def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base:
         a, b, scale, rank = (np.asarray(part[target]) for part in (one.a, one.b, one.scale, one.rank))
         if target not in IN_LAYERS:
             a, b, scale, rank = a[None], b[None], scale[None], rank[None]
-        paths = [module_path(target, layer) for layer in range(len(a))]
-        adapted = [path for layer, path in enumerate(paths) if rank[layer, 0]]
-        targets += [MODULES[target].split(".")[-1]] if len(adapted) == len(paths) else adapted
-        for layer, path in enumerate(paths):
-            if r := int(rank[layer, 0]):
-                name = "lora_embedding_{}" if target == "embedding" else "lora_{}.weight"
-                tensors[f"base_model.model.{path}.{name.format('A')}"] = np.ascontiguousarray(a[layer, 0, :r])
-                tensors[f"base_model.model.{path}.{name.format('B')}"] = np.ascontiguousarray(b[layer, 0, :r].T)
-                ranks[path] = r
-                alphas[path] = float(np.float32(scale[layer, 0] * np.float32(r)))
+        adapted = {layer: _module_path(target, layer) for layer in range(len(a)) if rank[layer, 0]}
+        targets += [MODULES[target].split(".")[-1]] if len(adapted) == len(a) else adapted.values()
+        for layer, path in adapted.items():
+            r = ranks[path] = int(rank[layer, 0])
+            alphas[path] = float(np.float32(scale[layer, 0] * np.float32(r)))
+            for name, matrix in zip(_tensor_names(target, layer), (a[layer, 0, :r], b[layer, 0, :r].T), strict=True):
+                tensors[name] = np.ascontiguousarray(matrix)
     config: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -98,6 +89,17 @@ def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base:
     return folder
 
 
+def _module_path(target: str, layer: int) -> str:
+    """Return a module's name in PEFT's patterns and tensors."""
+    return f"model.layers.{layer}.{MODULES[target]}" if target in IN_LAYERS else MODULES[target]
+
+
+def _tensor_names(target: str, layer: int) -> list[str]:
+    """Return the names of a module's A and B."""
+    name = "lora_embedding_{}" if target == "embedding" else "lora_{}.weight"
+    return [f"base_model.model.{_module_path(target, layer)}.{name.format(part)}" for part in "AB"]
+
+
 def _with_pattern(field: str, pattern: str, values: Mapping[str, float]) -> dict[str, Any]:
     """Return the commonest value, and by module those that differ from it."""
     values = {path: int(value) if value == int(value) else value for path, value in values.items()}
@@ -105,85 +107,41 @@ def _with_pattern(field: str, pattern: str, values: Mapping[str, float]) -> dict
     return {field: common, pattern: {path: value for path, value in values.items() if value != common}}
 
 
-def _load(model: Llama, folder: Path, dtype: Any) -> Adapters:
+def _load(model: Llama, folder: Path) -> Adapters:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"There is no {folder / name}: expected a folder written by PEFT, with {WEIGHTS}.")
     peft = read_json(folder / CONFIG, 10_000_000)
     _check_config(peft, folder)
-    found = pairs_in(model, folder)
-    one = Adapters({}, {}, {}, {})
-    for target in dict.fromkeys(target for target, _ in found):
-        mine = {layer: pair for (t, layer), pair in found.items() if t == target}
-        arrays = _stacked(model, target, mine, folder, peft, dtype)
-        if not np.isfinite(arrays[0]).all() or not np.isfinite(arrays[1]).all():
-            raise ValueError(
-                f"the matrices of {MODULES[target]} in {folder / WEIGHTS} hold NaN or infinite numbers: the file is "
-                "damaged, or the training that wrote it had diverged."
-            )
-        for part, array in zip((one.a, one.b, one.scale, one.rank), arrays, strict=True):
-            part[target] = jnp.asarray(array)
-    _check_promised(model, {pair["path"] for pair in found.values()}, peft, folder)
-    return one
-
-
-def _check_promised(model: Llama, held: set[str], peft: Mapping[str, Any], folder: Path) -> None:
-    """Raise ValueError unless the file holds what the config says is adapted: PEFT leaves out the rest."""
-    promised = set()
-    for target in targets_in(model.config):
-        layers, _, _ = shape_of(model.config, target)
+    stored, one = tensors_in(folder / WEIGHTS), Adapters({}, {}, {}, {})
+    _check_base(model, stored, folder)
+    targets = targets_in(model.config)
+    for target in targets:
+        layers, n_in, n_out = shape_of(model.config, target)
+        pairs = {}
         for layer in range(math.prod(layers)):
-            path = module_path(target, layer)
-            if _is_promised(peft, path, layer if layers else None):
-                promised.add(path)
-    if promised != held:
-        left_out, lacking = sorted(held - promised), sorted(promised - held)
-        told = {"adapters of modules that the config leaves out": left_out, "no adapter of promised modules": lacking}
+            if pair := [stored.pop(name).read() for name in _tensor_names(target, layer) if name in stored]:
+                _check_pair(pair, n_in, n_out, f"{_module_path(target, layer)} in {folder}")
+                pairs[layer] = pair
+        if not pairs:
+            continue
+        width = max(len(a) for a, _ in pairs.values())
+        a, b = (np.zeros((math.prod(layers), 1, width, size), np.float32) for size in (n_in, n_out))
+        scale, rank = np.zeros(a.shape[:2], np.float32), np.zeros(a.shape[:2], np.int32)
+        for layer, (a_rI, b_Or) in pairs.items():
+            r = rank[layer] = len(a_rI)
+            scale[layer] = _scale(peft, _module_path(target, layer), r, folder)
+            a[layer, 0, :r], b[layer, 0, :r] = a_rI, b_Or.T
+        for part, array in zip((one.a, one.b, one.scale, one.rank), (a, b, scale, rank), strict=True):
+            part[target] = jnp.asarray(array if layers else array[0])
+    if stored or not one.a:
+        note = " Adapters of experts are not supported." if model.config.n_experts else ""
         raise ValueError(
-            f"{folder / WEIGHTS} holds {'; '.join(f'{what}: {few(paths)}' for what, paths in told.items() if paths)}. "
-            f"Both come from one training: see target_modules, exclude_modules and layers_to_transform in {CONFIG}."
+            f"{folder / WEIGHTS} holds {few(list(stored)) or 'no tensor'}: expected low-rank matrices of "
+            f"{', '.join(MODULES[t] for t in targets)} in {model.config.n_layers} layers alone. The adapter is of "
+            f"another kind, or belongs to another base.{note}"
         )
-
-
-def _is_promised(peft: Mapping[str, Any], path: str, layer: int | None) -> bool:
-    """Return whether PEFT would adapt a module, after `check_target_module_exists`."""
-    layers = peft.get("layers_to_transform")
-    if layers is not None and layer not in (layers if isinstance(layers, list) else [layers]):
-        return False
-    told, excluded = peft.get("target_modules"), peft.get("exclude_modules")
-    if told == "all-linear":
-        return path not in (MODULES["embedding"], MODULES["head"]) and not _names_module(excluded, path)
-    return _names_module(told, path) and not _names_module(excluded, path)
-
-
-def _names_module(names: Any, path: str) -> bool:
-    """Return whether a list of modules' ends, or a pattern, names this module."""
-    if isinstance(names, str):
-        # PEFT takes any regular expression; one from a file could take forever to match, or not be one.
-        plain = re.fullmatch(r"(\w|\.|\\\.|\.\*|[|()^$?-]){1,300}", names)
-        if not plain or names.count("*") > 3 or names.count("?") > 3:
-            raise ValueError(f"an adapter's config names modules as {names[:60]!r}: expected a list of their names.")
-        return re.fullmatch(names, path) is not None
-    return any(path == name or path.endswith(f".{name}") for name in names or [])
-
-
-def _stacked(
-    model: Llama, target: str, pairs: Mapping[int, Any], folder: Path, peft: Mapping[str, Any], dtype: Any
-) -> tuple[np.ndarray, ...]:
-    """Return `a`, `b`, `scale` and `rank` of one target, from the pairs of its layers."""
-    layers, n_in, n_out = shape_of(model.config, target)
-    n_layers = math.prod(layers)
-    width = max(_rank(pair, n_in, n_out, f"{pair['path']} in {folder}") for pair in pairs.values())
-    a, b = (np.zeros((n_layers, width, size), dtype) for size in (n_in, n_out))
-    scale, rank = np.zeros((n_layers, 1), np.float32), np.zeros((n_layers, 1), np.int32)
-    for layer, pair in sorted(pairs.items()):
-        if layer >= n_layers:
-            raise ValueError(f"{folder} adapts layer {layer}, and the model has {n_layers}: it has another base.")
-        rank[layer, 0] = r = len(pair["A"])
-        scale[layer, 0] = _scale(peft, pair["path"], r, folder)
-        a[layer, :r], b[layer, :r] = pair["A"], pair["B"].T
-    a, b = (x.reshape(*layers, 1, *x.shape[-2:]) for x in (a, b))
-    return a, b, scale.reshape(*layers, 1), rank.reshape(*layers, 1)
+    return one
 
 
 def _check_config(peft: Mapping[str, Any], folder: Path) -> None:
@@ -197,41 +155,40 @@ def _check_config(peft: Mapping[str, Any], folder: Path) -> None:
         )
     for name, value in peft.items():
         if name not in _READ and value not in (None, False, "none", [], {}, "", 0):
-            raise ValueError(f"{name}={str(value)[:60]} in {folder / CONFIG}: not computed here, only plain LoRA.")
+            raise ValueError(f"{name}={show(value)} in {folder / CONFIG}: not computed here, only plain LoRA.")
 
 
-def _rank(pair: Mapping[str, Any], n_in: int, n_out: int, what: str) -> int:
-    shapes = {part: pair[part].shape for part in ("A", "B") if part in pair}
-    r = shapes.get("A", (0,))[0]
-    if shapes != {"A": (r, n_in), "B": (n_out, r)} or r < 1:
+def _check_base(model: Llama, stored: dict[str, Stored], folder: Path) -> None:
+    """Take out the tables that PEFT repeats beside their adapters. Raise ValueError for others than the model's."""
+    for target, mine in (("embedding", model.embedding[...]), ("head", model.head)):
+        for name in (f"base_model.model.{MODULES[target]}.{inner}weight" for inner in ("", "base_layer.")):
+            if name not in stored:
+                continue
+            table = stored.pop(name).read()
+            if table.shape != mine.shape or not np.array_equal(table.astype(mine.dtype), np.asarray(mine)):
+                raise ValueError(
+                    f"{name} in {folder}, of shape {table.shape}, is not the model's {target}, of shape {mine.shape}: "
+                    "the adapter was trained over another base, or a resized one. Take the model that it belongs to."
+                )
+
+
+def _check_pair(pair: Sequence[np.ndarray], n_in: int, n_out: int, what: str) -> None:
+    shapes, r = [x.shape for x in pair], len(pair[0])
+    if shapes != [(r, n_in), (n_out, r)] or r < 1:
         raise ValueError(
             f"{what} has matrices of shapes {shapes}; over this model A is [r, {n_in}], and B [{n_out}, r]. The "
             "adapter belongs to another base, or its file is damaged."
         )
-    return r
+    if not all(np.isfinite(x).all() for x in pair):
+        raise ValueError(
+            f"the matrices of {what} hold NaN or infinite numbers: the file is damaged, or the training that wrote it "
+            "had diverged."
+        )
 
 
 def _scale(peft: Mapping[str, Any], path: str, r: int, folder: Path) -> float:
-    """Return `alpha / r` of one module, after the patterns. Raise ValueError where the folder says another rank."""
-    told, alpha = _value(peft, "r", "rank_pattern", path), _value(peft, "lora_alpha", "alpha_pattern", path)
-    is_number = isinstance(alpha, (int, float)) and not isinstance(alpha, bool) and 0 < alpha < 1e30
-    if told != r or not is_number:
-        raise ValueError(
-            f"{folder / CONFIG} says rank {str(told)[:40]} and alpha {str(alpha)[:40]} for {path}, whose A has {r} "
-            "rows: expected that rank, and a finite alpha above 0."
-        )
+    """Return `alpha / r` of one module. Its alpha is that of the first pattern that names the end of its path."""
+    patterns = (peft.get("alpha_pattern") or {}).items()
+    alpha = next((value for key, value in patterns if re.match(rf"(.*\.)?({key})$", path)), peft.get("lora_alpha"))
+    alpha = check_number(f"lora_alpha of {path} in {folder / CONFIG}", alpha, above=0)
     return alpha / math.sqrt(r) if peft.get("use_rslora") else alpha / r
-
-
-def _value(peft: Mapping[str, Any], field: str, pattern: str, path: str) -> Any:
-    """Return what PEFT takes: the value of the first pattern that names the end of the module's path, or the field."""
-    patterns = peft.get(pattern) or {}
-    if not isinstance(patterns, Mapping):
-        raise ValueError(f"{pattern}={str(patterns)[:60]} in an adapter's config: expected an object.")
-    for key, value in patterns.items():
-        # PEFT takes any regular expression; one from a file could take forever to match, or not be one.
-        if not re.fullmatch(r"\^?(\.\*\\\.)?(\w|\.|\\\.|-)+\$?", key):
-            raise ValueError(f"{pattern} names {key[:60]!r}: expected a module's name, such as self_attn.q_proj.")
-        if re.match(rf"(.*\.)?({key})$", path):
-            return value
-    return peft.get(field)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from llamem._checks import check_whole
 from llamem.layers.attention import causal_attention
 from llamem.layers.context import local_positions
 from llamem.layers.stack import apply_stack
@@ -16,7 +17,7 @@ from llamem.layers.streaming import fetch
 from llamem.llama.block import Block
 from llamem.llama.config import LlamaConfig
 from llamem.llama.heads import rms_norm, rope_tables
-from llamem.llama.inputs import check_room, check_segments, check_tokens, count
+from llamem.llama.inputs import check_of_sequences, check_tokens
 from llamem.llama.lora import Adapters, check_adapters
 from llamem.llama.lora_products import NO_ADAPTERS, LayerAdapters, adapted_embedding, adapted_head, layers_of
 from llamem.llama.plan import Plan
@@ -105,7 +106,8 @@ class Llama(nnx.Module):
         """
         check_tokens(tokens_BT, self.config.vocab_size)
         adapter_B = check_adapters(adapters, adapter_B, tokens_BT.shape[0], self.config)
-        check_segments(segments_BT, tokens_BT)
+        if segments_BT is not None:
+            check_of_sequences("segments_BT", segments_BT, tokens_BT.shape, "the document of each token")
         mesh = self.plan.mesh
         mesh.check_inside()
         self._check_length(tokens_BT.shape[1])
@@ -178,7 +180,7 @@ class Llama(nnx.Module):
     def empty_cache(self, batch_size: int, max_len: int) -> KVCache:
         """Return a cache for `batch_size` sequences of up to `max_len` tokens: 2 L B S K h of the compute type."""
         c = self.config
-        batch_size, max_len = count("batch_size", batch_size), count("max_len", max_len)
+        batch_size, max_len = check_whole("batch_size", batch_size), check_whole("max_len", max_len)
         self._check_length(max_len)
         shape = (c.n_layers, batch_size, max_len, c.n_kv_heads, c.head_dim)
         # Two calls, two buffers: a donated cache may not hold one buffer twice.
@@ -201,8 +203,7 @@ class Llama(nnx.Module):
         check_tokens(tokens_BT, self.config.vocab_size)
         adapter_B = check_adapters(adapters, adapter_B, tokens_BT.shape[0], self.config)
         T = tokens_BT.shape[1]
-        places = self._check_cache(cache, tokens_BT.shape[0])
-        check_room(cache.length, T, places)
+        places = self._check_cache(cache, *tokens_BT.shape)
         positions_T = cache.length + jnp.arange(T)
         rope = rope_tables(self.config, positions_T)
         graphdef, stacked = nnx.split(self.blocks)
@@ -243,18 +244,20 @@ class Llama(nnx.Module):
             logits_BTV += whole_logits(z_BTR, b_VR)
         return logits_BTV
 
-    def _check_cache(self, cache: KVCache, batch_size: int) -> int:
-        """Return how many places the cache has. Raise ValueError where it belongs to another model or batch."""
-        c = self.config
-        if not isinstance(cache, KVCache):
-            raise TypeError(f"cache={cache!r}: expected what model.empty_cache(batch_size, max_len) makes.")
-        shape = jnp.shape(cache.k_LBSKh)
-        places = shape[2] if len(shape) == 5 else 0
+    def _check_cache(self, cache: KVCache, batch_size: int, T: int) -> int:
+        """Return how many places the cache has. Raise ValueError for another model's, and where T known ones lack."""
+        c, shape = self.config, jnp.shape(cache.k_LBSKh)
+        places = shape[2]
         expected = (c.n_layers, batch_size, places, c.n_kv_heads, c.head_dim)
-        if shape != expected or jnp.shape(cache.v_LBSKh) != expected:
+        if shape != expected:
             raise ValueError(
-                f"the cache's keys have the shape {shape}, its values {jnp.shape(cache.v_LBSKh)}; for {batch_size} "
-                f"sequences this model needs [L, B, S, K, h] = {expected}: model.empty_cache({batch_size}, max_len)."
+                f"the cache has the shape {shape}; for {batch_size} sequences this model needs [L, B, S, K, h] = "
+                f"{expected}: model.empty_cache({batch_size}, max_len)."
+            )
+        if not isinstance(cache.length, jax.core.Tracer) and (length := int(cache.length)) + T > places:
+            raise ValueError(
+                f"the cache has {places} places, {length} of them filled: {T} more tokens do not fit. Make it longer: "
+                f"model.empty_cache(batch_size, max_len={length + T})."
             )
         return places
 

@@ -1,9 +1,10 @@
 """How a step is computed: one object, from the notebook's first cell to the compiled program."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from llamem._checks import check_one_of, check_whole
 from llamem.layers.attention import Implementation
 from llamem.layers.remat import POLICIES, Policy, check_policy, offloading_too
 from llamem.layers.stack import Mode
@@ -12,6 +13,14 @@ from llamem.llama.sharding import MeshShape
 LossAxis = Literal["auto", "tokens", "vocab"]
 Home = Literal["device", "host"]
 Update = Literal["after", "in_backward"]
+_WORDS = {
+    "mode": Mode,
+    "attention": Implementation,
+    "loss_axis": LossAxis,
+    "moments": Home,
+    "weights": Home,
+    "update": Update,
+}
 # Names that are given inside a tile, whose forward pass is always computed again: no policy could keep them.
 _IN_ATTENTION_TILES = frozenset(("q", "k", "v", "attn"))
 _IN_MLP_TILES = frozenset(("gate", "up", "router", "mlp_out"))
@@ -75,84 +84,59 @@ class Plan:
     update: Update = "after"
 
     def __post_init__(self):
-        names_ok = isinstance(self.mesh, Mapping) and all(isinstance(name, str) for name in self.mesh)
-        if not (names_ok or isinstance(self.mesh, MeshShape)):
-            raise TypeError(f"Plan(mesh={self.mesh!r}): expected axes and their sizes, such as mesh={{'fsdp': 8}}.")
         object.__setattr__(self, "mesh", MeshShape.of(self.mesh))
-        _check_word("mode", self.mode, get_args(Mode))
-        check_policy(self.remat)
-        _check_word("attention", self.attention, get_args(Implementation))
-        _check_word("loss_axis", self.loss_axis, get_args(LossAxis))
-        tiles = self.loss_tiles
-        is_count = isinstance(tiles, int) and not isinstance(tiles, bool) and tiles >= 1
-        if not (is_count or tiles in ("auto", None)):
-            raise ValueError(
-                f"Plan(loss_tiles={tiles!r}): expected a whole number of at least 1, 'auto', or None for the plain "
-                "loss with all logits at once."
-            )
-        if tiles is None and self.loss_axis != "auto":
-            raise ValueError(
-                f"Plan(loss_tiles=None, loss_axis={self.loss_axis!r}): the plain loss has no tiles to cut along an "
-                "axis. Leave loss_axis out, or give loss_tiles."
-            )
-        mesh = self.mesh
-        if mesh.tensor > 1 and self.loss_axis == "tokens":
-            raise ValueError(
-                f"Plan(loss_axis='tokens', mesh={mesh.axes}): with the vocabulary split over 'tensor', every tile of "
-                "tokens would need a sum over devices. Leave loss_axis out: tiles then cut each device's rows of the "
-                "head."
-            )
-        if mesh.context > 1 and self.attention == "cudnn":
-            raise ValueError(
-                f"Plan(attention='cudnn', mesh={mesh.axes}): cuDNN computes whole sequences, and 'context' splits "
-                "them. Choose 'auto', 'tiled' or 'xla'."
-            )
-
-        _check_word("moments", self.moments, get_args(Home))
-        _check_word("weights", self.weights, get_args(Home))
-        _check_word("update", self.update, get_args(Update))
         object.__setattr__(self, "offload", _names(self.offload))
-        self._check_tiles("head_groups", _IN_ATTENTION_TILES)
-        self._check_tiles("mlp_tiles", _IN_MLP_TILES)
-        if self.moments == "host" and mesh.devices > 1:
-            raise ValueError(
-                f"Plan(moments='host', mesh={mesh.axes}): moments on the host are computed on one device. Give the "
-                "mesh an 'fsdp' axis instead: it shares the moments out among its devices."
-            )
+        check_policy(self.remat)
+        for name, choices in _WORDS.items():
+            check_one_of(name, getattr(self, name), get_args(choices))
+        for name in ("head_groups", "mlp_tiles"):
+            check_whole(name, getattr(self, name))
+        if self.loss_tiles not in ("auto", None):
+            check_whole("loss_tiles", self.loss_tiles)
+        for excluded, why in self._exclusions():
+            if excluded:
+                raise ValueError(f"{self}: {why}")
 
-        if self.layer_by_layer:
-            self._check_layer_by_layer("weights='host'" if self.weights == "host" else "update='in_backward'")
-
-    def _check_layer_by_layer(self, why: str) -> None:
+    def _exclusions(self) -> Iterator[tuple[bool, str]]:
+        """Yield what does not go together: whether this plan is such a one, why not, and what to choose."""
         mesh, policy = self.mesh, check_policy(self.policy)
-        if mesh.devices > 1:
-            raise ValueError(
-                f"Plan({why}, mesh={mesh.axes}): layers are fetched and updated one by one on one device. Give the "
-                "mesh an 'fsdp' axis instead: it shares weights, gradients and moments out among its devices."
+        yield (
+            self.loss_tiles is None and self.loss_axis != "auto",
+            "the plain loss has no tiles to cut along an axis. Leave loss_axis out, or give loss_tiles.",
+        )
+        yield (
+            mesh.tensor > 1 and self.loss_axis == "tokens",
+            "with the vocabulary split over 'tensor', every tile of tokens would need a sum over devices. Leave "
+            "loss_axis out: tiles then cut each device's rows of the head.",
+        )
+        yield (
+            mesh.context > 1 and self.attention == "cudnn",
+            "cuDNN computes whole sequences, and 'context' splits them. Choose 'auto', 'tiled' or 'xla'.",
+        )
+        yield (
+            mesh.devices > 1 and (self.moments == "host" or self.layer_by_layer),
+            "what waits on the host, or is updated in the backward pass, is computed on one device. Give the mesh an "
+            "'fsdp' axis instead: it shares weights, gradients and moments out among its devices.",
+        )
+        for field, inside in (("head_groups", _IN_ATTENTION_TILES), ("mlp_tiles", _IN_MLP_TILES)):
+            lost = sorted(inside.intersection(policy.names)) if isinstance(policy, Policy) else []
+            yield (
+                getattr(self, field) > 1 and bool(lost),
+                f"the policy mentions {lost}, which are computed tile by tile and again in the backward pass, so that "
+                f"they cannot be kept. Leave them out, or {field}=1.",
             )
-        if self.mode == "unroll":
-            raise ValueError(
-                f"Plan({why}, mode='unroll'): only in a loop over layers is one of them at hand at a time. Choose "
-                "mode='scan', or 'nested', which keeps fewer inputs and computes layers once more."
-            )
+        yield (
+            self.layer_by_layer and self.mode == "unroll",
+            "only in a loop over layers is one of them at hand at a time. Choose mode='scan', or 'nested', which keeps "
+            "fewer inputs and computes layers once more.",
+        )
         inputs_only = policy in (Policy(), Policy(offload=("block_in",)), POLICIES["nothing_saveable"])
-        if self.remat is None or not inputs_only:
-            raise ValueError(
-                f"Plan({why}, remat={self.remat!r}, offload={self.offload!r}): the loop that goes back over the layers "
-                "has their inputs and computes the rest again; whatever else is kept would hold weights, or take the "
-                "room that they left. Choose remat='nothing', with offload=('block_in',) or without."
-            )
-
-    def _check_tiles(self, field: str, inside: frozenset[str]) -> None:
-        tiles = getattr(self, field)
-        if not isinstance(tiles, int) or isinstance(tiles, bool) or tiles < 1:
-            raise ValueError(f"Plan({field}={tiles!r}): expected a whole number of at least 1.")
-        policy = check_policy(self.policy)
-        if tiles > 1 and isinstance(policy, Policy) and (lost := sorted(inside.intersection(policy.names))):
-            raise ValueError(
-                f"Plan({field}={tiles}): the policy mentions {lost}, which are computed tile by tile and again in the "
-                f"backward pass, so that they cannot be kept. Leave them out, or {field}=1."
-            )
+        yield (
+            self.layer_by_layer and (self.remat is None or not inputs_only),
+            "the loop that goes back over the layers has their inputs and computes the rest again; whatever else is "
+            "kept would hold weights, or take the room that they left. Choose remat='nothing', with "
+            "offload=('block_in',) or without.",
+        )
 
     @property
     def policy(self) -> str | Policy | None:
@@ -196,8 +180,3 @@ def _names(offload: Any) -> tuple[str, ...]:
     if not isinstance(offload, (tuple, list)) or not all(isinstance(name, str) for name in offload):
         raise TypeError(f"Plan(offload={offload!r}): expected a tuple of names, such as offload=('block_in',).")
     return tuple(offload)
-
-
-def _check_word(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"Plan({name}={value!r}): expected one of {', '.join(map(repr, known))}.")

@@ -10,8 +10,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from llamem._checks import show
-from llamem.llama.inputs import check_key, check_tokens, count, finite
+from llamem._checks import check_whole, show
+from llamem.llama.inputs import check_tokens
 from llamem.llama.lora import Adapters, check_adapters
 from llamem.llama.model import KVCache, Llama
 from llamem.llama.tokenizer import Tokenizer
@@ -28,7 +28,6 @@ def generate(
     top_p: float = 1.0,
     key: Array | None = None,
     stop_ids: Sequence[int] = (),
-    max_len: int | None = None,
     adapters: Adapters | None = None,
     adapter_B: Int[Array, " B"] | None = None,
 ) -> Int[Array, "B M"]:
@@ -42,34 +41,28 @@ def generate(
         top_p: only the likeliest tokens that together reach that probability (Holtzman et al. 2020).
         key: of `jax.random`, for drawing.
         stop_ids: tokens that end a sequence, such as `tokenizer.stop_ids`; what follows repeats the one that came.
-        max_len: up to how many tokens, prompt and continuation, one compiled program serves; by default the next power
-            of two, at least 64. Another number of prompts, or another length beyond it, is compiled anew.
         adapters: each sequence uses its own, which `adapter_B` names; one adapter alone serves all.
 
     Raise ValueError for a prompt without tokens or with ids outside the vocabulary, a temperature below 0, a top_p
-    outside (0, 1], drawing without a key, and for more tokens than `max_len` or `config.max_seq_len` in all; TypeError
-    for what is no model, no key.
+    outside (0, 1], drawing without a key, and for more tokens than `config.max_seq_len` in all. One program is compiled
+    for each number of prompts and each power of two, at least 64, of tokens in all.
     """
-    if not isinstance(model, Llama):
-        raise TypeError(f"generate({type(model).__name__}, ...): expected a llamem.Llama.")
     prompt_BT, length_B = _side_by_side(prompts)
     check_tokens(prompt_BT, model.config.vocab_size, "the prompt")
-    max_new_tokens = count("max_new_tokens", max_new_tokens)
-    temperature, top_p = finite("temperature", temperature), finite("top_p", top_p)
-    if temperature < 0 or not 0 < top_p <= 1:
+    max_new_tokens = check_whole("max_new_tokens", max_new_tokens)
+    temperature, top_p = float(temperature), float(top_p)
+    if not temperature >= 0 or not 0 < top_p <= 1:
         raise ValueError(f"temperature={temperature} must be at least 0, and top_p={top_p} above 0 and at most 1.")
     if temperature > 0 and key is None:
         raise ValueError("drawing at a temperature above 0 needs a key: pass key=jax.random.key(0), or temperature=0.")
-    if key is not None:
-        check_key(key)
     B, T = prompt_BT.shape
     adapter_B = check_adapters(adapters, adapter_B, B, model.config)
     needed = T + max_new_tokens
-    places = _rounded_up(needed, model.config.max_seq_len) if max_len is None else count("max_len", max_len)
+    places = _rounded_up(needed, model.config.max_seq_len)
     if places < needed:
         raise ValueError(
-            f"{needed} tokens, a prompt of {T} and {max_new_tokens} new ones, are more than "
-            + (f"max_len={places}." if max_len else f"the model's max_seq_len={model.config.max_seq_len}.")
+            f"{needed} tokens, a prompt of {T} and {max_new_tokens} new ones, are more than the model's "
+            f"max_seq_len={model.config.max_seq_len}."
         )
     prompt_BT = jnp.pad(prompt_BT, ((0, 0), (0, _rounded_up(T, places) - T)))
     graphdef, state = nnx.split(model)
@@ -113,13 +106,8 @@ def _side_by_side(prompts: Any) -> tuple[Any, Array]:
     if isinstance(prompts, (jax.Array, np.ndarray)):
         shape = prompts.shape if prompts.ndim == 2 else (0, 0)
         return prompts, jnp.full(shape[0], shape[1], jnp.int32)
-    rows: list[np.ndarray] = []
-    try:
-        rows = [np.asarray(prompt) for prompt in prompts]
-        right = bool(rows) and all(row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows)
-    except (TypeError, ValueError):
-        right = False
-    if not right:
+    rows = [np.asarray(prompt) for prompt in prompts]
+    if not rows or not all(row.ndim == 1 and row.size and row.dtype.kind in "iu" for row in rows):
         raise TypeError(
             f"prompts={show(prompts)}: expected an array of token ids [B, T], or a list of lists of token ids, each "
             "with one at least. Text is for llamem.generate_text."

@@ -19,6 +19,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from llamem._checks import check_whole
 from llamem.layers.collectives import gather
 
 # The mesh axes over which an axis of this name is split, the slowest first.
@@ -70,8 +71,7 @@ class MeshShape:
 
     def __post_init__(self):
         for name, size in dataclasses.asdict(self).items():
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"mesh={{{name!r}: {size!r}}}: expected a whole number of devices, at least 1.")
+            check_whole(f"mesh size {name}", size)
 
     @classmethod
     def of(cls, sizes: "Mapping[str, int] | MeshShape") -> "MeshShape":
@@ -144,28 +144,14 @@ class MeshShape:
         return jax.make_mesh(sizes, names, axis_types=kinds, devices=jax.devices()[: self.devices])
 
 
-def partition_spec(
-    what: str,
-    names: tuple[str | None, ...],
-    shape: tuple[int, ...],
-    mesh: MeshShape,
-    rules: Mapping[str, tuple[str, ...]] = RULES,
-) -> PartitionSpec:
+def partition_spec(what: str, names: tuple[str | None, ...], shape: tuple[int, ...], mesh: MeshShape) -> PartitionSpec:
     """Return how an array called `what`, whose last axes have these `names`, lies on a mesh.
 
-    Raises ValueError where two of its axes are split over the same mesh axis, and where a size does not divide.
+    Raises ValueError where a size does not divide.
     """
     spec: list[Any] = [None] * (len(shape) - len(names))
-    taken: dict[str, str] = {}
     for name, size in zip(names, shape[len(spec) :], strict=True):
-        axes = tuple(axis for axis in rules[name] if axis in mesh.axes) if name else ()
-        for axis in axes:
-            if axis in taken:
-                raise ValueError(
-                    f"{what}: its axes {taken[axis]!r} and {name!r} are both split over the mesh axis {axis!r}, which "
-                    "can split an array only once. Change one of the rules."
-                )
-            taken[axis] = str(name)
+        axes = mesh.over(name) if name else ()
         parts = math.prod(mesh.axes[axis] for axis in axes)
         if size % parts:
             over = " x ".join(f"{axis}={mesh.axes[axis]}" for axis in axes)

@@ -54,8 +54,6 @@ class Run:
                 f"save(merge=True): one adapter can be added into the weights, and this run has {count}. Choose one: "
                 "llamem.save_pretrained(llamem.merge_adapter(run.model, run.adapters, 0), folder)."
             )
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise FileExistsError(f"{folder} exists and is not empty: nothing was written. Choose another folder.")
         base = base or self.described.get("base", "")
         with whole_folder(folder) as unfinished:
             if self.adapters is None or merge:
