@@ -1,9 +1,5 @@
 """Weights in blocks: `gguf`'s numbers, the loss and gradients of the numbers themselves, and never a whole stack."""
 
-import inspect
-import subprocess
-import sys
-import textwrap
 from typing import Any
 
 import gguf
@@ -21,7 +17,7 @@ from llamem.llama import Adapters, check_trainable, dequantize, quantize, smollm
 from llamem.llama.gguf_weights import GgufTensor
 from llamem.llama.quantized import KINDS, dequantize_rows, quantize_rows
 from llamem.memory.compiling import matmul_flops
-from llamem.train import TrainSettings, init_lora_state, make_lora_step
+from llamem.train import TrainSettings
 from llamem.train.adapter_step import losses_and_grads
 
 CONFIG = SMALL.replace(d_model=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=96)
@@ -71,7 +67,7 @@ def test_a_file_s_blocks_stay_as_they_are(tmp_path):
     types = {"attn_q": "Q4_0", "attn_k": "Q4_1", "attn_v": ("Q4_0", "Q4_1", "Q4_K"), "attn_output": "Q8_0"}
     types |= {"ffn_gate": ("Q4_K", "Q6_K", "Q4_1"), "ffn_up": "Q4_K", "ffn_down": ("Q8_0", "Q6_K", "Q4_0")}
     file = model_file(tmp_path / "m.gguf", model_of(config), types | {"token_embd": "Q8_0"})
-    with pytest.warns(UserWarning, match=r"w_gate from Q4_1 and Q4_K and Q6_K into q8_0 \(0\.00\d+ of its norm\)"):
+    with pytest.warns(UserWarning, match=r"w_gate from Q4_1 and Q4_K and Q6_K into q8_0"):
         blocks = llamem.load_pretrained(file, compute_dtype=jnp.float32)
     numbers = llamem.load_pretrained(file, dtype=jnp.float32)
     assert {name: getattr(blocks.blocks, name).kind for name in KEPT} == KEPT
@@ -148,8 +144,6 @@ def test_bad_input_is_refused_before_anything_is_read(tmp_path):
     ):
         with pytest.raises(ValueError, match=words):
             call()
-    with pytest.raises(TypeError, match=r"expected a llamem.Llama"):
-        untyped.quantize(3, "q4_0")
 
 
 @pytest.mark.parametrize(
@@ -227,55 +221,3 @@ def test_gradients_over_blocks_in_16_bits_are_as_good_as_over_numbers(smollm2, s
     for found, plain, exact in zip(*leaves, strict=True):
         error, least = (np.linalg.norm(grad - exact) / np.linalg.norm(exact) for grad in (found, plain))
         assert np.isfinite(found).all() and error < 1.2 * least + 1e-4, (error, least)
-
-
-@pytest.mark.weekly
-@pytest.mark.slow
-def test_what_a_real_model_loses_in_four_bits_and_what_adapters_regain(smollm2, smollm2_tokenizer, capsys):
-    """Rounded to q4_0 a second time: its logits move, and adapters over it learn as those over the numbers do."""
-    config, rounded = smollm2.config, quantize(smollm2, "q4_0")
-    tokens = jnp.asarray([smollm2_tokenizer.encode(inspect.getdoc(textwrap) or "")[:97]])
-    logits, moved = smollm2(tokens), rounded(tokens)
-    error = float(jnp.linalg.norm(moved - logits) / jnp.linalg.norm(logits))
-    with capsys.disabled():
-        print(f"\nlogits of SmolLM2 after quantize(.., 'q4_0'): off by {error:.1%} of their norm")
-    assert 0.01 < error < 0.4
-    settings = TrainSettings(batch_size=1, seq_len=96, steps=20, warmup_steps=2, learning_rate=3e-3)
-    batch = tokens[:, :-1], tokens[:, 1:], jnp.zeros(1, jnp.int32)
-    step = jax.jit(make_lora_step(config, settings))
-    curves = []
-    for model in (smollm2, rounded):
-        adapters = Adapters.create(config, llamem.LoraConfig(ranks=(4,)), rngs=nnx.Rngs(0))
-        state, losses = init_lora_state(adapters, settings), []
-        for _ in range(20):
-            state, metrics = step(state, nnx.state(model), batch)
-            losses.append(float(metrics["loss"][0]))
-        curves.append(losses)
-    assert curves[0][-1] < 0.5 * curves[0][0] and abs(curves[1][-1] - curves[0][-1]) < 0.1 * curves[0][0], curves
-
-
-@pytest.mark.weekly
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from /proc")
-def test_the_host_never_holds_the_sixteen_bit_model(tmp_path):
-    """Loaded from a folder into blocks: what the process takes at most is the blocks and a few tensors."""
-    sizes = {"n_heads": 8, "n_kv_heads": 8, "head_dim": 128, "d_ff": 4096, "max_seq_len": 64}
-    config = llamem.LlamaConfig(vocab_size=512, d_model=1024, n_layers=16, param_dtype="bfloat16", **sizes)
-    folder = llamem.save_pretrained(llamem.Llama(config, rngs=nnx.Rngs(0)), tmp_path / "model")
-    sixteen_bits = 2 * 16 * (4 * 1024**2 + 3 * 1024 * 4096)
-    code = f"""
-import threading, time, re, jax, jax.numpy as jnp, llamem
-def anonymous(): return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1])
-jax.block_until_ready(jnp.ones(8) + 1)
-before, most, done = anonymous(), [0], []
-def watch():
-    while not done: most[0] = max(most[0], anonymous()); time.sleep(0.002)
-thread = threading.Thread(target=watch); thread.start()
-model = llamem.load_pretrained({str(folder)!r}, quantize="q4_0")
-jax.block_until_ready(jax.tree.leaves(model)); done.append(1); thread.join()
-print(most[0] - before)
-"""
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert not run.returncode, run.stderr
-    # A loop over the 4.5 bits a number, what one tensor becomes in f32 on its way, and compiled code.
-    assert int(run.stdout) < 0.75 * sixteen_bits, (int(run.stdout), sixteen_bits)

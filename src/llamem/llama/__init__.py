@@ -3,6 +3,7 @@
 from llamem.llama.block import ACTIVATIONS, Block
 from llamem.llama.config import PRESETS, LlamaConfig, RopeScaling
 from llamem.llama.heads import rms_norm, rope_tables, rotate
+from llamem.llama.hf_config import config_from_hf, config_to_hf
 from llamem.llama.lora import IN_LAYERS, TARGET_MODULES, Adapters, LoraConfig
 from llamem.llama.lora_files import load_adapters, save_adapter
 from llamem.llama.lora_merge import merge_adapter
@@ -33,6 +34,8 @@ __all__ = [
     "Tokenizer",
     "adapted_head",
     "check_trainable",
+    "config_from_hf",
+    "config_to_hf",
     "dequantize",
     "generate",
     "generate_text",

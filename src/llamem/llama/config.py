@@ -1,15 +1,11 @@
 """The shape of a Llama: presets by public name, validation."""
 
 import dataclasses
-import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 
 from llamem._checks import check_number, check_one_of, check_whole
-from llamem.llama.hf_config import fields_from_hf, fields_to_hf, read_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,32 +127,6 @@ class LlamaConfig:
         if name not in PRESETS:
             raise ValueError(f"no preset is called {name!r}. Known: {', '.join(PRESETS)}.")
         return PRESETS[name].replace(**changes)
-
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any] | str | os.PathLike, **changes: Any) -> "LlamaConfig":
-        """Read a Hugging Face `config.json`: its content, its path, or its folder. Llama, Qwen3 and Qwen3-MoE.
-
-        Raises FileNotFoundError, and ValueError, with the file's name, for what is no such file or describes what this
-        package does not compute, rather than compute something else.
-        """
-        if isinstance(config, Mapping):
-            fields = fields_from_hf(config)
-            if fields["rope_scaling"] is not None:
-                fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
-            return cls(**{**fields, **changes})
-        path = Path(config).expanduser()
-        content = read_config(path)
-        try:
-            return cls.from_hf(content, **changes)
-        except ValueError as error:
-            raise ValueError(f"{error} (Read from {path}.)") from None
-
-    def to_hf(self) -> dict[str, Any]:
-        """Return the content of a Hugging Face `config.json` for this architecture.
-
-        Raises ValueError for experts without `qk_norm`: no family of this package's computes that.
-        """
-        return fields_to_hf(dataclasses.asdict(self))
 
 
 def _floating(name: str, dtype: Any) -> Any:

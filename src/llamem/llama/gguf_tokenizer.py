@@ -27,43 +27,25 @@ def tokenizer_of(gguf: Gguf) -> Any:
     would give other tokens than the model was trained on.
     """
     tokenizers = import_extra("tokenizers", "the tokenizer of a GGUF file")
-    kind, cut = gguf.text("tokenizer.ggml.model"), gguf.text("tokenizer.ggml.pre", "(none)")
+    kind, cut = gguf.get("tokenizer.ggml.model"), gguf.get("tokenizer.ggml.pre", "(none)")
     if kind != "gpt2" or cut not in _PATTERNS:
         raise ValueError(
             f"{gguf.file} has a tokenizer of the kind {kind!r} that cuts text as {cut!r}: only byte-level BPE ('gpt2') "
             f"cut as {', '.join(map(repr, _PATTERNS))} is read here. Pass the tokenizer.json of the model that the "
             "file was made from."
         )
-    tokens, merges = gguf.texts("tokenizer.ggml.tokens"), gguf.texts("tokenizer.ggml.merges")
-    kinds = gguf.wholes("tokenizer.ggml.token_type")
-    pairs = [tuple(merge.split(" ")) for merge in merges]
-    if len(kinds) != len(tokens) or len(set(tokens)) != len(tokens) or not all(len(pair) == 2 for pair in pairs):
-        raise ValueError(
-            f"the vocabulary in {gguf.file} is damaged: {len(tokens)} tokens, {len(set(tokens))} of them different, "
-            f"{len(kinds)} kinds, and merges that must be two tokens each. Download it again."
-        )
-    try:
-        # Llama 3 takes a whole word that is a token before it merges any of its parts.
-        ids, whole_words = {token: i for i, token in enumerate(tokens)}, cut in ("llama-bpe", "llama3")
-        bpe = tokenizers.models.BPE(vocab=ids, merges=pairs, ignore_merges=whole_words)
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"the vocabulary in {gguf.file} is damaged: {error}. Download it again.") from None
-    model = tokenizers.Tokenizer(bpe)
+    tokens, kinds = gguf.get("tokenizer.ggml.tokens"), gguf.get("tokenizer.ggml.token_type")
+    pairs = [tuple(merge.split(" ")) for merge in gguf.get("tokenizer.ggml.merges")]
+    # Llama 3 takes a whole word that is a token before it merges any of its parts.
+    ids, whole_words = {token: i for i, token in enumerate(tokens)}, cut in ("llama-bpe", "llama3")
+    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=ids, merges=pairs, ignore_merges=whole_words))
     if cut == "qwen2":
         model.normalizer = tokenizers.normalizers.NFC()
-    model.pre_tokenizer, model.decoder = _pre_tokenizer(tokenizers, _PATTERNS[cut]), tokenizers.decoders.ByteLevel()
-
-    def added(token: str, special: bool) -> Any:
-        return tokenizers.AddedToken(token, special=special, normalized=False)
-
-    model.add_special_tokens([added(t, True) for t, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL])
-    model.add_tokens([added(t, False) for t, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED])
+    pre, pattern = tokenizers.pre_tokenizers, _PATTERNS[cut]
+    first = pre.Split(tokenizers.Regex(pattern), behavior="isolated") if pattern else pre.Digits(individual_digits=True)
+    model.pre_tokenizer = pre.Sequence([first, pre.ByteLevel(add_prefix_space=False, use_regex=pattern is None)])
+    model.decoder = tokenizers.decoders.ByteLevel()
+    for add, of_kind in ((model.add_special_tokens, _CONTROL), (model.add_tokens, _USER_DEFINED)):
+        mine = [token for token, kind in zip(tokens, kinds, strict=True) if kind == of_kind]
+        add([tokenizers.AddedToken(token, special=of_kind == _CONTROL, normalized=False) for token in mine])
     return model
-
-
-def _pre_tokenizer(tokenizers: Any, pattern: str | None) -> Any:
-    pre = tokenizers.pre_tokenizers
-    if pattern is None:
-        return pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
-    split = pre.Split(tokenizers.Regex(pattern), behavior="isolated")
-    return pre.Sequence([split, pre.ByteLevel(add_prefix_space=False, use_regex=False)])

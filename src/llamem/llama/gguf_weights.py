@@ -1,7 +1,7 @@
 """GGUF files as models: the config that their fields describe, and their tensors as Hugging Face's files have them.
 
 A wrong permutation or a missing scaling would give fluent nonsense and no error. So whatever this module does not know
-is refused: architectures, fields of an architecture, kinds of scaling, types of tensors.
+is refused: architectures, fields of an architecture, kinds of scaling.
 """
 
 import dataclasses
@@ -11,20 +11,27 @@ from typing import Any
 
 import numpy as np
 
+from llamem._checks import check_whole
 from llamem._extras import import_extra
 from llamem.llama.config import LlamaConfig, RopeScaling
 from llamem.llama.gguf_files import Gguf, open_gguf
-from llamem.llama.quantized import BlockKind, Blocks, check_kinds
+from llamem.llama.quantized import KINDS, BlockKind, Blocks, check_kinds
 from llamem.llama.safetensors_files import few
 from llamem.llama.tensor_names import IN_LAYER, from_gguf
 
 _ARCHITECTURES = ("llama", "qwen3")
 _PLAIN = ("F32", "F16", "BF16", "F64")
-_READ = (
-    *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "rope.freq_base"),
-    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
-    *("attention.layer_norm_rms_epsilon", "rope.dimension_count", "rope.scaling.type"),
-)
+# Our fields by theirs, and what else is read.
+_FIELDS = {
+    "embedding_length": "d_model",
+    "block_count": "n_layers",
+    "attention.head_count": "n_heads",
+    "feed_forward_length": "d_ff",
+    "context_length": "max_seq_len",
+}
+_EPS, _OPTIONAL = "attention.layer_norm_rms_epsilon", ("vocab_size", "rope.freq_base", "attention.head_count_kv")
+_HEAD_DIM = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+_READ = {*_FIELDS, _EPS, *_OPTIONAL, *_HEAD_DIM, "rope.scaling.type"}
 # Which kind of blocks takes tensors of a type: as they lie, or changed where the note says how.
 _KEPT: dict[str, tuple[BlockKind, ...]] = {
     "Q4_0": ("q4_0", "q4_1", "q8_0"),
@@ -58,8 +65,8 @@ class GgufTensor:
         return self.kind not in _PLAIN
 
     def read(self) -> np.ndarray:
-        """Return the numbers, f32."""
-        return self._unpermuted(_dequantize(self.tensor.data, self.tensor.tensor_type).reshape(self.shape))
+        """Return the numbers, f32. Raise NotImplementedError for a type that `gguf` cannot dequantise."""
+        return self._unpermuted(_dequantize(self.tensor).reshape(self.shape))
 
     def blocks(self, kind: BlockKind) -> Blocks:
         """Return the tensor in blocks of this kind, one of those that the type allows."""
@@ -72,9 +79,8 @@ class GgufTensor:
         elif self.kind.lower() == kind:
             blocks = _split(data, kind)
         else:
-            quants = import_extra("gguf.quants", "a GGUF file")
-            types = import_extra("gguf", "a GGUF file").GGMLQuantizationType
-            blocks = _split(quants.quantize(_dequantize(data, self.tensor.tensor_type), types[kind.upper()]), kind)
+            gguf = import_extra("gguf", "a GGUF file")
+            blocks = _split(gguf.quantize(_dequantize(self.tensor), gguf.GGMLQuantizationType[kind.upper()]), kind)
         return {name: self._unpermuted(array) for name, array in blocks.items()}
 
     def _unpermuted(self, rows: np.ndarray) -> np.ndarray:
@@ -106,16 +112,12 @@ def open_model(
     kinds: dict[str, BlockKind] = {}
     changed: list[str] = []
     for name, (of_layer, n_inputs) in IN_LAYER.items() if dtype is None else ():
-        names = [
-            f"model.layers.{i}.{of_layer.format(expert='')}.weight" for i in range(min(config.n_layers, len(tensors)))
-        ]
-        stack = [tensors[full] for full in names if full in tensors]
-        if n_inputs and (kind := kind_of_stack(stack, f"{name} in {file}")):
+        ending = f".{of_layer.format(expert='')}.weight"
+        types = {tensor.kind for full, tensor in tensors.items() if full.endswith(ending)}
+        if n_inputs and (kind := kind_of_stack(types, f"{name} in {file}")):
             kinds[name] = kind
-            types = sorted({tensor.kind for tensor in stack} - {kind.upper(), "Q4_0"})
-            if types:
-                change = max(change_of(next(t for t in stack if t.kind == type_), kind) for type_ in types)
-                changed.append(f"{name} from {' and '.join(types)} into {kind} ({change:.2g} of its norm)")
+            if others := sorted(types - {kind.upper(), "Q4_0"}):
+                changed.append(f"{name} from {' and '.join(others)} into {kind}")
     if changed:
         warnings.warn(
             f"{file}: blocks were changed into kinds that are computed with: {', '.join(changed)}.", stacklevel=3
@@ -125,41 +127,40 @@ def open_model(
 
 def config_of(gguf: Gguf) -> LlamaConfig:
     """Return the architecture that the fields describe. Raise ValueError for one that is not computed here."""
-    name = gguf.text("general.architecture")
+    name = gguf.get("general.architecture")
     if name not in _ARCHITECTURES:
         raise ValueError(
             f"{gguf.file} holds a model of the architecture {name!r}: this package computes "
             f"{', '.join(map(repr, _ARCHITECTURES))} from GGUF files."
         )
-    if gguf.whole("split.count", 1) > 1:
+    if gguf.get("split.count", 1) > 1:
         raise ValueError(f"{gguf.file} is one of several parts: join them with `llama-gguf-split --merge` first.")
-    known = {f"{name}.{field}" for field in _READ}
-    if other := [field for field in gguf.fields if field.startswith(f"{name}.") and field not in known]:
+    if other := [
+        field for field in gguf.fields if field.startswith(f"{name}.") and field[len(name) + 1 :] not in _READ
+    ]:
         raise ValueError(
             f"{gguf.file} describes {few(other)}, which this package does not know: it would compute another model. "
             "Take a file of a plain model, or load the Hugging Face folder that it was made from."
         )
-    if (scaling := gguf.text(f"{name}.rope.scaling.type", "none")) != "none":
+    if (scaling := gguf.get(f"{name}.rope.scaling.type", "none")) != "none":
         raise ValueError(f"{gguf.file} has RoPE scaling of the type {scaling!r}: only Llama 3's is computed here.")
-    width, heads = gguf.whole(f"{name}.embedding_length"), gguf.whole(f"{name}.attention.head_count")
-    head_dim = gguf.whole(f"{name}.attention.key_length", width // max(heads, 1))
-    for field in ("attention.value_length", "rope.dimension_count"):
-        if gguf.whole(f"{name}.{field}", head_dim) != head_dim:
-            raise ValueError(f"{name}.{field} in {gguf.file} is not {head_dim}, the channels of a head.")
+    fields = {ours: gguf.get(f"{name}.{theirs}") for theirs, ours in _FIELDS.items()}
+    default = check_whole("embedding_length", fields["d_model"]) // check_whole("head_count", fields["n_heads"])
+    told = {gguf.get(f"{name}.{field}", default) for field in _HEAD_DIM if f"{name}.{field}" in gguf.fields}
+    if len(told) > 1:
+        raise ValueError(
+            f"{', '.join(_HEAD_DIM)} in {gguf.file} are {sorted(told)}: only equal ones are computed here."
+        )
     embedding = gguf.tensors.get("token_embd.weight")
-    n_tokens = int(embedding.shape[-1]) if embedding is not None else len(gguf.texts("tokenizer.ggml.tokens"))
+    n_tokens = int(embedding.shape[-1]) if embedding is not None else 0
     try:
         config = LlamaConfig(
-            vocab_size=gguf.whole(f"{name}.vocab_size", n_tokens),
-            d_model=width,
-            n_layers=gguf.whole(f"{name}.block_count"),
-            n_heads=heads,
-            n_kv_heads=gguf.whole(f"{name}.attention.head_count_kv", heads),
-            head_dim=head_dim,
-            d_ff=gguf.whole(f"{name}.feed_forward_length"),
-            max_seq_len=gguf.whole(f"{name}.context_length"),
-            rope_theta=_shortest(gguf.number(f"{name}.rope.freq_base", 10_000.0)),
-            norm_eps=_shortest(gguf.number(f"{name}.attention.layer_norm_rms_epsilon")),
+            **fields,
+            vocab_size=gguf.get(f"{name}.vocab_size", n_tokens),
+            n_kv_heads=gguf.get(f"{name}.attention.head_count_kv", fields["n_heads"]),
+            head_dim=told.pop() if told else default,
+            rope_theta=_shortest(gguf.get(f"{name}.rope.freq_base", 10_000.0)),
+            norm_eps=_shortest(gguf.get(f"{name}.{_EPS}")),
             tied_head="output.weight" not in gguf.tensors,
             qk_norm=name == "qwen3",
         )
@@ -169,49 +170,30 @@ def config_of(gguf: Gguf) -> LlamaConfig:
 
 
 def tensors_of(gguf: Gguf, config: LlamaConfig) -> dict[str, GgufTensor]:
-    """Return the file's tensors by Hugging Face's names. Raise ValueError for a type that `gguf` cannot dequantise."""
-    found, unknown = {}, []
+    """Return the file's tensors by Hugging Face's names."""
+    found = {}
     for name, tensor in gguf.tensors.items():
-        if name == "rope_freqs.weight":
-            continue
         heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}.get(name.split(".")[-2] if "." in name else "")
         found[from_gguf(name)] = GgufTensor(tensor, heads if heads and not config.qk_norm else 0)
-        if not _is_known(tensor.tensor_type):
-            unknown.append(f"{name} of {tensor.tensor_type.name}")
-    if unknown:
-        raise ValueError(f"{gguf.file} holds {few(unknown)}: types that are not read here.")
+    found.pop("rope_freqs.weight", None)  # the config has it
     return found
 
 
-def kind_of_stack(tensors: list[GgufTensor], what: str) -> BlockKind | None:
+def kind_of_stack(types: set[str], what: str) -> BlockKind | None:
     """Return the blocks that all layers' tensors of one matrix fit into; None where none of them is quantised.
 
     Raise ValueError for types that no kind here takes.
     """
-    types = sorted({tensor.kind for tensor in tensors})
-    if set(types) <= set(_PLAIN):
+    if types <= set(_PLAIN):
         return None
-    for kind in ("q4_0", "q4_1", "q8_0"):
+    for kind in KINDS:
         if all(kind in _KEPT.get(name, ()) for name in types):
             return kind
     raise ValueError(
-        f"{what} is stored as {', '.join(types)}: of quantised types {', '.join(_KEPT)} are kept as blocks. Give a "
-        "dtype, such as load_pretrained(file, dtype='bfloat16'), and every type is dequantised; then, if you like, "
-        "quantize(model, 'q4_0')."
+        f"{what} is stored as {', '.join(sorted(types))}: of quantised types {', '.join(_KEPT)} are kept as blocks. "
+        "Give a dtype, such as load_pretrained(file, dtype='bfloat16'), and every type is dequantised; then, if you "
+        "like, quantize(model, 'q4_0')."
     )
-
-
-def change_of(tensor: GgufTensor, kind: BlockKind) -> float:
-    """Return how far blocks of this kind are from the file's numbers, as a share of their norm."""
-    if tensor.kind.lower() == kind or (tensor.kind, kind) == ("Q4_0", "q4_1"):
-        return 0.0
-    blocks = {name: array.astype(np.float32) for name, array in tensor.blocks(kind).items() if name != "values"}
-    values = tensor.blocks(kind)["values"]
-    if kind != "q8_0":
-        values = np.concatenate([values & 15, values >> 4], axis=-1)
-    numbers = values * blocks["scale"][..., None] + blocks.get("minimum", np.zeros_like(blocks["scale"]))[..., None]
-    own = tensor.read()
-    return float(np.linalg.norm(numbers.reshape(own.shape) - own) / max(np.linalg.norm(own), 1e-30))
 
 
 def _split(data: np.ndarray, kind: BlockKind) -> Blocks:
@@ -239,39 +221,30 @@ def _from_q4_k(data: np.ndarray) -> Blocks:
     }
 
 
-def _dequantize(data: np.ndarray, kind: Any) -> np.ndarray:
+def _dequantize(tensor: Any) -> np.ndarray:
     quants = import_extra("gguf.quants", "a GGUF file")
-    return np.asarray(quants.dequantize(data, kind), np.float32)
-
-
-def _is_known(kind: Any) -> bool:
-    gguf = import_extra("gguf", "a GGUF file")
-    block_size, type_size = gguf.GGML_QUANT_SIZES[kind]
-    try:
-        return gguf.quants.dequantize(np.zeros((1, type_size), np.uint8), kind).size == block_size
-    except NotImplementedError:
-        return False
+    return np.asarray(quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
 
 
 def _rope_scaling(gguf: Gguf, config: LlamaConfig) -> RopeScaling | None:
     """Return Llama 3.1's scaling, which files hold as each frequency's divisor. Raise ValueError for other divisors."""
     if (tensor := gguf.tensors.get("rope_freqs.weight")) is None:
         return None
-    divisors = _dequantize(tensor.data, tensor.tensor_type).reshape(-1)
+    divisors = _dequantize(tensor).reshape(-1)
     if np.all(divisors == 1):
         return None
-    if divisors.shape == (config.head_dim // 2,) and np.isfinite(divisors).all() and divisors.max() > 1:
-        scaling = RopeScaling(factor=float(round(float(divisors.max()), 3)))
-        frequencies = config.rope_theta ** -(np.arange(config.head_dim // 2) / (config.head_dim // 2))
-        turns = scaling.original_max_seq_len * frequencies / (2 * np.pi)
-        low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        keep = np.clip((turns - low) / (high - low), 0, 1)
-        if np.allclose(divisors, 1 / (keep + (1 - keep) / scaling.factor), rtol=1e-4):
-            return scaling
-    raise ValueError(
-        f"rope_freqs.weight in {gguf.file} holds other divisors of RoPE's frequencies than Llama 3.1's scaling "
-        f"(from {divisors.min():.4g} to {divisors.max():.4g}): not computed here."
-    )
+    scaling, half = RopeScaling(factor=float(round(float(divisors.max()), 3))), config.head_dim // 2
+    frequencies = config.rope_theta ** -(np.arange(half) / half)
+    turns = scaling.original_max_seq_len * frequencies / (2 * np.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = np.clip((turns - low) / (high - low), 0, 1)
+    expected = 1 / (keep + (1 - keep) / scaling.factor)
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
+        raise ValueError(
+            f"rope_freqs.weight in {gguf.file} holds other divisors of RoPE's frequencies than Llama 3.1's scaling "
+            f"(from {divisors.min():.4g} to {divisors.max():.4g}): not computed here."
+        )
+    return scaling
 
 
 def _shortest(number: float) -> float:

@@ -1,11 +1,13 @@
-"""Hugging Face's `config.json` to and from the fields of a `LlamaConfig`: Llama, Qwen3, Qwen3-MoE."""
+"""Hugging Face's `config.json` to and from a `LlamaConfig`: Llama, Qwen3, Qwen3-MoE."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llamem._checks import check_whole, show
 from llamem._files import read_json
+from llamem.llama.config import LlamaConfig, RopeScaling
 
 _MODEL_TYPES = {"Llama": "llama", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe"}
 _MAX_BYTES = 10_000_000  # real ones have a few thousand
@@ -39,6 +41,22 @@ _COMPUTED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "
 _COMPUTED_EXPERTS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
+def config_from_hf(config: Mapping[str, Any] | str | os.PathLike, **changes: Any) -> LlamaConfig:
+    """Read a Hugging Face `config.json`: its content, its path, or its folder. Llama, Qwen3 and Qwen3-MoE.
+
+    `changes` are fields that are to be others. Raises FileNotFoundError, and ValueError, with the file's name, for what
+    is no such file or describes what this package does not compute, rather than compute something else.
+    """
+    if isinstance(config, Mapping):
+        return LlamaConfig(**{**_fields(config), **changes})
+    path = Path(config).expanduser()
+    content = read_config(path)
+    try:
+        return config_from_hf(content, **changes)
+    except ValueError as error:
+        raise ValueError(f"{error} (Read from {path}.)") from None
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Return the content of a `config.json`, or of a folder's. Raise FileNotFoundError, or ValueError naming it."""
     file = path / "config.json" if path.is_dir() else path
@@ -47,8 +65,31 @@ def read_config(path: Path) -> dict[str, Any]:
     return read_json(file, _MAX_BYTES)
 
 
-def fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config's fields, `rope_scaling` as a dict or None. Raise ValueError for what is not computed here."""
+def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """Return the content of a Hugging Face `config.json` for this architecture.
+
+    Raises ValueError for experts without `qk_norm`: no family of this package's computes that.
+    """
+    if config.n_experts and not config.qk_norm:
+        raise ValueError("a mixture of experts is written as Qwen3-MoE, which has qk_norm=True; this config has not.")
+    family = ("Qwen3Moe" if config.n_experts else "Qwen3") if config.qk_norm else "Llama"
+    scaling = config.rope_scaling
+    content = {theirs: getattr(config, ours) for theirs, ours in _FIELDS.items()}
+    if config.n_experts:
+        content |= {theirs: getattr(config, ours) for theirs, ours in _OF_EXPERTS.items()} | _COMPUTED_EXPERTS
+    return {
+        "architectures": [f"{family}ForCausalLM"],
+        "model_type": _MODEL_TYPES[family],
+        **content,
+        "rope_scaling": scaling
+        and {"rope_type": "llama3", **{theirs: getattr(scaling, ours) for theirs, ours in _OF_SCALING.items()}},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "torch_dtype": str(config.param_dtype),
+    }
+
+
+def _fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     family = hf.get("model_type")
     if family not in _MODEL_TYPES.values():
         known = ", ".join(map(repr, _MODEL_TYPES.values()))
@@ -78,40 +119,19 @@ def fields_from_hf(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def fields_to_hf(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a `config.json` for these fields. Raise ValueError for experts without `qk_norm`."""
-    if fields["n_experts"] and not fields["qk_norm"]:
-        raise ValueError("a mixture of experts is written as Qwen3-MoE, which has qk_norm=True; this config has not.")
-    family = ("Qwen3Moe" if fields["n_experts"] else "Qwen3") if fields["qk_norm"] else "Llama"
-    scaling = fields["rope_scaling"]
-    content = {theirs: fields[ours] for theirs, ours in _FIELDS.items()}
-    if fields["n_experts"]:
-        content |= {theirs: fields[ours] for theirs, ours in _OF_EXPERTS.items()} | _COMPUTED_EXPERTS
-    return {
-        "architectures": [f"{family}ForCausalLM"],
-        "model_type": _MODEL_TYPES[family],
-        **content,
-        "rope_scaling": scaling
-        and {"rope_type": "llama3", **{theirs: scaling[ours] for theirs, ours in _OF_SCALING.items()}},
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "torch_dtype": str(fields["param_dtype"]),
-    }
-
-
 def _renamed(hf: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     if missing := [name for name in names if hf.get(name) is None]:
         raise ValueError(f"config.json says no {missing[0]}, which this architecture needs.")
     return {ours: hf[theirs] for theirs, ours in names.items()}
 
 
-def _rope_scaling(hf: Mapping[str, Any]) -> dict[str, Any] | None:
+def _rope_scaling(hf: Mapping[str, Any]) -> RopeScaling | None:
     kind = hf.get("rope_type", hf.get("type", None if "factor" in hf else "default"))
     if kind == "default":
         return None
     if kind != "llama3":
         raise ValueError(f"rope_type={kind!r} in config.json: only 'llama3' scaling (or 'default') is computed here.")
-    return _renamed(hf, _OF_SCALING)
+    return RopeScaling(**_renamed(hf, _OF_SCALING))
 
 
 def _mapping(hf: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -16,8 +16,6 @@ def hub_folder(folder_or_hub_name: str | os.PathLike) -> Path:
 
     Raise FileNotFoundError for what is neither, PermissionError for a model whose licence was not accepted.
     """
-    if not isinstance(folder_or_hub_name, (str, os.PathLike)):
-        raise TypeError(f"load_pretrained({folder_or_hub_name!r}): expected a folder, or the hub's 'owner/name'.")
     folder = Path(folder_or_hub_name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").exists():
@@ -35,10 +33,9 @@ def hub_folder(folder_or_hub_name: str | os.PathLike) -> Path:
             f"{name} is gated: accept its licence at https://huggingface.co/{name}, then log in once with "
             "`hf auth login` (a token that may read)."
         ) from None
-    except errors.RepositoryNotFoundError:
-        raise FileNotFoundError(f"{name!r} is no folder here and no model on the hub that you may see.") from None
-    except (errors.LocalEntryNotFoundError, OSError) as error:
+    except (errors.RepositoryNotFoundError, errors.LocalEntryNotFoundError, OSError) as error:
         raise FileNotFoundError(
-            f"{name!r} is no folder here, and the hub cannot be reached ({type(error).__name__}). Download it where "
-            "there is a network, and pass the folder."
+            f"{name!r} is no folder here, and the hub gives no such model ({type(error).__name__}): it has none of "
+            "that name that you may see, or it cannot be reached. Download it where there is a network, and pass the "
+            "folder."
         ) from None

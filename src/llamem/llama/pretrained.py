@@ -12,22 +12,21 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from llamem._checks import check_whole
 from llamem._extras import import_extra
 from llamem._files import whole_folder
 from llamem.llama.config import LlamaConfig
 from llamem.llama.gguf_weights import open_model
-from llamem.llama.hf_config import read_config
+from llamem.llama.hf_config import config_from_hf, config_to_hf, read_config
 from llamem.llama.host_memory import host_place, waits_on_host
 from llamem.llama.hub import hub_folder
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.llama.quantized import BlockKind, check_kinds
-from llamem.llama.quantized_model import is_quantized, with_blocks
-from llamem.llama.safetensors_files import INDEX, WEIGHTS, stored_tensors
+from llamem.llama.quantized import BlockKind, check_kinds, with_blocks
+from llamem.llama.quantized_model import is_quantized
+from llamem.llama.safetensors_files import INDEX, stored_tensors
 from llamem.llama.sharding import parameter_specs, shardings
 from llamem.llama.tensor_names import Tensor, tensors_of
-from llamem.llama.weights_in import check_size, check_tensors, check_tied, fill
+from llamem.llama.weights_in import check_tensors, check_tied, fill
 
 
 def load_pretrained(
@@ -36,7 +35,6 @@ def load_pretrained(
     dtype: DTypeLike | None = None,
     compute_dtype: DTypeLike | None = None,
     quantize: BlockKind | None = None,
-    sharding: Any = None,
     plan: Plan = Plan(),
 ) -> Llama:
     """Load a model of a Hugging Face folder, of the hub's `"owner/name"`, or of a `.gguf` file.
@@ -45,9 +43,8 @@ def load_pretrained(
     GGUF: Llama and Qwen3; with a `dtype` everything is dequantised to it, without one the blocks of four and eight bits
     stay as they are (`llamem.llama.quantized`), and norms, embedding and head are of the `compute_dtype`.
     `compute_dtype` is what matrix products read (default: `dtype`, else bfloat16). `quantize`: `"q4_0"`, `"q4_1"` or
-    `"q8_0"` puts the layers' matrices into blocks while they are read. `plan` says how it is computed. `sharding`: None
-    for where the plan says, on its mesh, on the default device or in the host's memory; one `jax.sharding.Sharding` for
-    all parameters, or a dict of them in the structure of `nnx.to_pure_dict(nnx.state(model))`.
+    `"q8_0"` puts the layers' matrices into blocks while they are read. `plan` says how it is computed,
+    and where parameters lie: on its mesh, on the default device or in the host's memory.
 
     Every tensor's name, shape and type is checked before anything is allocated; then each is read alone and written
     into the stacked parameters on the device, so that the host holds the destination (where it is the device) and one
@@ -55,10 +52,6 @@ def load_pretrained(
     layers twice. Raise ValueError for what does not fit together or is no finite number, FileNotFoundError for what is
     not there, PermissionError for a model whose licence was not accepted. Pickles (`pytorch_model.bin`) are never read.
     """
-    if not isinstance(plan, Plan):
-        raise TypeError(f"load_pretrained(plan={plan!r}): expected llamem.Plan().")
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"load_pretrained({path!r}): expected a folder, a .gguf file, or the hub's 'owner/name'.")
     if str(path).endswith(".gguf"):
         place = Path(path).expanduser()
         config, stored, kinds = open_model(place, dtype, compute_dtype, quantize)
@@ -66,14 +59,13 @@ def load_pretrained(
         place = hub_folder(path)
         config, stored = _config(place, dtype, compute_dtype), stored_tensors(place)
         kinds = {} if quantize is None else check_kinds(config, quantize)
-    check_size(config, stored, place)
     check_tied(config, stored, place)
     model = nnx.eval_shape(lambda: with_blocks(Llama(config, rngs=nnx.Rngs(0), plan=plan), kinds))
     graphdef, state = nnx.split(model)
     abstract = nnx.to_pure_dict(state)
     tensors = list(tensors_of(abstract))
     check_tensors(tensors, stored, config, place)
-    places = _places(abstract, sharding, plan)
+    places = _places(abstract, plan)
     pieces: dict[tuple[str, ...], list[tuple[Tensor, Any]]] = {}
     for tensor in tensors:
         pieces.setdefault(tensor.path, []).append((tensor, stored[tensor.name]))
@@ -92,40 +84,28 @@ def save_pretrained(model: Llama, folder: str | os.PathLike, *, max_shard_bytes:
     that of the model you started from.
     """
     safetensors = import_extra("safetensors.numpy", "writing models")
-    if not isinstance(model, Llama) or not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"save_pretrained({type(model).__name__}, {folder!r}): expected a llamem.Llama and a folder.")
-    check_whole("max_shard_bytes", max_shard_bytes)
+    hub = import_extra("huggingface_hub", "writing models")
     if is_quantized(model):
         raise ValueError(
             "save_pretrained writes numbers, and this model's matrices are in blocks of four or eight bits: pass "
             "llamem.llama.dequantize(model)."
         )
-    folder = Path(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists and is not empty: nothing was written. Choose another folder.")
-    config = json.dumps(model.config.to_hf(), indent=2)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    shards: list[list[Tensor]] = [[]]
-    itemsize = np.dtype(model.config.param_dtype).itemsize
-    filled = total = 0
-    for tensor in tensors_of(params):
-        size = math.prod(tensor.shape) * itemsize
-        if shards[-1] and filled + size > max_shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled, total = filled + size, total + size
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    names = [WEIGHTS] if len(shards) == 1 else names
-
+    tensors, itemsize = {tensor.name: tensor for tensor in tensors_of(params)}, model.config.param_dtype.itemsize
+    split = hub.split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda tensor: math.prod(tensor.shape) * itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    folder = Path(folder)
     with whole_folder(folder) as unfinished:
-        (unfinished / "config.json").write_text(config)
-        for name, shard in zip(names, shards, strict=True):
-            arrays = {tensor.name: _take(params, tensor) for tensor in shard}
-            safetensors.save_file(arrays, unfinished / name, {"format": "pt"})
-        if len(shards) > 1:
-            weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (unfinished / "config.json").write_text(json.dumps(config_to_hf(model.config), indent=2))
+        for file, names in split.filename_to_tensors.items():
+            arrays = {name: _take(params, tensors[name]) for name in names}
+            safetensors.save_file(arrays, unfinished / file, {"format": "pt"})
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
             (unfinished / INDEX).write_text(json.dumps(index, indent=2))
     return folder
 
@@ -141,28 +121,12 @@ def _take(params: Mapping[str, Any], tensor: Tensor) -> np.ndarray:
 def _config(folder: Path, dtype: Any, compute_dtype: Any) -> LlamaConfig:
     content = read_config(folder)
     dtype = dtype or content.get("dtype") or content.get("torch_dtype") or "float32"
-    return LlamaConfig.from_hf(folder, param_dtype=dtype, compute_dtype=compute_dtype or dtype)
+    return config_from_hf(folder, param_dtype=dtype, compute_dtype=compute_dtype or dtype)
 
 
-def _places(abstract: Any, sharding: Any, plan: Plan) -> Any:
-    """Return where each leaf goes: a tree of shardings, or None for the default device."""
-    if sharding is None and plan.mesh.devices > 1:
-        sharding = shardings(parameter_specs(abstract, plan.mesh), plan.mesh)
-    if sharding is None and plan.weights == "host":
-        return jax.tree.map_with_path(lambda path, _: host_place() if waits_on_host(path) else None, abstract)
-    return jax.tree.map_with_path(lambda path, _: _sharding_of(path, sharding), abstract)
-
-
-def _sharding_of(path: tuple[Any, ...], sharding: Any) -> Any:
-    keys = [key.key for key in path]
-    if isinstance(sharding, Mapping):
-        for key in keys:
-            if not isinstance(sharding, Mapping) or key not in sharding:
-                raise ValueError(
-                    f"sharding has no entry for {'/'.join(map(str, keys))}: expected a dict in the structure of "
-                    "nnx.to_pure_dict(nnx.state(model)), or one jax.sharding.Sharding for all."
-                )
-            sharding = sharding[key]
-    if not isinstance(sharding, jax.sharding.Sharding | None):
-        raise TypeError(f"sharding={sharding!r} of {'/'.join(map(str, keys))}: expected a jax.sharding.Sharding.")
-    return sharding
+def _places(abstract: Any, plan: Plan) -> Any:
+    """Return where each leaf goes: a tree of shardings, or of None for the default device."""
+    if plan.mesh.devices > 1:
+        return shardings(parameter_specs(abstract, plan.mesh), plan.mesh)
+    on_host = plan.weights == "host"
+    return jax.tree.map_with_path(lambda path, _: host_place() if on_host and waits_on_host(path) else None, abstract)

@@ -10,6 +10,7 @@ Byte i of a block of four bits holds number i below and number i + 16 above. Sou
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -19,6 +20,7 @@ from jaxtyping import Array, Float, Shaped
 
 from llamem._checks import check_one_of
 from llamem.llama.config import LlamaConfig
+from llamem.llama.sharding import is_in_blocks
 
 BlockKind = Literal["q4_0", "q4_1", "q8_0"]
 KINDS: tuple[BlockKind, ...] = ("q4_0", "q4_1", "q8_0")
@@ -96,6 +98,28 @@ def quantize_rows(rows: Float[Array, "*N O I"], kind: BlockKind) -> Blocks:
         values = q[..., :16] | (q[..., 16:] << 4)
     blocks: Blocks = {"values": values, "scale": scale[..., 0].astype(jnp.float16)}
     return blocks if minimum is None else blocks | {"minimum": minimum[..., 0].astype(jnp.float16)}
+
+
+def with_blocks(model: Any, kinds: Mapping[str, BlockKind]) -> Any:
+    """Put blocks in the place of these parameters of a model's layers; return the model, which is changed."""
+    for name, kind in kinds.items():
+        w, n_inputs = getattr(model.blocks, name)[...], 2 if name == "wo" else 1
+        n_before = w.ndim - (3 if name in ("wq", "wk", "wv", "wo") else 2)  # layers, and of each expert
+        setattr(model.blocks, name, quantize_matrices(w, n_inputs, n_before, kind))
+    return model
+
+
+def kinds_in(params: Any) -> dict[str, BlockKind]:
+    """Return the kind of each parameter that is in blocks, from a model's state alone: `nnx.state(model)`."""
+    parts: dict[str, dict[str, Any]] = {}
+    for path, leaf in jax.tree.leaves_with_path(params):
+        keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+        if is_in_blocks(path):
+            parts.setdefault(keys[-2], {})[keys[-1]] = leaf
+    return {
+        name: "q4_1" if "minimum" in blocks else "q8_0" if blocks["values"].dtype == jnp.int8 else "q4_0"
+        for name, blocks in parts.items()
+    }
 
 
 def quantize_matrices(w: Float[Array, "..."], n_inputs: int, n_before: int, kind: BlockKind) -> QuantizedMatrix:

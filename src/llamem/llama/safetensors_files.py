@@ -84,7 +84,6 @@ def _weight_map(index: Path) -> dict[str, str]:
     weight_map = read_json(index, _MAX_INDEX).get("weight_map")
     if not isinstance(weight_map, dict):
         raise ValueError(f"{index} has no weight_map, an object that names each tensor's file. Download it again.")
-    for name in weight_map.values():
-        if not isinstance(name, str) or Path(name).name != name or "\\" in name or not name.endswith(".safetensors"):
-            raise ValueError(f"{index} names the file {name!r}: expected a .safetensors file beside it.")
+    if outside := [name for name in weight_map.values() if not (index.parent / name).parent.samefile(index.parent)]:
+        raise ValueError(f"{index} names the file {outside[0]!r}: expected a .safetensors file beside it.")
     return weight_map

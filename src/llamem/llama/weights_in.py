@@ -1,6 +1,5 @@
 """Tensors of files into stacked parameters: checked against the config first, then read one by one."""
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -35,19 +34,6 @@ def check_tensors(tensors: list[Tensor], stored: Tensors, config: LlamaConfig, p
     if any(problems.values()):
         told = "; ".join(f"{what}: {few(names)}" for what, names in problems.items() if names)
         raise ValueError(f"the tensors in {place} are not those that its config describes. {told}.")
-
-
-def check_size(config: LlamaConfig, stored: Tensors, place: Path) -> None:
-    """Raise ValueError for a config that no such files can belong to, before anything of its size is built."""
-    layers = config.n_layers * max(config.n_experts, 1)
-    elements = sum(math.prod(tensor.shape) for tensor in stored.values())
-    parameters = config.replace(n_layers=max(config.n_layers, 1)).n_params
-    if layers > len(stored) or parameters > 100 * elements:
-        raise ValueError(
-            f"the config in {place} describes n_layers={config.n_layers}, n_experts={config.n_experts} and "
-            f"{config.n_params:,} parameters in all; the files hold {len(stored):,} tensors of {elements:,} numbers. "
-            "They do not belong together, or files are missing."
-        )
 
 
 def check_tied(config: LlamaConfig, stored: Tensors, place: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from llamem.llama import LlamaConfig, LoraConfig, MeshShape
+from llamem.llama import LlamaConfig, LoraConfig, MeshShape, config_from_hf
 from llamem.memory import CHIPS, Chip, GiB
 from llamem.memory.show import Table
 from llamem.planner.asking import NothingFits
@@ -91,7 +91,7 @@ def _gib(text: str) -> int:
 
 
 def _config(name: str) -> LlamaConfig:
-    return LlamaConfig.from_hf(name) if name.endswith(".json") else LlamaConfig.from_name(name)
+    return config_from_hf(name) if name.endswith(".json") else LlamaConfig.from_name(name)
 
 
 def _all(quantize: str | None) -> list[str]:

@@ -16,8 +16,7 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.host_memory import host_place, host_sharding, of_matrices
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.llama.quantized import BlockKind, check_kinds
-from llamem.llama.quantized_model import kinds_in, with_blocks
+from llamem.llama.quantized import BlockKind, check_kinds, kinds_in, with_blocks
 from llamem.llama.sharding import parameter_specs, shardings
 from llamem.train.batch_loss import loss_and_grads, mean_weights, summed_loss
 from llamem.train.on_host import mark_host_arguments, update_by_parts
