@@ -91,6 +91,21 @@ STACKS: Answers = {
         lambda layer, w, x: scan(jax.checkpoint(lambda _, x: layer(jax.tree.map(lambda a: a[0], w), x)), w, x),
         "each layer used once",
     ),
+    "six layers, whatever the depth": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: remat_scan(layer, jax.tree.map(lambda leaf: leaf[:6], w), x),
+        "a number of layers",
+    ),
+    "the layer of the notebook, whatever is given": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: remat_scan(lambda w, x: x + jnp.sin(jnp.tanh(x @ w["up"])) @ w["down"], w, x),
+        "another layer",
+    ),
+    "no gradient for w": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: remat_scan(layer, jax.lax.stop_gradient(w), x),
+        "does one get lost",
+    ),
     "unrolled by the scan": (
         stacks.check_remat_stack,
         lambda layer, w, x: scan(jax.checkpoint(layer), w, x, unroll=True),
@@ -276,6 +291,15 @@ def cast(dx, x, *_):
     return dx.astype(x.dtype)
 
 
+def beside(make):
+    found = {}
+
+    def keep(dx, x, head, targets):
+        found["dx"] = dx.astype(x.dtype)
+
+    return frozen(make, backward=lambda kept, g: right(found["dx"], g), keep=keep)
+
+
 TILES: Answers = {
     "softmax minus one-hot": (
         tiles.check_smoothed_gradient,
@@ -308,6 +332,11 @@ TILES: Answers = {
         lambda z, t, eps: (1 - eps) * softmax_minus(z, t, eps, share=0, own=1),
         "scaled the whole difference",
     ),
+    "five words, whatever the logits": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: jax.nn.softmax(z) - (1 - eps) * jax.nn.one_hot(t, z.shape[1]) - eps / 5,
+        "a number of words",
+    ),
     "a softmax that overflows": (
         tiles.check_smoothed_gradient,
         lambda z, t, eps: overflowing(z) - (1 - eps) * jax.nn.one_hot(t, z.shape[1]) - eps / z.shape[1],
@@ -333,6 +362,7 @@ TILES: Answers = {
         ),
         "2 times",
     ),
+    "kept beside the residuals": (tiles.check_frozen_loss, beside, "another forward pass"),
     "twelve bytes too many": (
         tiles.check_frozen_loss,
         partial(

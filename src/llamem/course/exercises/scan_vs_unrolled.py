@@ -26,7 +26,22 @@ def check_remat_stack(fn: Callable[..., Any]) -> None:
         assert np.allclose(out, _loop(_layer, w, x_ND), atol=1e-5), (
             "the result is not that of a Python loop over the layers: is each layer used once, and from first to last?"
         )
-        assert _written(fn, _weights(4 * _DEPTH), x_ND) == _written(fn, w, x_ND), (
+        deep = _weights(4 * _DEPTH)
+        assert np.allclose(fn(_layer, deep, x_ND), _loop(_layer, deep, x_ND), rtol=1e-3), (
+            f"right for {_DEPTH} layers, wrong for {4 * _DEPTH}: is a number of layers written into your answer?"
+        )
+        scales = jnp.arange(1.0, 5.0)[:, None, None] * jnp.eye(_WIDTH)
+        other = {"up": scales, "down": scales, "bias": jnp.ones((4, _WIDTH))}
+        assert np.allclose(fn(_affine, other, x_ND), x_ND * 24 + 41, rtol=1e-4), (
+            "wrong for another layer, which has a third array of weights: is one layer written into your answer, or "
+            "the names of its weights? Call the layer that you are given, with a slice of every leaf"
+        )
+        gradients = [
+            jax.grad(lambda w, x, stack=stack: jnp.sum(stack(_layer, w, x) ** 2), (0, 1))(w, x_ND)
+            for stack in (fn, _loop)
+        ]
+        assert _close(*gradients), "the result is right, and the gradients of w or x are not: does one get lost?"
+        assert _written(fn, deep, x_ND) == _written(fn, w, x_ND), (
             "the lowered program grows with depth: each layer is written into it. Which function of jax.lax "
             "writes one, and is it left as a loop?"
         )
@@ -51,11 +66,6 @@ def check_remat_stack(fn: Callable[..., Any]) -> None:
                 "less than one input for each layer is kept, so the backward pass starts by running several layers "
                 "again, or the whole stack; what is alive when that is done? Look at 'Inside or outside?'."
             )
-        gradients = [
-            jax.grad(lambda w, x, stack=stack: jnp.sum(stack(_layer, w, x) ** 2), (0, 1))(w, x_ND)
-            for stack in (fn, _loop)
-        ]
-        assert _close(*gradients), "the result is right, and the gradients of w or x are not: does one get lost?"
         return "One loop, one body, and of each layer its input alone."
 
     grade(1, body)
@@ -175,6 +185,10 @@ def check_dropout_stack(fn: Callable[..., Any]) -> None:
 
 def _layer(w: Any, x_ND: Any) -> Any:
     return x_ND + jnp.sin(jnp.tanh(x_ND @ w["up"])) @ w["down"]
+
+
+def _affine(w: Any, x_ND: Any) -> Any:
+    return x_ND @ w["up"] + w.get("bias", 0.0)
 
 
 def _weights(depth: int) -> dict[str, Any]:

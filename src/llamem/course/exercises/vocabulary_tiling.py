@@ -40,6 +40,9 @@ def check_smoothed_gradient(fn: Callable[..., Any]) -> None:
             )
         hint = "the rows sum to 0, but the weight lies on the wrong words: 'all V' of the text includes the target"
         _close(smoothed, jax.grad(losses)(z_NV, 0.3), hint)
+        more_NV = jax.random.normal(jax.random.key(1), (4, 9))
+        hint = "right for a vocabulary of 5 words, wrong for one of 9: is a number of words written into your answer?"
+        _close(fn(more_NV, targets_N[:4], 0.3), jax.grad(losses)(more_NV, 0.3, targets_N[:4]), hint)
         hint = "logits of 200 come out wrong: what is exp of 200 in float32, and what does softmax do first?"
         _close(fn(200 * z_NV[:4], targets_N[:4], 0.1), jax.grad(losses)(200 * z_NV[:4], 0.1, targets_N[:4]), hint)
         return "Every row still sums to 0: a mixture of targets weighs 1, and so does softmax."
@@ -76,14 +79,22 @@ def check_frozen_loss(fn: Callable[..., Any]) -> None:
         _, pull = jax.vjp(lambda x: loss(x, head_VD, targets_N), x_ND)
         pull(jnp.ones(()))
         assert len(calls) == 1, f"forward and backward together call `make` {len(calls)} times; all is known after one"
+        jax.vjp(lambda x: loss(x, head_VD, targets_N), 2 * x_ND)  # another forward pass before this one's backward
+        hint = "the backward pass takes the gradient of another forward pass: what it needs, its own must return"
+        _close(pull(jnp.ones(()))[0], jax.grad(lambda x: _plain(x, head_VD, targets_N))(x_ND), hint)
         kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull))
         assert kept <= x_ND.nbytes, (
             f"between forward and backward {kept} bytes are kept. What does the backward pass multiply, and how many "
             f"bytes has that? (x has {x_ND.nbytes}.)"
         )
         x_ND, head_VD, targets_N = _inputs(jnp.bfloat16)
-        gradient = jax.grad(lambda x: loss(x, head_VD, targets_N))(x_ND)
+        x_ND, head_VD, targets_N = x_ND[:8, :3], head_VD[:5, :3], targets_N[:8] % 5  # another size as well
+        gradient = jax.grad(lambda x: loss(x, head_VD, targets_N) / 8)(x_ND)
         assert gradient.dtype == x_ND.dtype, "hidden states in bfloat16 want a gradient in bfloat16"
+        exact = jax.grad(lambda x: _plain(x, head_VD, targets_N) / 8)(x_ND.astype(jnp.float32))
+        assert np.allclose(gradient.astype(jnp.float32), exact, rtol=0.02, atol=0.002), (
+            "in bfloat16, and for other sizes, the gradient of the hidden states is wrong"
+        )
         return "One sweep, one residual, no head in the backward pass at all."
 
     grade(2, body)
