@@ -18,9 +18,9 @@ from llamem import assert_remat, verify_remat
 from llamem.memory.slice_notes import wrong_slice_notes
 from llamem.train import loss_fn
 from llamem.verify import Title
-from llamem.verify.both_ways import BothWays
 from llamem.verify.placement import find_checkpoints, work_again
 from llamem.verify.proofs import PROOFS, layer_runs_again, offloaded_bytes_arrive
+from llamem.verify.ways import BothWays
 
 
 def model_config(name):
@@ -96,9 +96,9 @@ def test_what_is_read_back_elsewhere_than_it_was_written_fails():
         names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst="pinned_host"
     )
     both = BothWays(by_policy(policy), WEIGHTS, X, True, False)
-    mine, plain = both.reports
+    mine = both.mine.report
     said = tuple(wrong_slice_notes(["fusion.3 of scan: turn 0: byte 40, noted 0"]))
-    vars(both)["reports"] = dataclasses.replace(mine, warnings=said), plain
+    vars(both.mine)["report"] = dataclasses.replace(mine, warnings=said)
     proof = offloaded_bytes_arrive(both)
     assert proof is not None and proof.failed and "read or written at another place" in proof.cause, proof
 
@@ -114,7 +114,9 @@ def test_proofs_can_be_had_alone():
     both = BothWays(stack("scan"), WEIGHTS, X)
     proof = layer_runs_again(both)
     assert proof.holds and proof.seen.startswith(f"{L} products and {L * N * 4 * D * 4:,} values of other operations")
-    assert not {"expected", "reports"} & set(vars(both)), "nothing is computed that the proof does not need"
+    assert not {"results", "report"} & set(vars(both.mine) | vars(both.plain)), (
+        "nothing is computed that the proof does not need"
+    )
     alone = verify_remat(stack("scan"), WEIGHTS, X, remat=None, skip=set(PROOFS) - {Title.MEMORY})
     assert [proof.name for proof in alone.failed] == ["memory falls"]
 
@@ -140,10 +142,10 @@ def test_keys_are_followed_past_values_stacked_along_a_new_last_axis():
 def test_jax_remat3_is_understood(remat3, name):
     loss, params, batch, how = CORRECT[name]
     both = BothWays(loss, params, batch, how)
-    products, _ = work_again(both.gradients[0].jaxpr)
+    products, _ = work_again(both.mine.gradient.jaxpr)
     assert (
         products == (0 if "named" in name else L)
-        and sum(one.repeats for one in find_checkpoints(both.traced.jaxpr)) == L
+        and sum(one.times for one in find_checkpoints(both.mine.traced.jaxpr)) == L
     )
     assert_remat(loss, params, batch, remat=how, baseline=None)
 

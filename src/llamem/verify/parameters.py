@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llamem.verify.closeness import dtype_of
+from llamem.verify.ways import dtype_of
 
 _IDENTICAL = (
     "layers are identical in {names}: made by a vmap that did not split the key (nnx.split_rngs), or copied, they "
@@ -24,34 +24,25 @@ def parameter_faults(params: Any, gradients: Callable[[], Any]) -> list[str]:
     Only what looks random is judged: zeros, ones, identities and tables may well be alike. Of two equal leaves both
     must have a gradient: a frozen copy, such as a target network that starts as the model, is no fault.
     """
-    identical: list[str] = []
+    identical, split = [], []
     equal: dict[tuple[Any, bytes], list[tuple[str, int]]] = defaultdict(list)
     for place, (path, leaf) in enumerate(jax.tree.leaves_with_path(params)):
         if np.ndim(leaf) < 2 or not jnp.issubdtype(dtype_of(leaf), jnp.floating):
             continue
         name, values = jax.tree_util.keystr(path), np.asarray(leaf)
-        if np.ndim(leaf) > 2 and (twins := _equal_layers(values)):
+        rows = Counter(row.tobytes() for row in values if values.ndim > 2 and _looks_random(row))
+        if twins := sum(times for times in rows.values() if times > 1):
             identical.append(f"{name} ({twins} of {len(values)})")
         if _looks_random(values):
             equal[values.shape, values.tobytes()].append((name, place))
-    split = []
     for leaves in equal.values():
-        if len(leaves) < 2:
-            continue
-        grads = jax.tree.leaves(gradients())
-        trained = [name for name, place in leaves if np.any(np.asarray(grads[place]))]
-        if len(trained) < 2:
-            continue
-        # Names that differ by a number alone are layers of a list.
-        (identical if len({re.sub(r"\d+", "", name) for name in trained}) == 1 else split).append(" and ".join(trained))
+        grads = jax.tree.leaves(gradients()) if len(leaves) > 1 else []
+        trained = [name for name, place in leaves if grads and np.any(np.asarray(grads[place]))]
+        if len(trained) > 1:  # names that differ by a number alone are layers of a list
+            of_list = len({re.sub(r"\d+", "", name) for name in trained}) == 1
+            (identical if of_list else split).append(" and ".join(trained))
     found = [_IDENTICAL.format(names=", ".join(identical))] if identical else []
     return found + ([_SPLIT.format(names=", ".join(split))] if split else [])
-
-
-def _equal_layers(values: np.ndarray) -> int:
-    """Return how many layers of a stack are a copy of another, or have one."""
-    rows = Counter(row.tobytes() for row in values if _looks_random(row))
-    return sum(times for times in rows.values() if times > 1)
 
 
 def _looks_random(values: np.ndarray) -> bool:

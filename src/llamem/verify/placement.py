@@ -3,22 +3,19 @@
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
 
-from llamem.memory.control_flow import OnDevices
 from llamem.memory.jaxprs import (
     PRODUCTS,
     checkpoint_call,
     computed_again,
-    control_flow,
     equations,
     inner_jaxprs,
-    policy_arguments,
     scan_parts,
 )
 
@@ -26,57 +23,59 @@ from llamem.memory.jaxprs import (
 _NO_WORK = ("name", "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice", "concatenate", "iota", "copy")
 
 
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """One checkpoint of a program: its body, its options, and what surrounds it, outermost first.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Operation:
+    """An operation of a traced program, and what surrounds it.
 
-    `in_loop`: inside any loop; `repeats`: how often scans make it run, all loops multiplied; `axes`: the mesh axes, and
-    their sizes, of the `shard_map`s around it.
+    `times`: how often scans make it run, all multiplied; `in_loop`: inside any loop; `under`: the checkpoints around
+    it, outermost first; `again`: JAX marked it, or one around it, as computed again in the backward pass.
     """
 
-    body: jex_core.Jaxpr
-    policy: Any
-    prevent_cse: bool
+    eqn: jex_core.JaxprEqn
+    times: int
     in_loop: bool
-    repeats: int
-    outer: tuple["Checkpoint", ...]
-    axes: Mapping[str, int]
+    under: tuple["Operation", ...]
+    again: bool
+
+    @cached_property
+    def call(self) -> Any:
+        """The `CheckpointCall` that it is; None for any other operation."""
+        return checkpoint_call(self.eqn)
 
 
-def find_checkpoints(
+def operations(
     jaxpr: jex_core.Jaxpr,
+    times: int = 1,
     in_loop: bool = False,
-    repeats: int = 1,
-    outer: tuple[Checkpoint, ...] = (),
-    axes: Mapping[str, int] = MappingProxyType({}),
-) -> Iterator[Checkpoint]:
-    """Yield every checkpoint of a traced function, those inside loops, calls and other checkpoints included."""
+    under: tuple[Operation, ...] = (),
+    again: bool = False,
+) -> Iterator[Operation]:
+    """Yield every operation of a traced function, those inside loops, calls and checkpoints included."""
     for eqn in jaxpr.eqns:
-        call = checkpoint_call(eqn)
-        if call is not None:
-            found = Checkpoint(call.body, call.policy, call.prevent_cse, in_loop, repeats, outer, axes)
-            yield found
-            yield from find_checkpoints(call.body, in_loop, repeats, (*outer, found), axes)
-            continue
-        flow = control_flow(eqn)
-        inside = {**axes, **flow.mesh.shape} if isinstance(flow, OnDevices) else axes
-        loops = in_loop or eqn.primitive.name in ("scan", "while")
-        times = repeats * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+        name = eqn.primitive.name
+        one = Operation(eqn, times, in_loop, under, again or computed_again(eqn))
+        yield one
+        runs = times * (eqn.params["length"] if name == "scan" else 1)
+        around = under if one.call is None else (*under, one)
         for inner in inner_jaxprs(eqn):
-            yield from find_checkpoints(inner, loops, times, outer, inside)
+            yield from operations(inner, runs, in_loop or name in ("scan", "while"), around, one.again)
+
+
+def find_checkpoints(jaxpr: jex_core.Jaxpr) -> list[Operation]:
+    """Return every checkpoint of a traced function."""
+    return [one for one in operations(jaxpr) if one.call is not None]
 
 
 def work_again(gradient: jex_core.Jaxpr) -> tuple[int, int]:
-    """Count the products, and the values of other operations, that checkpoints compute again, loops multiplied.
-
-    JAX marks each operation that it computes again in the backward pass.
-    """
+    """Count the products, and the values of other operations, that checkpoints compute again, loops multiplied."""
     products = values = 0
-    for eqn, times in _marked(gradient):
-        if eqn.primitive.name in PRODUCTS:
-            products += times
-        elif eqn.primitive.name not in _NO_WORK:
-            values += times * sum(getattr(var.aval, "size", 0) for var in eqn.outvars)
+    for one in operations(gradient):
+        if not one.again or inner_jaxprs(one.eqn):
+            continue
+        if one.eqn.primitive.name in PRODUCTS:
+            products += one.times
+        elif one.eqn.primitive.name not in _NO_WORK:
+            values += one.times * sum(getattr(var.aval, "size", 0) for var in one.eqn.outvars)
     return products, values
 
 
@@ -85,14 +84,12 @@ def layers_left_out(jaxpr: jex_core.Jaxpr) -> tuple[int, int]:
 
     A layer is told by its matrix products and convolutions: shapes and types, how often each. (0, 0) without products.
     """
-    checkpoints = [checkpoint for checkpoint in find_checkpoints(jaxpr) if not checkpoint.outer]
-    everywhere, under = _products(jaxpr), Counter()
-    runs: Counter[tuple[Any, ...]] = Counter()
-    for checkpoint in checkpoints:
-        own = _products(checkpoint.body)
-        under.update({product: times * checkpoint.repeats for product, times in own.items()})
-        if own:
-            runs[tuple(sorted(own.items()))] += checkpoint.repeats
+    everywhere, under, runs = products_of(jaxpr), Counter(), Counter()
+    for checkpoint in find_checkpoints(jaxpr):
+        own = products_of(checkpoint.call.body)
+        if not checkpoint.under and own:
+            under.update({product: times * checkpoint.times for product, times in own.items()})
+            runs[tuple(sorted(own.items()))] += checkpoint.times
     if not runs:
         return 0, 0
     layer, covered = runs.most_common(1)[0]
@@ -107,33 +104,31 @@ def stacks_left_out(gradient: jex_core.Jaxpr, params: Any) -> int:
     """
     stacked = {leaf.shape[1:] for leaf in jax.tree.leaves(params) if getattr(leaf, "ndim", 0) > 2}
     layers: dict[tuple[Any, ...], Counter[bool]] = {}
-    for eqn in _outside_checkpoints(gradient):
-        if eqn.primitive.name != "scan" or (length := eqn.params["length"]) < 2:
+    for one in operations(gradient):
+        if one.under or one.eqn.primitive.name != "scan" or (length := one.eqn.params["length"]) < 2:
             continue
-        shapes = [getattr(var.aval, "shape", ()) for var in eqn.outvars]
+        shapes = [getattr(var.aval, "shape", ()) for var in one.eqn.outvars]
         # A parameter may be taken apart before the loop: its first layers here, the others there.
         slices = {shape[1:] for shape in shapes if shape[:1] == (length,) and shape[1:] in stacked}
-        (body,) = inner_jaxprs(eqn)
-        operations = [inner for inner, _ in equations(body)]
-        if slices and any(inner.primitive.name in PRODUCTS for inner in operations):
-            covered = any(checkpoint_call(inner) is not None or computed_again(inner) for inner in operations)
+        inside = list(operations(inner_jaxprs(one.eqn)[0]))
+        if slices and any(inner.eqn.primitive.name in PRODUCTS for inner in inside):
+            covered = any(inner.call is not None or inner.again for inner in inside)
             layers.setdefault(tuple(sorted(slices)), Counter())[covered] += length
     return sum(count[False] for count in layers.values() if count[False] > count[True])
 
 
 def placements(jaxpr: jex_core.Jaxpr) -> list[str]:
     """Return places at which a checkpoint usually saves nothing: reasons to name where memory did not fall."""
-    found = []
-    checkpoints = list(find_checkpoints(jaxpr))
+    found, checkpoints = [], find_checkpoints(jaxpr)
     for checkpoint in checkpoints:
-        loops = _has_scan(checkpoint.body)
-        inside = any(other.outer and other.outer[-1] is checkpoint for other in checkpoints)
-        if loops and not inside:
+        if any(checkpoint in other.under for other in checkpoints):
+            continue
+        if _has_scan(checkpoint.call.body):
             found.append(
                 "A checkpoint around the loop: when the backward pass begins, the loop runs again and keeps what all "
                 "its iterations keep. Checkpoint the loop's body: scan(checkpoint(f))."
             )
-        elif not checkpoint.in_loop and not inside and len(checkpoints) == 1:
+        elif not checkpoint.in_loop and len(checkpoints) == 1:
             found.append(
                 "One checkpoint around everything: the backward pass begins by computing all of it again, and then "
                 "holds what it would have held. Checkpoint every layer."
@@ -150,7 +145,7 @@ def large_results(jaxpr: jex_core.Jaxpr) -> int:
     """Return the bytes that loops of checkpointed layers hand out by turns, where over twice what they carry."""
     total = 0
     for eqn, _ in equations(jaxpr):
-        if eqn.primitive.name != "scan" or not any(True for _ in find_checkpoints(inner_jaxprs(eqn)[0])):
+        if eqn.primitive.name != "scan" or not find_checkpoints(inner_jaxprs(eqn)[0]):
             continue
         _, n_carry = scan_parts(eqn)
         sizes = [math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in eqn.outvars]  # pyrefly: ignore[missing-attribute]
@@ -159,41 +154,14 @@ def large_results(jaxpr: jex_core.Jaxpr) -> int:
     return total
 
 
-def without_products(jaxpr: jex_core.Jaxpr) -> bool:
-    """Return whether no checkpoint has a matrix product in it, and the program has some."""
-    return bool(_products(jaxpr)) and not any(_products(one.body) for one in find_checkpoints(jaxpr))
-
-
-def offloads(jaxpr: jex_core.Jaxpr) -> bool:
-    """Return whether a policy of the program means to offload, wherever to."""
-    return any("offload_dst" in policy_arguments(checkpoint.policy) for checkpoint in find_checkpoints(jaxpr))
-
-
-def _marked(jaxpr: jex_core.Jaxpr, times: int = 1, again: bool = False) -> Iterator[tuple[jex_core.JaxprEqn, int]]:
-    for eqn in jaxpr.eqns:
-        marked, inside = again or computed_again(eqn), inner_jaxprs(eqn)
-        if marked and not inside:
-            yield eqn, times
-        runs = times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
-        for inner in inside:
-            yield from _marked(inner, runs, marked)
-
-
-def _outside_checkpoints(jaxpr: jex_core.Jaxpr) -> Iterator[jex_core.JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in inner_jaxprs(eqn) if checkpoint_call(eqn) is None else ():
-            yield from _outside_checkpoints(inner)
-
-
-def _has_scan(jaxpr: jex_core.Jaxpr) -> bool:
-    return any(eqn.primitive.name == "scan" for eqn, _ in equations(jaxpr))
-
-
-def _products(jaxpr: jex_core.Jaxpr) -> Counter[str]:
+def products_of(jaxpr: jex_core.Jaxpr) -> Counter[str]:
     """Return the products and convolutions of a program, by shapes and types, and how often each is computed."""
     found: Counter[str] = Counter()
     for eqn, times in equations(jaxpr):
         if eqn.primitive.name in PRODUCTS:
             found[" ".join(str(var.aval) for var in (*eqn.invars, *eqn.outvars))] += times
     return found
+
+
+def _has_scan(jaxpr: jex_core.Jaxpr) -> bool:
+    return any(eqn.primitive.name == "scan" for eqn, _ in equations(jaxpr))

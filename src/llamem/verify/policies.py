@@ -1,6 +1,6 @@
 """What is wrong with the policies and options of a traced program's checkpoints, in words."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,11 +13,10 @@ from llamem.memory.jaxprs import (
     inner_jaxprs,
     is_names,
     names_in,
-    names_when_differentiated,
     policy_arguments,
     tells_the_host,
 )
-from llamem.verify.placement import Checkpoint, find_checkpoints
+from llamem.verify.placement import Operation, find_checkpoints
 
 _POLICIES = jax.checkpoint_policies
 _FACTORIES = tuple(
@@ -33,18 +32,21 @@ _FACTORIES = tuple(
 )
 
 
-def option_faults(jaxpr: jex_core.Jaxpr) -> list[str]:
-    """Return what is certainly wrong with a program's checkpoints: each makes one of them useless or different."""
-    checkpoints = list(find_checkpoints(jaxpr))
-    found = _name_faults(jaxpr, checkpoints)
+def option_faults(jaxpr: jex_core.Jaxpr, gradient: Callable[[], jex_core.Jaxpr]) -> list[str]:
+    """Return what is certainly wrong with a program's checkpoints: each makes one of them useless or different.
+
+    `gradient` traces the program's gradient, where names are looked for that the program itself does not give.
+    """
+    checkpoints = find_checkpoints(jaxpr)
+    found = _name_faults(jaxpr, gradient, checkpoints)
     for checkpoint in checkpoints:
-        found += _policy_faults(checkpoint)
-        if not checkpoint.prevent_cse and not checkpoint.in_loop:
+        found += _policy_faults(checkpoint.call.policy)
+        if not checkpoint.call.prevent_cse and not checkpoint.in_loop:
             found.append(
                 "prevent_cse=False outside a loop: the compiler may merge the second computation with the first. Leave "
                 "it out; only inside lax.scan is it harmless."
             )
-        if any(tells_the_host(eqn) for eqn, _ in equations(checkpoint.body)):
+        if any(tells_the_host(eqn) for eqn, _ in equations(checkpoint.call.body)):
             found.append(
                 "a host callback inside a checkpoint: it runs again in the backward pass, so that what it counts or "
                 "averages is counted twice. Return the value from the layer, and update outside."
@@ -57,8 +59,8 @@ def option_faults(jaxpr: jex_core.Jaxpr) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _policy_faults(checkpoint: Checkpoint) -> list[str]:
-    policy, arguments = checkpoint.policy, policy_arguments(checkpoint.policy)
+def _policy_faults(policy: Any) -> list[str]:
+    arguments = policy_arguments(policy)
     if any(policy is factory for factory in _FACTORIES):
         return [
             f"the policy is jax.checkpoint_policies.{policy.__name__} itself, not what it returns: everything is "
@@ -81,21 +83,23 @@ def _policy_faults(checkpoint: Checkpoint) -> list[str]:
     return []
 
 
-def _name_faults(jaxpr: jex_core.Jaxpr, checkpoints: list[Checkpoint]) -> list[str]:
+def _name_faults(
+    jaxpr: jex_core.Jaxpr, gradient: Callable[[], jex_core.Jaxpr], checkpoints: list[Operation]
+) -> list[str]:
     """Return names that a policy mentions and nothing bears. One policy may serve several layers."""
     found, mentioned_by = [], {}
     for checkpoint in checkpoints:
-        arguments = policy_arguments(checkpoint.policy).values()
+        arguments = policy_arguments(checkpoint.call.policy).values()
         mentioned = frozenset(name for value in arguments if is_names(value) for name in value)
-        if mentioned and not _policy_faults(checkpoint):
+        if mentioned and not _policy_faults(checkpoint.call.policy):
             mentioned_by.setdefault(mentioned, []).append(checkpoint)
     for mentioned, alike in mentioned_by.items():
-        given = [pair for checkpoint in alike for pair in _names(checkpoint.body)]
+        given = [pair for checkpoint in alike for pair in _names(checkpoint.call.body)]
         produced = {name for name, used in given if used}
+        unused = {name for name, _ in given} - produced
         if not mentioned <= produced:
-            rules = (names_when_differentiated(jex_core.ClosedJaxpr(one.body, ()), one.axes) for one in alike)
-            produced |= {name for names in rules for name in names if (name, False) not in given}
-        unused = {name for name, used in given if not used} - produced
+            # Forward rules of a custom_vjp are traced when JAX differentiates.
+            produced |= set(names_in(gradient())) - set(names_in(jaxpr))
         # A layer that has no checkpoint, such as the last of an unrolled stack, may bear the rest.
         elsewhere = set(names_in(jaxpr)) - unused if produced & mentioned else set()
         for name in sorted(mentioned - produced - elsewhere):
@@ -109,20 +113,19 @@ def _name_faults(jaxpr: jex_core.Jaxpr, checkpoints: list[Checkpoint]) -> list[s
     return found
 
 
-def _kept_in_vain(checkpoint: Checkpoint, all_checkpoints: list[Checkpoint]) -> bool:
+def _kept_in_vain(checkpoint: Operation, all_checkpoints: list[Operation]) -> bool:
     """Return whether what a policy saves is thrown away by the checkpoint around it.
 
     Around several layers, or a loop of them, an inner policy says what is kept while the group is computed again.
     """
-    if not checkpoint.outer or _saves_nothing(checkpoint.policy) or not _saves_nothing(checkpoint.outer[-1].policy):
+    if not checkpoint.under or _saves_nothing(checkpoint) or not _saves_nothing(outer := checkpoint.under[-1]):
         return False
-    outer = checkpoint.outer[-1]
-    beside = [other for other in all_checkpoints if other.outer and other.outer[-1] is outer]
-    return len(beside) == 1 and checkpoint.repeats == outer.repeats and checkpoint.in_loop == outer.in_loop
+    beside = [other for other in all_checkpoints if other.under and other.under[-1] is outer]
+    return len(beside) == 1 and (checkpoint.times, checkpoint.in_loop) == (outer.times, outer.in_loop)
 
 
-def _saves_nothing(policy: Any) -> bool:
-    return policy is None or policy is _POLICIES.nothing_saveable
+def _saves_nothing(checkpoint: Operation) -> bool:
+    return checkpoint.call.policy in (None, _POLICIES.nothing_saveable)
 
 
 def _names(jaxpr: jex_core.Jaxpr) -> Iterator[tuple[str, bool]]:

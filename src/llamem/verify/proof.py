@@ -53,11 +53,3 @@ class Proof:
     def __str__(self) -> str:
         lines = [f"{self.mark:<10} {self.name}{': ' if self.seen else ''}{self.seen}", self.cause]
         return f"\n{'':11}".join(line for line in lines if line)
-
-
-class CannotGo(Exception):
-    """The rematerialised program cannot be traced or run; `proof` says how it failed, and nothing else can be told."""
-
-    def __init__(self, proof: Proof) -> None:
-        super().__init__(str(proof))
-        self.proof = proof

@@ -9,36 +9,37 @@ from jax.extend import core as jex_core
 
 from llamem.memory.compiling import moved_to_host
 from llamem.memory.hlo import aliased_arguments, optimised_text
-from llamem.memory.jaxprs import CHOICES, DRAWS, equations, host_function
-from llamem.memory.residuals import Residuals
+from llamem.memory.jaxprs import CHOICES, DRAWS, host_function, policy_arguments
 from llamem.memory.show import size_text
-from llamem.verify.both_ways import BothWays
 from llamem.verify.comparisons import (
     evaluation_is_untouched,
     gradients_are_the_same,
     loss_is_the_same,
     results_are_the_same,
 )
+from llamem.verify.keys import Keys
 from llamem.verify.parameters import parameter_faults
 from llamem.verify.placement import (
     find_checkpoints,
     large_results,
     layers_left_out,
-    offloads,
+    operations,
     placements,
+    products_of,
     stacks_left_out,
-    without_products,
     work_again,
 )
+from llamem.verify.policies import option_faults
 from llamem.verify.proof import Proof, Title
+from llamem.verify.ways import BothWays
 
 
 def checkpoints_are_there(both: BothWays) -> Proof:
     """Check that checkpoints reach the traced program, and most layers of each kind; `seen` counts those left out."""
-    there = len(list(find_checkpoints(both.traced.jaxpr)))
-    extra = there - len(list(find_checkpoints(both.plain.jaxpr)))
-    covered, left_out = layers_left_out(both.traced.jaxpr)
-    forgotten = stacks_left_out(both.gradients[0].jaxpr, both.params) if extra > 0 else 0
+    there = len(find_checkpoints(both.mine.traced.jaxpr))
+    extra = there - len(find_checkpoints(both.plain.traced.jaxpr))
+    covered, left_out = layers_left_out(both.mine.traced.jaxpr)
+    forgotten = stacks_left_out(both.mine.gradient.jaxpr, both.params) if extra > 0 else 0
     seen, cause = f"{there} of them with {both.remat!r}", ""
     if left_out > 1:  # one alone is the last of unrolled layers
         seen += f"; {covered} layers are under one, and {left_out} with the same products are not"
@@ -47,7 +48,7 @@ def checkpoints_are_there(both: BothWays) -> Proof:
         cause = "The layer is checkpointed whatever the flag says: there is no plain program to compare with."
     elif extra <= 0:
         reasons = ["The flag does not reach the layer: filtered by a caller, or the model is in eval mode."]
-        cause = " ".join(reasons + placements(both.traced.jaxpr))
+        cause = " ".join(reasons + placements(both.mine.traced.jaxpr))
     elif left_out > covered or forgotten:
         seen += f"; {forgotten} layers of a stack have none" if forgotten else ""
         cause = "The flag reaches some of the layers only. If that is meant, skip this proof."
@@ -56,13 +57,15 @@ def checkpoints_are_there(both: BothWays) -> Proof:
 
 def options_are_sound(both: BothWays) -> Proof:
     """Check that policies name what is there, options do what they say, and nothing with a side effect runs twice."""
-    wrong = both.option_faults
+    wrong = option_faults(both.mine.traced.jaxpr, lambda: both.mine.gradient.jaxpr)
     return Proof(Title.OPTIONS, not wrong, " ".join(wrong) or "nothing odd")
 
 
 def layer_runs_again(both: BothWays) -> Proof:
     """Check that the layer runs again in the backward pass, as JAX marks it in the traced gradient, and not without."""
-    (products, values), (products_without, values_without) = (work_again(way.jaxpr) for way in both.gradients)
+    (products, values), (products_without, values_without) = (
+        work_again(way.jaxpr) for way in (both.mine.gradient, both.plain.gradient)
+    )
     products, values = products - products_without, values - values_without
     seen = f"{products:,} products and {values:,} values of other operations are computed again"
     holds = products > 0 or values > 0
@@ -72,7 +75,7 @@ def layer_runs_again(both: BothWays) -> Proof:
 
 def choices_are_the_same(both: BothWays) -> Proof | None:
     """Check that dropout masks, experts and what host functions answer are the same when the layer runs again."""
-    inside = [eqn for one in find_checkpoints(both.traced.jaxpr) if not one.outer for eqn, _ in equations(one.body)]
+    inside = [one.eqn for one in operations(both.mine.traced.jaxpr) if one.under]
     asked = [_answers_the_same(eqn) for eqn in inside if host_function(eqn) is not None]
     drawn = sum(eqn.primitive.name in DRAWS for eqn in inside)
     chosen = [eqn for eqn in inside if eqn.primitive.name in CHOICES]
@@ -94,7 +97,7 @@ def choices_are_the_same(both: BothWays) -> Proof | None:
 
 def compiler_leaves_them(both: BothWays) -> Proof:
     """Check that the compiler has not merged the second computation with the first."""
-    mine, plain = both.reports
+    mine, plain = both.mine.report, both.plain.report
     again = mine.matmul_flops - plain.matmul_flops
     if again <= 0:
         return Proof(Title.COMPILER, None, "no matrix product is computed again, and only those are counted")
@@ -113,42 +116,41 @@ def compiler_leaves_them(both: BothWays) -> Proof:
 
 def memory_falls(both: BothWays) -> Proof:
     """Check that residuals are fewer, and the chip's temporaries fall with them."""
-    mine, plain = both.reports
-    # Those of the parameters alone: what the batch needs is an argument anyway.
-    kept, kept_without = both.residuals(both.remat), both.residuals(both.baseline)
-    less = kept_without.bytes - kept.bytes
+    mine, plain = both.mine.report, both.plain.report
+    less = both.plain.residuals.bytes - both.mine.residuals.bytes
     fell = both.devices * (plain.parts["temporaries"] - mine.parts["temporaries"])
     seen = f"residuals less by {less:,} bytes, temporaries on {mine.chip.name} by {fell:,}"
-    wrong = _kept_for_nothing(both, kept, kept_without)
+    wrong = _kept_for_nothing(both)
     if less <= 0 or wrong:
         why = wrong or "The policy saves as much as no policy, or the checkpoint is around what costs nothing."
-        return Proof(Title.MEMORY, False, seen, " ".join([*placements(both.traced.jaxpr), why]))
+        return Proof(Title.MEMORY, False, seen, " ".join([*placements(both.mine.traced.jaxpr), why]))
     # Compilers recompute cheap residuals by themselves, so that less falls than was kept.
     if fell > 0.1 * less:
         return Proof(Title.MEMORY, True, seen)
     if less < 2**20:
         seen += ": below 1 MiB a compiler's own workspace decides. Judge with larger shapes"
         return Proof(Title.MEMORY, None, seen)
-    if why := placements(both.traced.jaxpr):
+    if why := placements(both.mine.traced.jaxpr):
         return Proof(Title.MEMORY, False, seen, " ".join(why))
     seen += ": the peak lies elsewhere, or arrays so small live in on-chip memory. Judge with larger shapes"
     return Proof(Title.MEMORY, None, seen)
 
 
-def _kept_for_nothing(both: BothWays, kept: Residuals, kept_without: Residuals) -> str:
+def _kept_for_nothing(both: BothWays) -> str:
     """Return why far more is kept than has to be; "" where nothing is odd."""
+    jaxpr, kept, without = both.mine.traced.jaxpr, both.mine.residuals, both.plain.residuals
     made = [row for row in kept.rows if not row.argument]
-    if kept_without.bytes - kept.bytes < 0.25 * kept_without.bytes and without_products(both.traced.jaxpr):
-        largest = made[0]
-        name = f"{largest.dtype}{list(largest.shape)} of {largest.operation} in {largest.source}"
+    around_products = any(products_of(one.call.body) for one in find_checkpoints(jaxpr))
+    if kept.bytes > 0.75 * without.bytes and products_of(jaxpr) and not around_products:
+        name = f"{made[0].dtype}{list(made[0].shape)} of {made[0].operation} in {made[0].source}"
         return f"The checkpoint is not where the memory is: {name} is kept still, for instance."
     for row in made:
         entries = row.shape[1:]
-        known = any(other.shape[1:][-len(entries) :] == entries for other in kept_without.rows) if entries else True
-        most = 2 * row.bytes > kept.bytes
-        if len(entries) > 1 and row.shape[0] == entries[0] > 1 and most and not known:
+        each_turn = len(entries) > 1 and row.shape[0] == entries[0] > 1 and 2 * row.bytes > kept.bytes
+        if each_turn and not any(other.shape[1:][-len(entries) :] == entries for other in without.rows):
             return f"The loop carries an array with an entry for each turn, and each turn keeps all: {list(row.shape)}."
-    if handed_out := large_results(both.traced.jaxpr):
+    handed_out = large_results(jaxpr)
+    if 2 * handed_out > kept.bytes:
         return f"What leaves a checkpoint is kept: its layers hand out {size_text(handed_out)} beside their result."
     return ""
 
@@ -158,10 +160,11 @@ def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
 
     The second by the text of a GPU's program, whose notes on slices are compared with their indices.
     """
-    asked = moved_to_host(both.gradients[0].jaxpr)
-    if not asked and not offloads(both.traced.jaxpr):
+    asked = moved_to_host(both.mine.gradient.jaxpr)
+    policies = [policy_arguments(one.call.policy) for one in find_checkpoints(both.mine.traced.jaxpr)]
+    if not asked and not any("offload_dst" in arguments for arguments in policies):
         return None
-    mine, _ = both.reports
+    mine = both.mine.report
     seen = f"{asked:,} bytes offloaded, {mine.host_bytes:,} on the host of {mine.chip.name}"
     if wrong := [warning for warning in mine.warnings if warning.startswith("WRONG NUMBERS")]:
         return Proof(Title.OFFLOAD, False, seen, " ".join(wrong))
@@ -180,9 +183,9 @@ def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
 
 def randomness_is_fresh(both: BothWays) -> Proof:
     """Check that every draw has its own key, fed by the step's key and by its layer's number or inputs."""
-    keys = both.keys
-    if wrong := keys.faults():
-        return Proof(Title.RANDOMNESS, False, " ".join(wrong))
+    keys = Keys(both.mine.traced, both.params, both.batch)
+    if keys.faults:
+        return Proof(Title.RANDOMNESS, False, " ".join(keys.faults))
     if keys.hidden:
         return Proof(Title.RANDOMNESS, None, f"{keys.hidden} draws are where their keys cannot be followed")
     seen = f"{len(keys.draws)} draws in the program, each with a key of its own" if keys.draws else "nothing is drawn"
@@ -191,7 +194,7 @@ def randomness_is_fresh(both: BothWays) -> Proof:
 
 def parameters_are_sound(both: BothWays) -> Proof:
     """Check that stacked layers differ from one another, and no weight that is trained is there twice."""
-    wrong = parameter_faults(both.params, lambda: both.expected[2])
+    wrong = parameter_faults(both.params, lambda: both.plain.results.gradients)
     return Proof(Title.PARAMETERS, not wrong, " ".join(wrong) or "layers differ, nothing is double")
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 
 from llamem.memory.show import Shown, Table
-from llamem.verify.both_ways import BothWays
-from llamem.verify.proof import CannotGo, Proof, Title
+from llamem.verify.proof import Proof, Title
 from llamem.verify.proofs import PROOFS
+from llamem.verify.ways import FAILURES, BothWays
 
 _MUST = (Title.LOSS, Title.GRADIENTS, Title.RUNS)  # without these proved, a test has shown nothing
 
@@ -17,6 +17,11 @@ _NNX = (
     "loss_fn changes an nnx object that was made outside of it, which flax refuses while it traces. Split the model, "
     "graphdef, params, rest = nnx.split(model, nnx.Param, ...), give params and rest to verify_remat in its params and "
     "batch, merge them inside loss_fn, and return the changed state beside the loss."
+)
+
+_FLAG = (
+    "A flag or size became a traced value inside the checkpoint: jax.checkpoint(f, static_argnums=...), or close over "
+    "it."
 )
 
 _LINEN = (
@@ -102,17 +107,32 @@ def verify_remat(
     try:
         for title, prove in PROOFS.items():
             found.append(Proof(title, None, "", skipped=True) if title in skip else prove(both))
-    except CannotGo as stop:
-        if "trace level" in stop.proof.seen:
-            raise ValueError(_NNX) from stop
-        found.append(stop.proof)
     except Exception as error:
+        if "trace level" in str(error):
+            raise ValueError(_NNX) from error
         if "remat(" in str(error) and type(error).__module__ == "flax.errors":
             error.add_note(_LINEN)
-        if "trace level" not in str(error):
+        if not isinstance(error, FAILURES) or (failure := _failure_of(both)) is None:
             raise
-        raise ValueError(_NNX) from error
+        found.append(failure)
     return Verification(tuple(proof for proof in found if proof is not None))
+
+
+def _failure_of(both: BothWays) -> Proof | None:
+    """Return why the rematerialised program cannot be traced or run, None where it can.
+
+    Raises what the plain program raises: that is no failure of the other.
+    """
+    both.plain.results  # noqa: B018
+    for title, attempt in ((Title.TRACED, lambda: both.mine.traced), (Title.COMPUTED, lambda: both.mine.results)):
+        try:
+            attempt()
+        except FAILURES as error:
+            first, _, _ = str(error).partition("\n")
+            became_traced = isinstance(error, jax.errors.ConcretizationTypeError)
+            seen = f"{type(error).__name__}: {first}" if first else type(error).__name__
+            return Proof(title, False, seen, _FLAG if became_traced else "")
+    return None
 
 
 def assert_remat(loss_fn: Callable[[Any, Any, Any], Any], params: Any, batch: Any, **options: Any) -> None:
