@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core as jex_core
 
 from llamem.memory.control_flow import Branches, Call, OnDevices, Scan, While
 from llamem.memory.jaxprs import DRAWS, computed_again, control_flow, equations, inner_jaxprs, vmaps_around
+from llamem.verify.traced_values import TracedValue, all_differ, given_value, result_values
 
 _CONSTANT = (
     "Numbers that are the same in every step: their key was made (or a counter drawn from) while tracing, or does not "
@@ -48,29 +48,11 @@ _ONE_MASK = (
     "draw inside."
 )
 _MEETS = ("mul", "add", "sub", "div", "select_n", "and", "or")  # where a mask or noise is applied to data
-_SAME_EVERYWHERE = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
-_SMALL = 4096  # entries
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Value:
-    """What is known of a value: what feeds it, and of small integers and keys their numbers.
-
-    `drawn`: "numbers" if made of random numbers and constants alone, "mask" if of comparisons too, else "".
-    """
-
-    fed: frozenset[Hashable] = frozenset()
-    numbers: Any = None
-    drawn: str = ""
-
-    def equals(self, other: "_Value") -> bool:
-        """Return whether they are known to be equal."""
-        return self is other or (self.numbers is not None and _identity(self) == _identity(other))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """What surrounds an operation. `layers`: the loops whose turns have weights of their own."""
+    """What surrounds an operation. `layers`: loops with weights for each turn; `again`: this is no first run."""
 
     loops: tuple[Hashable, ...] = ()
     layers: frozenset[Hashable] = frozenset()
@@ -99,13 +81,11 @@ class Keys:
         self.faults: list[str] = []
         self._misused: list[str] = []
         self._fresh = itertools.count()
-        self._recording = True
         self._weights = {("leaf", i) for i in range(len(jax.tree.leaves(params)))}
         if not any(eqn.primitive.name in DRAWS for eqn, _ in equations(traced.jaxpr)):
             return
         leaves = [
-            _Value(frozenset({("leaf", i)}), leaf if _is_small(leaf) else None)
-            for i, leaf in enumerate(jax.tree.leaves((params, batch)))
+            given_value(leaf, frozenset({("leaf", i)})) for i, leaf in enumerate(jax.tree.leaves((params, batch)))
         ]
         moving = self._leaves_that_move(traced, leaves, self._program(traced, leaves, _Place()))
         stale = [draw.fed for draw in self.draws if not draw.fed & moving]
@@ -119,7 +99,7 @@ class Keys:
         self.faults = list(dict.fromkeys(found or self._misused))
 
     def _leaves_that_move(
-        self, traced: jex_core.ClosedJaxpr, leaves: list[_Value], results: list[_Value]
+        self, traced: jex_core.ClosedJaxpr, leaves: list[TracedValue], results: list[TracedValue]
     ) -> set[Hashable]:
         """Return the integers and keys that are others in the next step.
 
@@ -131,7 +111,7 @@ class Keys:
             if jnp.issubdtype(aval.dtype, jnp.inexact):
                 continue
             own = [
-                leaf.equals(result)
+                leaf.identity == result.identity
                 for result, out in zip(results, traced.out_avals, strict=True)
                 if (out.shape, out.dtype) == (aval.shape, aval.dtype) and ("leaf", i) in result.fed
             ]
@@ -139,12 +119,12 @@ class Keys:
             moving |= {("leaf", i)} if leaf_moves else set()
         return moving
 
-    def _program(self, program: jex_core.ClosedJaxpr, args: Sequence[_Value], place: _Place) -> list[_Value]:
-        known = dict(zip(program.jaxpr.constvars, map(_constant, program.consts), strict=True))
+    def _program(self, program: jex_core.ClosedJaxpr, args: Sequence[TracedValue], place: _Place) -> list[TracedValue]:
+        known = dict(zip(program.jaxpr.constvars, map(given_value, program.consts), strict=True))
         known |= dict(zip(program.jaxpr.invars, args, strict=True))
 
-        def look(var: Any) -> _Value:
-            return _constant(var.val) if isinstance(var, jex_core.Literal) else known[var]
+        def look(var: Any) -> TracedValue:
+            return given_value(var.val) if isinstance(var, jex_core.Literal) else known[var]
 
         for eqn in program.jaxpr.eqns:
             around = dataclasses.replace(
@@ -154,7 +134,7 @@ class Keys:
             known |= dict(zip(eqn.outvars, results, strict=True))
         return [look(var) for var in program.jaxpr.outvars]
 
-    def _operation(self, eqn: jex_core.JaxprEqn, ins: list[_Value], place: _Place) -> list[_Value]:
+    def _operation(self, eqn: jex_core.JaxprEqn, ins: list[TracedValue], place: _Place) -> list[TracedValue]:
         match control_flow(eqn):
             case Scan() as flow:
                 return self._scan(flow, ins, place)
@@ -171,28 +151,28 @@ class Keys:
                 return self._on_devices(flow, ins, place)
             case Call() as flow:
                 return self._program(flow.body, ins, place)
-        if self._recording and not place.again:
+        if not place.again:
             inside = [inner for program in inner_jaxprs(eqn) for inner, _ in equations(program)]
             self.hidden += sum(inner.primitive.name in DRAWS for inner in inside)
             self._look_at_meeting(eqn, ins, place)
             if eqn.primitive.name in DRAWS:
                 self._draw(eqn, ins, place)
-        return _results(eqn, ins)
+        return result_values(eqn, ins)
 
-    def _draw(self, eqn: jex_core.JaxprEqn, ins: list[_Value], place: _Place) -> None:
+    def _draw(self, eqn: jex_core.JaxprEqn, ins: list[TracedValue], place: _Place) -> None:
         # Of threefry2x32 two words are a key, and two count; only random_bits knows the axes of its keys.
         words = ins if eqn.primitive.name == "threefry2x32" else ins[:1]
         axes = len(eqn.invars[0].aval.shape) if eqn.primitive.name == "random_bits" else place.vmaps  # pyrefly: ignore
         fed = frozenset().union(*(word.fed for word in words[:2]))
         numbers = f"Random numbers of shape {list(eqn.outvars[-1].aval.shape[axes:])}"  # pyrefly: ignore
-        copies = eqn.primitive.name == "random_bits" and not _all_differ(ins[0].numbers)
-        if copies or not fed.issuperset(place.loops):
+        keys = ins[0].numbers if eqn.primitive.name == "random_bits" else None
+        if not fed.issuperset(place.loops) or not all_differ(keys if keys is None else keys.reshape(-1)):
             self.faults.append(_SHARED.format(draw=numbers))
         if place.vmaps > axes:
             self.faults.append(_MAPPED.format(draw=numbers))
-        self.draws.append(_Draw(numbers, fed, tuple(map(_identity, words))))
+        self.draws.append(_Draw(numbers, fed, tuple(word.identity for word in words)))
 
-    def _look_at_meeting(self, eqn: jex_core.JaxprEqn, ins: list[_Value], place: _Place) -> None:
+    def _look_at_meeting(self, eqn: jex_core.JaxprEqn, ins: list[TracedValue], place: _Place) -> None:
         """Find random numbers applied to data that differs where they do not: over devices, or from layer to layer."""
         data = frozenset().union(*(value.fed for value in ins if not value.drawn))
         for drawn in ins if eqn.primitive.name in _MEETS else ():
@@ -203,15 +183,14 @@ class Keys:
             if drawn.drawn == "mask" and missing & place.layers:
                 self._misused.append(_ONE_MASK)
 
-    def _scan(self, flow: Scan, ins: list[_Value], place: _Place) -> list[_Value]:
+    def _scan(self, flow: Scan, ins: list[TracedValue], place: _Place) -> list[TracedValue]:
         n = flow.n_consts
         consts, first, xs = ins[:n], ins[n : n + flow.n_carry], ins[n + flow.n_carry :]
         turn = ("loop", next(self._fresh))
-        slices = []
-        for x in xs:
-            # Of what is not known every turn may have its own.
-            own = {turn} if flow.length == 1 or _all_differ(x.numbers, axis=0) else set()
-            slices.append(_Value(x.fed | own, x.numbers[0] if x.numbers is not None and flow.length else None, x.drawn))
+        # Of what is not known every turn may have its own.
+        own = [{turn} if flow.length == 1 or all_differ(x.numbers) else set() for x in xs]
+        first_rows = [None if x.numbers is None or not flow.length else x.numbers[0] for x in xs]
+        slices = [TracedValue(x.fed | fed, row, x.drawn) for x, fed, row in zip(xs, own, first_rows, strict=True)]
         layers = {turn} if any(turn in part.fed and part.fed & self._weights for part in slices) else set()
         loops = (*place.loops, turn) if flow.length > 1 else place.loops
         inside = dataclasses.replace(place, loops=loops, layers=place.layers | layers)
@@ -219,31 +198,28 @@ class Keys:
         stacked = []
         for out in outs[flow.n_carry :]:
             whole = next((x for x, part in zip(xs, slices, strict=True) if part is out), None)
-            same = out.numbers is not None and turn not in out.fed
-            stacked.append(
-                whole or _Value(out.fed, jnp.stack([out.numbers] * flow.length) if same else None, out.drawn)
-            )
+            copies = out.numbers is not None and flow.length and turn not in out.fed
+            numbers = jnp.stack([out.numbers] * flow.length) if copies else None
+            stacked.append(whole or TracedValue(out.fed, numbers, out.drawn))
         return [*outs[: flow.n_carry], *stacked]
 
     def _loop(
         self,
         body: jex_core.ClosedJaxpr,
         turn: Hashable,
-        operands: Callable[[Sequence[_Value]], Sequence[_Value]],
-        first: Sequence[_Value],
+        operands: Callable[[Sequence[TracedValue]], Sequence[TracedValue]],
+        first: Sequence[TracedValue],
         place: _Place,
-    ) -> list[_Value]:
+    ) -> list[TracedValue]:
         """Return what a loop's body returns. A carried value that it hands on as it came is a constant of the loop."""
-        recording, self._recording = self._recording, False
-        outs = self._program(body, operands(first), place)
-        self._recording = recording
+        outs = self._program(body, operands(first), dataclasses.replace(place, again=True))
         carry = [
-            now if now is out else _Value(now.fed | out.fed | {turn}, now.numbers)
+            now if now is out else TracedValue(now.fed | out.fed | {turn}, now.numbers)
             for now, out in zip(first, outs, strict=False)
         ]
         return self._program(body, operands(carry), place)
 
-    def _branches(self, flow: Branches, ins: list[_Value], place: _Place) -> list[_Value]:
+    def _branches(self, flow: Branches, ins: list[TracedValue], place: _Place) -> list[TracedValue]:
         """Return what any of the branches may. Draws of two branches do not happen in one step, and may share a key."""
         taken, before, keys = [], self.draws, set()
         for branch in flow.branches:
@@ -252,81 +228,17 @@ class Keys:
             before = before + [draw for draw in self.draws if draw.identity not in keys]
             keys |= {draw.identity for draw in self.draws}
         self.draws = before
-        return [_Value(ins[0].fed.union(*(out.fed for out in outs))) for outs in zip(*taken, strict=True)]
+        return [TracedValue(ins[0].fed.union(*(out.fed for out in outs))) for outs in zip(*taken, strict=True)]
 
-    def _on_devices(self, flow: OnDevices, ins: list[_Value], place: _Place) -> list[_Value]:
+    def _on_devices(self, flow: OnDevices, ins: list[TracedValue], place: _Place) -> list[TracedValue]:
         parts = []
         for value, var, spec in zip(ins, flow.body.jaxpr.invars, flow.in_specs, strict=True):
-            own = set()
-            for dimension, names in enumerate(spec):
-                # Where all rows along a split axis are copies, every device has the same.
-                if names and _all_differ(value.numbers, dimension):
-                    names = names if isinstance(names, tuple) else (names,)
-                    own |= {("axis", name) for name in names if flow.mesh.shape[name] > 1}
-            one = None if value.numbers is None else value.numbers[tuple(map(slice, var.aval.shape))]
-            parts.append(_Value(value.fed | own, one, value.drawn) if own else value)
+            # Where all rows along a split axis are copies, every device has the same.
+            split = [names for dimension, names in enumerate(spec) if names and all_differ(value.numbers, dimension)]
+            axes = [axis for names in split for axis in (names if isinstance(names, tuple) else (names,))]
+            own = {("axis", axis) for axis in axes if flow.mesh.shape[axis] > 1}
+            part = None if value.numbers is None else value.numbers[tuple(map(slice, var.aval.shape))]  # pyrefly: ignore
+            parts.append(TracedValue(value.fed | own, part, value.drawn) if any(spec) else value)
         outs = self._program(flow.body, parts, place)
         axes = {("axis", name) for name in flow.mesh.shape}
-        return [_Value(out.fed - axes, None, out.drawn) for out in outs]
-
-
-def _results(eqn: jex_core.JaxprEqn, ins: list[_Value]) -> list[_Value]:
-    """Return what is known of the results of an operation that has no program inside."""
-    name, fed = eqn.primitive.name, frozenset().union(*(value.fed for value in ins))
-    if name == "axis_index":
-        fed |= {("axis", eqn.params["axis_name"])}
-    elif name in _SAME_EVERYWHERE:
-        axes = eqn.params.get("axes", eqn.params.get("axis_name"))
-        fed -= {("axis", axis) for axis in (axes if isinstance(axes, tuple | list) else (axes,))}
-    numbers: list[Any] = [None] * len(eqn.outvars)
-    avals: list[Any] = [var.aval for var in eqn.outvars]
-    # No callbacks, kernels and calls, which are the user's.
-    if all(map(_is_small, avals)) and all(value.numbers is not None for value in ins) and "call" not in name:
-        try:
-            results = eqn.primitive.bind(*(value.numbers for value in ins), **eqn.params)
-            numbers = list(results) if eqn.primitive.multiple_results else [results]
-        except Exception:  # what only means something inside of the program, such as the index of a device
-            pass
-    others = [value.drawn for value in ins if value.fed or value.drawn]
-    drawn = "numbers" if name in DRAWS or (others and all(others)) else ""
-    compares = "mask" in others or name in ("lt", "le", "gt", "ge", "eq", "ne")
-    return [_Value(fed, number, "mask" if drawn and compares else drawn) for number in numbers]
-
-
-def _is_small(array: Any) -> bool:
-    """Return whether an array, or its description, is of integers or keys, and few."""
-    dtype = jnp.result_type(array) if isinstance(array, int) else getattr(array, "dtype", jnp.float32)
-    kinds = jnp.integer, jnp.bool_, jax.dtypes.prng_key
-    here = getattr(array, "is_fully_addressable", True)
-    return here and any(jnp.issubdtype(dtype, kind) for kind in kinds) and np.size(array) <= _SMALL
-
-
-def _constant(array: Any) -> _Value:
-    return _Value(numbers=array if _is_small(array) else None)
-
-
-def _words(numbers: Any) -> np.ndarray:
-    """Return integers as they are, and keys as words along a last axis."""
-    is_key = hasattr(numbers, "dtype") and jnp.issubdtype(numbers.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(numbers) if is_key else numbers)
-
-
-def _identity(value: _Value) -> Hashable:
-    """Return what is equal for equal values, as far as they are known."""
-    if value.numbers is None:
-        return id(value)
-    words = _words(value.numbers)
-    return words.shape, words.tobytes()
-
-
-def _all_differ(numbers: Any, axis: int | None = None) -> bool:
-    """Return whether no two rows along an axis, or no two keys of an array of keys, are equal; true if not known."""
-    if numbers is None or not np.ndim(numbers):
-        return True
-    words = _words(numbers)
-    rows = (
-        words.reshape(-1, words.shape[-1])
-        if axis is None
-        else np.moveaxis(words, axis, 0).reshape(words.shape[axis], -1)
-    )
-    return len(np.unique(rows, axis=0)) == len(rows)
+        return [TracedValue(out.fed - axes, None, out.drawn) for out in outs]
