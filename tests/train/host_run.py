@@ -30,10 +30,11 @@ if asked.get("no_locks"):
 if "other_code" in asked:
     hosts._code = lambda: asked["other_code"]
 time.sleep(asked.get("late", 0))
-address = f"{asked.get('address', '127.0.0.1')}:{asked['port']}"
-hosts.initialize(address, asked["hosts"], asked["host"], timeout_seconds=asked.get("timeout", 120))
+os.environ["LLAMEM_COORDINATOR"] = f"{asked.get('address', '127.0.0.1')}:{asked['port']}"
+os.environ["LLAMEM_NUM_HOSTS"], os.environ["LLAMEM_HOST"] = str(asked["hosts"]), str(asked["host"])
+hosts.initialize(timeout_seconds=asked.get("timeout", 120))
 
-from test_loop import CONFIG, SETTINGS, corpus
+from test_loop import CONFIG, SETTINGS, corpus, losses
 
 import llamem
 from llamem.train.batches import Batches
@@ -41,7 +42,7 @@ from llamem.train.loop import train
 from llamem.train.snapshots import Snapshots
 
 rows_read = []
-batch_at = Batches.batch_at
+batch_at, append = Batches.batch_at, Snapshots.append_metrics
 
 
 def recorded(self, step, rows=slice(None)):
@@ -49,9 +50,6 @@ def recorded(self, step, rows=slice(None)):
     if len(self.tokens) == 3500:  # the training text
         rows_read.extend((step, number) for number in numbers)
     return batch_at(self, step, rows)
-
-
-append = Snapshots.append_metrics
 
 
 def appended(self, row):
@@ -67,5 +65,4 @@ Batches.batch_at, Snapshots.append_metrics = recorded, appended
 settings = dataclasses.replace(SETTINGS, **asked.get("settings", {}))
 plan = llamem.Plan(mesh=asked.get("mesh", {"fsdp": jax.device_count()}))
 run = train(CONFIG, corpus(), settings, asked["folder"], plan=plan, progress=False)
-losses = [[row["step"], row["loss"], row["grad_norm"], row.get("val_loss")] for row in run.metrics]
-print(json.dumps({"losses": losses, "rows": rows_read, "finished": run.finished}), flush=True)
+print(json.dumps({"losses": losses(run.metrics), "rows": rows_read, "finished": run.finished}), flush=True)

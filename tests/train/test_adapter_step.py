@@ -25,9 +25,9 @@ SETTINGS = TrainSettings(steps=9, batch_size=4, seq_len=8, learning_rate=1e-2, w
 RATE = dataclasses.replace(SETTINGS, learning_rate=1e-3)
 
 
-def stepper(model, settings=SETTINGS, **options):
+def stepper(model, settings=SETTINGS):
     base = nnx.state(model)
-    step = jax.jit(make_lora_step(model.config, settings, model.plan, **options))
+    step = jax.jit(make_lora_step(model.config, settings, model.plan))
     return lambda state, tokens, ids, targets=None: step(
         state, base, (tokens[:, :-1], tokens[:, 1:] if targets is None else targets, jnp.asarray(ids))
     )
@@ -47,7 +47,7 @@ def steps_of(count, n_steps, seed=0):
         yield tokens_of(CONFIG, T=9, B=len(ids), seed=10 + i), ids
 
 
-@pytest.mark.parametrize("count", [8, *(pytest.param(n, marks=pytest.mark.weekly) for n in (1, 64))])
+@pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.weekly)])
 def test_together_as_one_by_one(count):
     """Adapters of three ranks, three steps; trained together, and each of them alone on its own sequences."""
     step, adapters = stepper(model_of(CONFIG), RATE), adapters_of(CONFIG, mixed(count))
@@ -130,23 +130,15 @@ def test_padding_beyond_an_adapter_s_rank_stays_zero():
             assert np.all(np.any(array != 0, axis=-1) == ~beyond[..., 0]), (name, target)
 
 
-def test_each_adapter_has_its_own_rate_warm_up_and_count():
-    """One that joins later begins its warm-up then; one with a tenth of the rate goes a tenth of the way."""
-    step, slower = stepper(model_of(CONFIG)), stepper(model_of(CONFIG), learning_rates=(1e-2, 1e-3, 1e-2))
-    start = init_lora_state(adapters_of(CONFIG), SETTINGS)
+def test_each_adapter_has_its_own_warm_up_and_count():
+    """One that joins later begins its warm-up then."""
+    step, start = stepper(model_of(CONFIG)), init_lora_state(adapters_of(CONFIG), SETTINGS)
     tokens = tokens_of(CONFIG, T=9, B=4)
     late, _ = step(step(start, tokens, [0, 0, 0, 0])[0], tokens, [0, 1, 1, 2])
     first, _ = step(start, tokens, [0, 1, 1, 2])
     for i in (1, 2):
         jax.tree.map(np.testing.assert_array_equal, late.params.select([i]), first.params.select([i]))
     np.testing.assert_array_equal(late.step, [2, 1, 1])
-    slow, _ = slower(start, tokens, [0, 1, 1, 2])
-    for i, ratio in enumerate((1, 0.1, 1)):
-        way = [
-            jax.tree.map(jnp.subtract, s.params.select([i]).weights, start.params.select([i]).weights)
-            for s in (slow, first)
-        ]
-        assert max(errors_by_name(way[0], jax.tree.map(lambda x, r=ratio: r * x, way[1])).values()) < 1e-3
 
 
 def test_the_cost_of_64_adapters_is_that_of_one():
@@ -173,14 +165,6 @@ def test_the_abstract_step_is_the_step_and_compiles():
     assert sum(leaf.size for leaf in jax.tree.leaves(shapes[0])) < params + 200, "adapters and their moments alone"
     report = compile_report(step, *shapes, donate_argnums=(0,), chip="cpu")
     assert report.alias_bytes >= 4 * params
-
-
-def test_other_numbers_of_rates_and_what_is_no_adapter_are_refused():
-    with pytest.raises(ValueError, match="finite numbers above 0, one for each adapter"):
-        make_lora_step(CONFIG, SETTINGS, learning_rates=(0.0, 1.0))
-    state, tokens = init_lora_state(adapters_of(CONFIG), SETTINGS), tokens_of(CONFIG, T=9, B=4)
-    with pytest.raises(ValueError, match="expected one for each of 3 adapters"):
-        stepper(model_of(CONFIG), learning_rates=(1.0,))(state, tokens, [0, 0, 0, 0])
 
 
 def test_on_a_mesh_every_moment_and_metric_is_that_of_one_device():

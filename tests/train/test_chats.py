@@ -107,7 +107,7 @@ def test_a_bad_line_is_named_and_nothing_is_loaded(llama3, tmp_path, line, says)
     file.write_text(json.dumps({"messages": [ASK, ANSWER]}) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=says):
         load_chats(file, llama3)
-    with pytest.raises(ValueError, match=r"holds JSON objects, one a line, and not prose.*load_chats"):
+    with pytest.raises(ValueError, match=r"holds JSON and not prose.*load_chats"):
         load_corpus(file, llama3, cache_dir=tmp_path)
 
 

@@ -1,14 +1,11 @@
 import sys
-from typing import Any
 
 import numpy as np
 import pytest
 
-from llamem import train as package
 from llamem.llama.tokenizer import Tokenizer
 from llamem.train.data import Batches, load_corpus, read_documents, unigram_entropy
 
-untyped: Any = package  # for what is wrong on purpose
 TEXT = "def f(x):\n    return x ** 2  # ünï-çødé 漢字 🦙 1234567\r\n\n\n\t  we're HERE'LL <|end_of_text|> end\n   "
 
 
@@ -45,12 +42,6 @@ def test_decoding_undoes_encoding(tokenizer):
     assert tokenizer.decode(tokenizer.encode("🦙")[:1]) == "�"
 
 
-@pytest.mark.parametrize("wrong", [-1, 128_256])
-def test_decoding_an_id_outside_the_vocabulary_says_so(tokenizer, wrong):
-    with pytest.raises(ValueError, match=f"Token id {wrong} is outside .* 128,256"):
-        tokenizer.decode([1, wrong])
-
-
 def test_hugging_face_tokenizer_json(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -83,12 +74,6 @@ def test_unusable_tokenizer_files(tmp_path):
         Tokenizer(tmp_path / "pointer.model")
 
 
-def test_a_missing_package_is_named_with_its_remedy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(ImportError, match=r"'tiktoken'.*pip install \"llamem\[train\]\""):
-        Tokenizer()
-
-
 def test_the_default_corpus_is_on_this_machine_and_names_no_path_of_it():
     documents = read_documents()
     assert 3_000_000 < sum(map(len, documents)) < 30_000_000
@@ -119,33 +104,22 @@ def test_unusable_corpora(tmp_path):
     with pytest.raises(ValueError, match="is empty"):
         read_documents(tmp_path)
     (tmp_path / "latin.txt").write_bytes("caf\xe9".encode("latin-1"))
-    with pytest.raises(ValueError, match=r"latin.txt' is not UTF-8 text: byte 0xe9 at offset 3"):
+    with pytest.raises(ValueError, match=r"latin.txt' is not UTF-8 text: .* 0xe9 in position 3"):
         read_documents(tmp_path)
-    with pytest.raises(ValueError, match="heldout_fraction is 1"):
-        load_corpus(tmp_path, ByteTokenizer(), heldout_fraction=1.0)
 
 
 def test_hugging_face_datasets(monkeypatch):
+    asked = []
+
     class Datasets:
         @staticmethod
-        def load_dataset(name, config, split):
-            if name == "off/line":
-                raise ConnectionError("no route to host")
-            return Table(["text"] if config == "plain" else ["story"])
-
-    class Table(dict):
-        def __init__(self, columns):
-            super().__init__(text=["one", "two"])
-            self.column_names = columns
+        def load_dataset(*name, split):
+            asked.append((*name, split))
+            return {"text": ["one", "two"]}
 
     monkeypatch.setitem(sys.modules, "datasets", Datasets)
-    assert read_documents("hf:some/stories:plain") == ["one", "two"]
-    with pytest.raises(ValueError, match=r"'some/stories' has the columns \['story'\]"):
-        read_documents("hf:some/stories")
-    with pytest.raises(
-        FileNotFoundError, match=r"'off/line' could not be loaded: ConnectionError.*offline, give a text"
-    ):
-        read_documents("hf:off/line")
+    assert read_documents("hf:some/stories:plain") == read_documents("hf:some/stories") == ["one", "two"]
+    assert asked == [("some/stories", "plain", "train"), ("some/stories", None, "train")]
 
 
 @pytest.fixture
@@ -220,10 +194,6 @@ def test_a_failure_half_way_leaves_nothing_to_load(folder, tmp_path, monkeypatch
         patch.setattr(ByteTokenizer, "encode_to_numpy", fails)
         load_corpus(folder, ByteTokenizer(), cache_dir=tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
-    # Killed rather than interrupted: the leftovers have another name, so they are not taken for a corpus.
-    (tmp_path / "cache" / "unfinished-x").mkdir()
-    corpus = load_corpus(folder, ByteTokenizer(), cache_dir=tmp_path / "cache")
-    assert (corpus.train == 256).sum() + (corpus.heldout == 256).sum() == 40
 
 
 def test_of_two_that_write_the_same_corpus_at_once_the_first_to_end_stays(folder, tmp_path, monkeypatch):
@@ -243,7 +213,7 @@ def test_of_two_that_write_the_same_corpus_at_once_the_first_to_end_stays(folder
         np.testing.assert_array_equal(getattr(mine, part), getattr(winner, part))
 
 
-@pytest.mark.parametrize(("num_tokens", "batch_size", "seq_len"), [(101, 3, 7), (8, 5, 7), (1000, 4, 16), (15, 1, 1)])
+@pytest.mark.parametrize(("num_tokens", "batch_size", "seq_len"), [(101, 3, 7), (8, 5, 7), (1000, 4, 16)])
 def test_every_sequence_appears_once_per_epoch_with_shifted_targets(num_tokens, batch_size, seq_len):
     tokens = np.arange(num_tokens, dtype=np.uint32) * 3
     batches = Batches(tokens, batch_size, seq_len, seed=5)
@@ -282,47 +252,20 @@ def test_unusable_batches():
         Batches(tokens, 1, 10)
     with pytest.raises(ValueError, match="batch_size=0: expected"):
         Batches(tokens, 0, 3)
+    with pytest.raises(ValueError, match="seq_len=True: expected a whole number"):
+        Batches(tokens, 1, True)
     with pytest.raises(ValueError, match="reach from 0 to 9, but the vocabulary has 9 entries"):
         Batches(tokens, 1, 3, vocab_size=9)
     Batches(tokens, 1, 9, vocab_size=10)
-    with pytest.raises(ValueError, match="step=-1: expected"):
-        Batches(tokens, 1, 3).batch_at(-1)
-    with pytest.raises(ValueError, match="seq_len=True: expected a whole number"):
-        untyped.Batches(tokens, 1.5, True)
-    with pytest.raises(ValueError, match="seed=-1"):
-        Batches(tokens, 1, 3, -1)
-    for wrong, kind in (([1, 2, 3], "list"), (tokens / 2, "float64"), (tokens[None], r"shape \(1, 10\)")):
-        with pytest.raises(TypeError, match=rf"tokens is .*{kind}.*; expected a NumPy array of whole numbers"):
-            untyped.Batches(wrong, 1, 1)
-
-
-@pytest.mark.usefixtures("as_a_user")
-def test_wrong_arguments_of_corpora_and_tokenizers(tokenizer, tmp_path):
-    for call, words in (
-        (lambda: untyped.load_corpus(3), r"read_documents\(3\): expected a path"),
-        (lambda: untyped.load_corpus(tokenizer="llama"), "tokenizer='llama'.: expected a llamem"),
-        (lambda: untyped.Tokenizer(3), r"Tokenizer\(3\): expected the path"),
-        (lambda: tokenizer.encode(b"bytes"), "encode.bytes .*: expected a str"),
-        (lambda: tokenizer.decode([1.5]), r"decode\(\[1\.5\]\): expected the ids of one text.*float64"),
-        (lambda: tokenizer.decode([[1], [2]]), r"shape \(2, 1\)"),
-    ):
-        with pytest.raises(TypeError, match=words):
-            call()
-    assert tokenizer.decode([]) == ""
-    with pytest.raises(ValueError, match="expected a path"):
-        load_corpus("")
-    with pytest.raises(ValueError, match=r"heldout_fraction is '0\.1'"):
-        untyped.load_corpus(heldout_fraction="0.1")
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer\.json' is not a Hugging Face tokenizer"):
-        Tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(TypeError, match=r"Cannot cast .*float64"):
+        Batches(tokens / 2, 1, 3).batch_at(0)
 
 
 def test_unigram_entropy():
     train, heldout = np.array([0, 0, 0, 2], np.uint32), np.array([0, 2, 1], np.uint32)
     p = [4 / 8, 1 / 8, 2 / 8, 1 / 8]
     assert unigram_entropy(train, heldout, 4) == pytest.approx(-np.mean(np.log([p[0], p[2], p[1]])))
-    with pytest.raises(ValueError, match="Token id 2 is outside"):
+    with pytest.raises(ValueError, match="reach from 0 to 2, but the vocabulary has 2"):
         unigram_entropy(train, heldout, 2)
 
 

@@ -16,13 +16,15 @@ import jax
 import numpy as np
 import pytest
 import test_loop
+from test_loop import losses, wait_for_rows
 
 from llamem.train import hosts, train
 from llamem.train.batches import Batches
-from llamem.train.lost_hosts import GONE
+from llamem.train.hosts import GONE
 
 HERE = Path(__file__).parent
 SETTINGS = {"steps": 6, "eval_every": 3, "snapshot_every": 1}
+WHERE = {**os.environ, "PYTHONPATH": ":".join([str(HERE), str(HERE.parent), *sys.path]), "PYTHONUNBUFFERED": "1"}
 
 
 class Cluster:
@@ -33,21 +35,10 @@ class Cluster:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         common = {"folder": str(folder), "port": port, "hosts": count, "settings": SETTINGS, **asked}
-        path = {"PYTHONPATH": ":".join([str(HERE), str(HERE.parent), *sys.path]), "PYTHONUNBUFFERED": "1"}
-        self.processes = [
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    str(HERE / "host_run.py"),
-                    json.dumps({**common, "host": i, **(each or {}).get(i, {})}),
-                ],
-                env={**os.environ, **path},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for i in range(count)
-        ]
+        words = [json.dumps({**common, "host": i, **(each or {}).get(i, {})}) for i in range(count)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        command = [sys.executable, str(HERE / "host_run.py")]
+        self.processes = [subprocess.Popen([*command, own], env=WHERE, **pipes) for own in words]
 
     @functools.cached_property
     def ended(self):
@@ -60,34 +51,32 @@ class Cluster:
             assert process.returncode == 0, output + errors[-3000:]
         return [json.loads(output.splitlines()[-1]) for output, _ in self.ended]
 
+    def wait_for_rows(self, folder, count):
+        wait_for_rows(self.processes[0], folder, count)
+        assert all(process.poll() is None for process in self.processes), self.ended
 
-def wait_for_rows(cluster, folder, count):
-    metrics = Path(folder) / "metrics.jsonl"
-    while (metrics.read_text().count("\n") if metrics.exists() else 0) < count:
-        assert all(process.poll() is None for process in cluster.processes), cluster.ended
-        time.sleep(0.01)
+    def kill(self, lost):
+        """Kill one host; of the other, what it said, once it has ended: within a minute, and with the words."""
+        self.processes[lost].kill()
+        start = time.monotonic()
+        output, errors = self.ended[1 - lost]
+        assert time.monotonic() - start < 60 and self.processes[1 - lost].returncode != 0
+        assert GONE in errors, output + errors
 
 
-def curve(folder):
-    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [[row["step"], row["loss"], row["grad_norm"], row.get("val_loss")] for row in rows]
-
-
-def assert_same_curve(ours, others, tolerance):
+def assert_same_curve(ours, others, tolerance=1e-6):
     assert [row[0] for row in ours] == [row[0] for row in others]
-    for row, other in zip(ours, others, strict=True):
-        assert row[3] is None or row[3] == pytest.approx(other[3], rel=tolerance)
-        assert row[1] == pytest.approx(other[1], rel=tolerance)
-        assert row[2] == pytest.approx(other[2], rel=10 * tolerance)  # a norm: sums of squares in another order
+    for (_, loss, val_loss, norm), (_, expected, expected_val, expected_norm) in zip(ours, others, strict=True):
+        assert val_loss is None or val_loss == pytest.approx(expected_val, rel=tolerance)
+        assert loss == pytest.approx(expected, rel=tolerance)
+        assert norm == pytest.approx(expected_norm, rel=10 * tolerance)  # a norm: sums of squares in another order
 
 
 def alone_in(folder):
-    """The run of this process, on one device: its losses, or those of what is left of a run."""
+    """The losses of the run in this process, on one device, or of what is left of a run."""
     run = train(test_loop.CONFIG, test_loop.corpus(), replace(test_loop.SETTINGS, **SETTINGS), folder, progress=False)
-    return {
-        "losses": [[row["step"], row["loss"], row["grad_norm"], row.get("val_loss")] for row in run.metrics],
-        "finished": run.finished,
-    }
+    assert run.finished
+    return [list(row) for row in losses(run.metrics)]
 
 
 @pytest.fixture(scope="module")
@@ -101,10 +90,7 @@ def test_two_hosts_stop_together_and_one_goes_on_with_the_curve_of_one(alone, tm
     two = Cluster(tmp_path, 2, no_locks=True, slow=0.1, each={1: {"stop_at": 2}}).answers
     done = len(two[0]["losses"])
     assert not two[0]["finished"] and 2 <= done < 6 and two[0]["losses"] == two[1]["losses"]
-    rest = alone_in(tmp_path)
-    assert rest["finished"]
-    assert_same_curve(rest["losses"], alone["losses"], 1e-6)
-    assert curve(tmp_path) == rest["losses"]
+    assert_same_curve(alone_in(tmp_path), alone)
     # Of every step each sequence was read by one host, in the order of one process. (Step 0 once more, for its shapes.)
     read = sorted(map(tuple, two[0]["rows"] + two[1]["rows"]))
     once = sorted(set(read))
@@ -115,37 +101,16 @@ def test_two_hosts_stop_together_and_one_goes_on_with_the_curve_of_one(alone, tm
 
 @pytest.mark.weekly
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_host_ends_the_other_within_a_minute_and_the_run_goes_on_bit_by_bit(lost, tmp_path):
-    whole = Cluster(tmp_path / "whole", 2).answers[0]
-    cluster = Cluster(tmp_path / "killed", 2, slow=0.2)
-    wait_for_rows(cluster, tmp_path / "killed", 3)
-    cluster.processes[lost].kill()
-    start = time.monotonic()
-    output, errors = cluster.ended[1 - lost]
-    assert time.monotonic() - start < 60
-    assert cluster.processes[1 - lost].returncode != 0
-    assert GONE in errors, output + errors
-    again = Cluster(tmp_path / "killed", 2).answers[0]
-    assert again["losses"] == whole["losses"]
-
-
-@pytest.mark.weekly
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("each", "says"),
     [
         ({1: {"other_code": "0123"}}, "the code of llamem of some differ from those of host 0"),
         ({1: {"settings": {**SETTINGS, "learning_rate": 0.5}}}, "the settings of some differ from those of host 0"),
         ({1: {"full_at": 2}}, "lost a host of this run"),
-        (
-            {1: {"hosts": 3}, 0: {"timeout": 20}},
-            "wrong world size. This host was told that there are 3, and host 0 waited for 2",
-        ),
-        ({1: {"late": 30, "timeout": 15}, 0: {"timeout": 15}}, "not all hosts met .* within 15 s"),
+        ({1: {"late": 30, "timeout": 15}, 0: {"timeout": 15}}, "All must meet within 15 s"),
         ({1: {"folder": "/nowhere"}}, "does not see /nowhere/run.lock"),
     ],
-    ids=["code", "settings", "disk", "world size", "late", "folder"],
+    ids=["code", "settings", "disk", "late", "folder"],
 )
 def test_what_goes_wrong_on_one_host_is_said_and_nobody_hangs(each, says, tmp_path):
     cluster = Cluster(tmp_path, 2, each=each)
@@ -161,114 +126,78 @@ def test_four_hosts_then_two_then_one(alone, tmp_path):
     four = Cluster(tmp_path, 4, slow=0.5, each={2: {"stop_at": 1}}).answers
     two = Cluster(tmp_path, 2, slow=0.5, devices=2, each={1: {"stop_at": len(four[0]["losses"]) + 1}}).answers
     assert len(four[0]["losses"]) < len(two[0]["losses"]) < 6
-    (one,) = Cluster(tmp_path, 1, mesh={}).answers
-    assert one["finished"]
-    assert_same_curve(one["losses"], alone["losses"], 1e-6)
+    assert_same_curve(alone_in(tmp_path), alone)
 
 
 @pytest.mark.weekly
 @pytest.mark.slow
 def test_ten_random_kills_lose_nothing(tmp_path):
+    """Whichever host is killed, the other ends within a minute, and the run goes on bit by bit."""
     settings = {**SETTINGS, "steps": 40}
     whole = Cluster(tmp_path / "whole", 2, settings=settings).answers[0]
     random_, folder = random.Random(time.time_ns()), tmp_path / "killed"
     for kill in range(10):
         cluster = Cluster(folder, 2, slow=0.2, settings=settings)
-        wait_for_rows(cluster, folder, 3 * kill + 2)
+        cluster.wait_for_rows(folder, 3 * kill + 2)
         time.sleep(random_.uniform(0, 0.5))
-        lost = random_.randrange(2)
-        cluster.processes[lost].kill()
-        assert GONE in cluster.ended[1 - lost][1]
+        cluster.kill(kill % 2)
     again = Cluster(folder, 2, settings=settings).answers[0]
     assert again["finished"] and again["losses"] == whole["losses"]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("count", [3, 12])
 def test_rows_of_a_batch_shared_out_are_the_batch(count):
     batches = Batches(np.arange(2000, dtype=np.uint32), 12, 7, seed=3)
-    for step in (0, 5, 40):  # of the second epoch, too
-        whole = batches.batch_at(step)
+    for step in (0, 40):  # of the second epoch, too
         size = 12 // count
         parts = [batches.batch_at(step, slice(i * size, (i + 1) * size)) for i in range(count)]
-        for half in (0, 1):
-            np.testing.assert_array_equal(np.concatenate([part[half] for part in parts]), whole[half])
+        for half, whole in enumerate(batches.batch_at(step)):
+            np.testing.assert_array_equal(np.concatenate([part[half] for part in parts]), whole)
 
 
-@pytest.fixture
-def nowhere(monkeypatch):
-    """An environment without any launcher's words."""
-    for name in list(os.environ):
-        if name.startswith(("LLAMEM_", "SLURM_", "OMPI_", "TPU_", "KUBERNETES_")):
-            monkeypatch.delenv(name)
-    return monkeypatch
+OURS = {"LLAMEM_COORDINATOR": "a:1", "LLAMEM_HOST": "1", "LLAMEM_NUM_HOSTS": "3"}
 
 
 @pytest.mark.parametrize(
-    ("said", "error"),
-    [
-        ({"LLAMEM_COORDINATOR": "a:1"}, "LLAMEM_NUM_HOSTS, LLAMEM_HOST missing"),
-        ({"LLAMEM_HOST": "1", "LLAMEM_NUM_HOSTS": "2"}, "LLAMEM_COORDINATOR missing"),
-        ({"LLAMEM_COORDINATOR": "a", "LLAMEM_HOST": "1", "LLAMEM_NUM_HOSTS": "2"}, "expected address and port"),
-        ({"LLAMEM_COORDINATOR": "a:1", "LLAMEM_HOST": "x", "LLAMEM_NUM_HOSTS": "2"}, "expected whole numbers"),
-        (
-            {"LLAMEM_COORDINATOR": "a:1", "LLAMEM_HOST": "2", "LLAMEM_NUM_HOSTS": "2"},
-            "numbered from 0 to 1.*world sizes",
-        ),
-        ({"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, "left out SLURM_STEP_NODELIST, SLURM_PROCID.*srun"),
-        (
-            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
-            "left out .*OMPI_MCA_orte_hnp_uri.*LLAMEM_COORDINATOR",
-        ),
-    ],
-)
-def test_what_a_launcher_left_out_is_named(nowhere, said, error):
-    for name, value in said.items():
-        nowhere.setenv(name, value)
-    with pytest.raises(ValueError, match=error):
-        hosts.initialize()
-
-
-@pytest.mark.parametrize(
-    ("said", "addresses"),
+    ("said", "given"),
     [
         ({}, None),
-        ({"LLAMEM_COORDINATOR": "a:1", "LLAMEM_HOST": "1", "LLAMEM_NUM_HOSTS": "3"}, ("a:1", 3, 1)),
+        ({**OURS, "LLAMEM_NUM_HOSTS": "1"}, None),
+        (OURS, ("a:1", 3, 1)),
         ({"LLAMEM_COORDINATOR": "a:1", "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}, ("a:1", 3, 2)),
-        (
-            {
-                "SLURM_NTASKS": "2",
-                **dict.fromkeys(("SLURM_JOB_ID", "SLURM_STEP_NODELIST"), "7"),
-                "SLURM_PROCID": "1",
-                "SLURM_LOCALID": "1",
-            },
-            (),
-        ),
+        ({"LLAMEM_COORDINATOR": "a:1"}, ("a:1", None, None)),  # JAX refuses what is not whole
+        ({"LLAMEM_HOST": "1"}, ()),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}, ()),
+        ({"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, ()),
         ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
         ({"LLAMEM_CLUSTER": "auto"}, ()),
     ],
 )
-def test_jax_is_told_what_the_environment_says_and_finds_the_rest_itself(nowhere, said, addresses):
+def test_jax_is_told_what_the_environment_says_and_finds_the_rest_itself(monkeypatch, said, given):
+    for name in list(os.environ):
+        if name.startswith(("LLAMEM_", "SLURM_", "OMPI_", "TPU_", "KUBERNETES_")):
+            monkeypatch.delenv(name)
     for name, value in said.items():
-        nowhere.setenv(name, value)
+        monkeypatch.setenv(name, value)
     calls = []
-    nowhere.setattr(jax.distributed, "initialize", lambda **given: calls.append(given))
-    nowhere.setattr(jax, "process_count", lambda: addresses[1] if addresses else 1)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **words: calls.append(words))
     hosts.initialize()
     names = ("coordinator_address", "num_processes", "process_id")
-    assert [tuple(call[name] for name in names if name in call) for call in calls] == (
-        [] if addresses is None else [addresses]
-    )
+    assert [tuple(call[name] for name in names if name in call) for call in calls] == ([] if given is None else [given])
 
 
-@pytest.mark.parametrize("end", ["os.abort()", "os._exit(1)", "raise SystemExit(1)"])
+def test_what_a_launcher_left_out_is_refused_by_jax_with_our_advice():
+    code = "from llamem.train.hosts import initialize; initialize()"
+    where = {**WHERE, "SLURM_NTASKS": "4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=where, capture_output=True, text=True, check=False)
+    assert done.returncode and "coordinator_address should be defined" in done.stderr
+    assert "Under SLURM start the program with srun" in done.stderr
+
+
+@pytest.mark.parametrize("end", ["os.abort()", "raise SystemExit(1)"])
 def test_a_process_that_python_does_not_end_leaves_the_words(end):
-    code = f"""
-import os
-from llamem.train.lost_hosts import GONE, last_words
-with last_words(GONE):
-    {end}
-"""
+    code = f"import os\nfrom llamem.train.hosts import GONE, last_words\nwith last_words(GONE):\n    {end}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode and (GONE in done.stderr) == ("os." in end), done.stderr
 
@@ -278,13 +207,12 @@ with last_words(GONE):
 @pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
 def test_hosts_that_share_no_loopback(tmp_path):
     """Gloo, too, must find the other host by its address, not by a name that means this machine."""
-    path = {"PYTHONPATH": ":".join([str(HERE), str(HERE.parent), *sys.path])}
     script = [str(HERE / "hosts_in_namespaces.sh"), sys.executable, str(HERE / "host_run.py"), str(tmp_path)]
-    done = subprocess.run(script, env={**os.environ, **path}, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(script, env=WHERE, capture_output=True, text=True, check=False, timeout=200)
     if done.returncode == 77:
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr[-3000:]
     two = [json.loads((tmp_path / f"host{i}").read_text().splitlines()[-1]) for i in range(2)]
     (one,) = Cluster(tmp_path / "one", 1, mesh={}, settings={}).answers
     assert two[0]["losses"] == two[1]["losses"]
-    assert_same_curve(two[0]["losses"], one["losses"], 1e-6)
+    assert_same_curve(two[0]["losses"], one["losses"])

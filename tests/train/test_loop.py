@@ -44,18 +44,22 @@ def corpus(vocab_size=90, seed=0):
 
 
 def losses(metrics):
-    return [(row["step"], row["loss"], row.get("val_loss")) for row in metrics]
+    return [(row["step"], row["loss"], row.get("val_loss"), row["grad_norm"]) for row in metrics]
 
 
-def child(folder, *, steps=SETTINGS.steps, before=""):
-    """The same run in a process of its own, to be killed."""
+def assert_same_model(one, other):
+    for a, b in zip(*(jax.tree.leaves(nnx.state(run.model)) for run in (one, other)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def child(folder, **changes):
+    """The same run, with other settings, in a process of its own, to be killed."""
     code = f"""
 import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})
 import jax, dataclasses; jax.config.update("jax_platforms", "cpu")
 from test_loop import CONFIG, SETTINGS, corpus
 from llamem.train.loop import train
-{before}
-run = train(CONFIG, corpus(), dataclasses.replace(SETTINGS, steps={steps}), {str(folder)!r}, progress=False)
+run = train(CONFIG, corpus(), dataclasses.replace(SETTINGS, **{changes!r}), {str(folder)!r}, progress=False)
 print("finished", run.finished, flush=True)
 """
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -116,9 +120,7 @@ def test_killed_the_curve_is_the_same_bit_for_bit(kills, uninterrupted, tmp_path
 @pytest.mark.weekly
 @pytest.mark.slow
 def test_ctrl_c_saves_and_the_next_call_goes_on(uninterrupted, tmp_path):
-    process = child(
-        tmp_path, before="SETTINGS = dataclasses.replace(SETTINGS, snapshot_every=0, steps=10_000)", steps=10_000
-    )
+    process = child(tmp_path, snapshot_every=0, steps=10_000)
     wait_for_rows(process, tmp_path, 3)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
@@ -132,8 +134,7 @@ def test_resuming_a_finished_run_computes_nothing(uninterrupted, finished):
     (finished / "snapshots" / "19.orbax-checkpoint-tmp-1").mkdir()
     again = train(CONFIG, corpus(), SETTINGS, finished, progress=False)
     assert losses(again.metrics) == losses(uninterrupted.metrics)
-    for a, b in zip(*(jax.tree.leaves(nnx.state(run.model)) for run in (uninterrupted, again)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same_model(again, uninterrupted)
 
 
 def test_snapshots_of_another_run_are_refused(finished):
@@ -143,13 +144,9 @@ def test_snapshots_of_another_run_are_refused(finished):
         train(CONFIG, corpus(), dataclasses.replace(SETTINGS, seed=1), finished, progress=False)
     with pytest.raises(ValueError, match="training data"):
         train(CONFIG, corpus(seed=5), SETTINGS, finished, progress=False)
-    for name in ("steps", "learning_rate", "warmup_steps", "weight_decay", "clip_norm", "batch_size", "eval_batches"):
-        other = dataclasses.replace(SETTINGS, **{name: 2 * getattr(SETTINGS, name)})
-        with pytest.raises(ValueError, match=rf"another run: {name}: snapshot .*on_change='continue'"):
+    for other in (dataclasses.replace(SETTINGS, learning_rate=0.5), dataclasses.replace(SETTINGS, batch_size=8)):
+        with pytest.raises(ValueError, match=r"another run: .*on_change='continue'"):
             train(CONFIG, corpus(), other, finished, progress=False)
-    with pytest.raises(ValueError, match="another run: held-out data"):
-        text = dataclasses.replace(corpus(), heldout=corpus(seed=1).heldout)
-        train(CONFIG, text, SETTINGS, finished, progress=False)
     with pytest.raises(ValueError, match="is of step 12, beyond steps=9"):
         less = dataclasses.replace(SETTINGS, steps=9)
         train(CONFIG, corpus(), less, finished, progress=False, on_change="continue")
@@ -163,8 +160,7 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_it_taken(uninterrupted, 
     with pytest.warns(UserWarning, match=r"snapshots/12 is damaged .*the one before it is taken"):
         again = train(CONFIG, corpus(), SETTINGS, finished, progress=False)
     assert losses(again.metrics) == losses(uninterrupted.metrics)
-    for a, b in zip(*(jax.tree.leaves(nnx.state(run.model)) for run in (uninterrupted, again)), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_same_model(again, uninterrupted)
     folders = {path.name for path in (finished / "snapshots").iterdir() if path.is_dir()}
     assert folders == {"11", "12", "damaged-12"}
 
@@ -187,20 +183,16 @@ def test_bad_input_is_refused_before_anything_is_written(config, settings, token
     ("settings", "words"),
     [
         ({"steps": 0}, "steps=0"),
+        ({"steps": True}, "steps=True"),
+        ({"snapshot_every": 2.0}, r"snapshot_every=2\.0"),
+        ({"seed": -1}, "seed=-1"),
         ({"batch_size": 6, "accumulate": 4}, "batch_size=6.*accumulate=4"),
         ({"learning_rate": 0.0}, "learning_rate=0.0"),
-        ({"learning_rate": float("nan")}, "learning_rate=nan"),
         ({"learning_rate": "1e-3"}, "learning_rate='1e-3'"),
         ({"clip_norm": float("inf")}, "clip_norm=inf"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1.*at least 0"),
-        ({"eval_batches": 0}, "eval_batches=0"),
-        ({"eval_every": -1}, "eval_every=-1"),
-        ({"snapshot_every": -1}, "snapshot_every=-1"),
-        ({"snapshot_every": 2.0}, r"snapshot_every=2\.0"),
-        ({"warmup_steps": -3}, "warmup_steps=-3"),
-        ({"seed": -1}, "seed=-1"),
-        ({"seed": 2**70}, "seed=1180591620717411303424"),
-        ({"steps": True}, "steps=True"),
+        ({"clip": "tensor"}, "expected one of 'global', 'layer'"),
+        ({"rounding": "up"}, "'nearest', 'stochastic'"),
     ],
 )
 @pytest.mark.usefixtures("as_a_user")
@@ -251,11 +243,12 @@ def test_weight_decay_spares_the_norms():
 def test_abstract_step_has_the_shapes_of_the_real_one():
     settings = dataclasses.replace(SETTINGS, accumulate=2)
     step, state, batch = abstract_step(CONFIG, settings)
-    real = init_state(CONFIG, settings)
-    assert jax.tree.structure(state) == jax.tree.structure(real)
-    assert [(a.shape, a.dtype) for a in jax.tree.leaves(state)] == [(a.shape, a.dtype) for a in jax.tree.leaves(real)]
     new_state, metrics = jax.eval_shape(step, state, batch)
-    assert jax.tree.structure(new_state) == jax.tree.structure(state)
+    for other in (init_state(CONFIG, settings), new_state):
+        assert jax.tree.structure(state) == jax.tree.structure(other)
+        assert [(a.shape, a.dtype) for a in jax.tree.leaves(state)] == [
+            (a.shape, a.dtype) for a in jax.tree.leaves(other)
+        ]
     assert metrics["loss"].shape == () and metrics["loss"].dtype == jnp.float32
 
 
@@ -273,11 +266,3 @@ def test_the_first_signal_is_noted_and_the_second_acts_as_before(number):
             assert seen == [number]
     finally:
         signal.signal(number, before)
-
-
-def test_a_handler_that_is_not_python_s_is_left_alone(monkeypatch):
-    before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(signal, "getsignal", lambda number: None if number == signal.SIGINT else signal.SIG_DFL)
-    with interruptible():
-        monkeypatch.undo()
-        assert signal.getsignal(signal.SIGINT) is before

@@ -31,19 +31,6 @@ def test_rounding_takes_a_neighbour_and_on_average_the_number_itself():
     assert np.abs(nearest - x).max() > 5 * spread.max()  # which rounding to the nearest does not pass
 
 
-def test_small_updates_add_up_where_rounding_to_the_nearest_loses_them():
-    steps, change = 2000, 2.0**-14  # a 128th of the distance between neighbours of 1
-    start = jnp.ones((64, 64), jnp.bfloat16)
-
-    def step(w, key):
-        return stochastically_rounded(w.astype(jnp.float32) + change, key), None
-
-    end, _ = jax.lax.scan(step, start, jax.random.split(jax.random.key(0), steps))
-    assert float((start + jnp.bfloat16(change) - start).max()) == 0
-    mean = float(np.asarray(end, np.float64).mean())
-    assert abs(mean - (1 + steps * change)) < 0.02 * steps * change
-
-
 def test_what_is_exact_or_not_finite_stays():
     x = jnp.asarray([0.0, -0.0, 1.5, -(2.0**-100), jnp.inf, -jnp.inf, jnp.nan])
     got = stochastically_rounded(x, jax.random.key(0))
@@ -61,29 +48,18 @@ def test_a_part_is_rounded_as_in_the_whole():
 def test_each_layer_is_clipped_by_its_own_norm():
     params = nnx.state(model_of(SMALL), nnx.Param)
     grads = jax.tree.map(lambda a: jax.random.normal(jax.random.key(a.size), a.shape), params)
-    clipped = clip(TrainSettings(clip="layer", clip_norm=3.0), grads, jnp.asarray(jnp.inf))
-
-    def norms(tree, layer):
-        leaves = jax.tree.leaves(tree["blocks"])
-        return np.sqrt(sum(np.sum(np.asarray(a[layer], np.float64) ** 2) for a in leaves))
-
+    settings = TrainSettings(clip="layer", clip_norm=3.0)
+    clipped = clip(settings, grads, jnp.asarray(jnp.inf))
     for layer in range(3):
-        before, after = norms(grads, layer), norms(clipped, layer)
-        assert before > 3 and after == pytest.approx(3.0, rel=1e-5)
-        one, other = (np.asarray(jax.tree.leaves(tree["blocks"]["w_up"])[0][layer]) for tree in (clipped, grads))
-        np.testing.assert_allclose(one / other, 3 / before, rtol=1e-5)
+        rows, after = (
+            [np.asarray(a[layer], np.float64) for a in jax.tree.leaves(t["blocks"])] for t in (grads, clipped)
+        )
+        norm = np.sqrt(sum(np.sum(row**2) for row in rows))
+        assert norm > 3
+        for row, other in zip(rows, after, strict=True):
+            np.testing.assert_allclose(other, row * 3 / norm, rtol=1e-5)
     small = jax.tree.map(lambda a: 1e-3 * a, grads)
-    same = clip(TrainSettings(clip="layer", clip_norm=3.0), small, jnp.asarray(jnp.inf))
-    assert all((a == b).all() for a, b in zip(jax.tree.leaves(small), jax.tree.leaves(same), strict=True))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [({"clip": "tensor"}, "expected 'global' or 'layer'"), ({"rounding": "up"}, "'nearest' or 'stochastic'")],
-)
-def test_unknown_words_are_refused(wrong, says, as_a_user):
-    with pytest.raises(ValueError, match=says):
-        TrainSettings(**wrong)
+    jax.tree.map(np.testing.assert_array_equal, small, clip(settings, small, jnp.asarray(jnp.inf)))
 
 
 @pytest.mark.parametrize("wrong", [{"clip": "layer"}, {"rounding": "stochastic"}])

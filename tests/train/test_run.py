@@ -41,8 +41,8 @@ def test_weights_and_their_card(model, tmp_path):
 
 def test_adapters_one_and_several(model, tmp_path):
     for count in (1, 2):
-        run = Run(model, ROWS, False, adapters(count), {"base": "me/mine"})
-        folder = run.save(tmp_path / f"of_{count}")
+        run = Run(model, ROWS, False, adapters(count))
+        folder = run.save(tmp_path / f"of_{count}", base="me/mine")
         card = (folder / "README.md").read_text()
         assert "library_name: peft\nbase_model: me/mine\n" in card and "| steps | 2, not finished |" in card
         folders = [folder] if count == 1 else [folder / "adapter_0", folder / "adapter_1"]

@@ -1,4 +1,4 @@
-"""Snapshots: damage, divergence, other settings, two processes, odd metrics."""
+"""Snapshots: damage, divergence, other settings, two processes."""
 
 import errno
 import json
@@ -80,29 +80,6 @@ def test_no_flipped_bit_is_restored_as_other_numbers(folder):
     assert len(found) >= 10 and "its description is not what was written" in found[-1], found
 
 
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (OSError(errno.ENOSPC, "No space left on device"), "its disk is full. Free some space"),
-        (RuntimeError("RESOURCE_EXHAUSTED: .. [OS error 28: ENOSPC No space left on device]"), "its disk is full"),
-        (PermissionError(errno.EACCES, "Permission denied"), "this user may not write there"),
-    ],
-)
-def test_what_the_disk_refuses_is_said_with_the_folder_and_the_remedy(folder, monkeypatch, error, says):
-    def refuse(*args, **kwargs):
-        raise error
-
-    with Snapshots(folder, MODEL, SETTINGS) as snapshots:
-        monkeypatch.setattr(snapshots._manager, "save", refuse)
-        with pytest.raises(OSError, match=rf"{folder} cannot be written: {says}.*the same call then goes on"):
-            snapshots.save(2, state_of())
-
-
-def test_a_folder_that_cannot_be_made_is_named():
-    with pytest.raises(OSError, match="/proc/nope cannot be written: no folder can be made there"):
-        restore("/proc/nope")
-
-
 def test_other_settings_are_named_and_refused_until_the_word_is_said(folder, capsys):
     with pytest.raises(ValueError, match=r"steps: snapshot 4, now 8\. .*on_change='continue'"):
         restore(folder, {**SETTINGS, "steps": 8})
@@ -113,11 +90,10 @@ def test_other_settings_are_named_and_refused_until_the_word_is_said(folder, cap
     assert "continue" not in str(error.value), "another model cannot be continued"
 
 
-def test_what_is_not_finite_is_not_saved(tmp_path):
-    with Snapshots(tmp_path, MODEL, SETTINGS) as snapshots:
-        snapshots.save(1, state_of())
-        ruined = {**state_of(), "step": jnp.int32(8)}
-        ruined["params"]["half"] = ruined["params"]["half"].at[3].set(jnp.inf)
+def test_what_is_not_finite_is_not_saved(folder):
+    ruined = state_of()
+    ruined["params"]["half"] = ruined["params"]["half"].at[3].set(jnp.inf)
+    with Snapshots(folder, MODEL, SETTINGS) as snapshots:
         with pytest.raises(FloatingPointError, match=r"\['params'\]\['half'\] of step 2 hold NaN or infinity"):
             snapshots.save(2, ruined)
         assert snapshots.latest() == 1
@@ -137,22 +113,13 @@ with files.locked(files.Path(sys.argv[2]) / "run.lock", "why"):
 
 
 def test_a_second_process_is_refused_and_a_killed_one_lets_go(folder):
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, _files.__file__, str(folder)], stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-c", HOLD, _files.__file__, str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     with pytest.raises(BlockingIOError, match=rf"{folder} is in use by process {process.pid} on .*mix their metrics"):
         restore(folder)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert_same(restore(folder), state_of())
-
-
-def test_the_lock_is_given_back_after_an_error(folder):
-    with Snapshots(folder, MODEL, SETTINGS), pytest.raises(BlockingIOError, match="in use by process"):
-        restore(folder)
-    with pytest.raises(ZeroDivisionError), Snapshots(folder, MODEL, SETTINGS):
-        print(1 // 0)
     assert_same(restore(folder), state_of())
 
 
@@ -165,37 +132,13 @@ def test_a_file_system_without_locks_is_told_and_used(folder, monkeypatch):
         assert_same(restore(folder), state_of())
 
 
-def test_a_file_is_no_folder_for_a_run(tmp_path):
-    (tmp_path / "run").write_text("")
-    with pytest.raises(NotADirectoryError, match="is a file: a run needs a folder"):
-        restore(tmp_path / "run")
-
-
-@pytest.mark.parametrize("odd", [b"3", b"{}", b'{"step": "2"}', b'{"step": true}', b"[1]", b"\xff\xfe", b"[" * 100_000])
-def test_an_odd_line_of_metrics_is_named_and_a_torn_last_one_left_out(tmp_path, odd):
+@pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b"\0\0\0"])
+def test_a_torn_last_line_of_metrics_is_left_out(tmp_path, torn):
     metrics = tmp_path / "metrics.jsonl"
-    rows = [json.dumps({"step": step, "loss": 1.0}).encode() for step in (1, 2, 3)]
+    rows = [json.dumps({"step": step, "loss": 1.0}).encode() for step in (1, 2)]
     with Snapshots(tmp_path, MODEL, SETTINGS) as snapshots:
-        before = b"\n".join([rows[0], odd, rows[1]])
-        metrics.write_bytes(before)
-        with pytest.raises(ValueError, match=r"line 2 of .*metrics\.jsonl is no row of metrics: .*Delete that line"):
-            snapshots.cut_metrics(up_to=3)
-        assert metrics.read_bytes() == before
-        metrics.write_bytes(b"\n".join([*rows, odd]))
-        assert [row["step"] for row in snapshots.cut_metrics(up_to=2)] == [1, 2]
-        assert metrics.read_bytes() == b"\n".join(rows[:2]) + b"\n"
-
-
-def test_steps_that_the_metrics_lack_are_named(tmp_path):
-    with Snapshots(tmp_path, MODEL, SETTINGS) as snapshots:
-        for step in (1, 4):
-            snapshots.append_metrics({"step": step, "loss": 1.0})
-        with pytest.warns(UserWarning, match="lacks 2 of the steps 1 to 4"):
-            assert [row["step"] for row in snapshots.cut_metrics(up_to=4)] == [1, 4]
-
-
-def test_a_step_that_orbax_declines_is_not_called_saved(folder):
-    with Snapshots(folder, MODEL, SETTINGS) as snapshots:
-        snapshots.save(3, state_of(1))
-        with pytest.raises(RuntimeError, match=r"step 2 was not saved: .* has one of step 3"):
-            snapshots.save(2, state_of(2))
+        metrics.write_bytes(b"\n".join([*rows, torn]))
+        assert [row["step"] for row in snapshots.cut_metrics(up_to=3)] == [1, 2]
+        assert metrics.read_bytes() == b"\n".join(rows) + b"\n"
+        snapshots.append_metrics({"step": 4, "loss": 1.0})  # the machine went down, and row 3 was not yet on disk
+        assert [row["step"] for row in snapshots.cut_metrics(up_to=3)] == [1, 2]

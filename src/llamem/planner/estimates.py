@@ -17,7 +17,7 @@ from llamem.planner.question import Question, ask
 from llamem.planner.seconds import Seconds, seconds_of
 from llamem.planner.share import share_of
 from llamem.planner.sums import Line, sums_of
-from llamem.train.optimizers import check_optimizer
+from llamem.train.optimizers import check_update
 from llamem.train.settings import Clip, TrainSettings
 
 
@@ -130,7 +130,7 @@ def estimate(
     asked = ask(config, chip, seq_len, batch_size, compiler=False, clip=clip, lora=lora, quantize=quantize)
     found = estimate_plan(asked, plan)
     if lora is None:
-        check_optimizer(plan, TrainSettings(clip=clip), None, config.param_dtype)
+        check_update(plan, TrainSettings(clip=clip), config.param_dtype)
     return found
 
 

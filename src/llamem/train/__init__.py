@@ -7,9 +7,8 @@ from llamem.train.batch_loss import loss_fn
 from llamem.train.batches import Batches
 from llamem.train.chats import Chats, load_chats
 from llamem.train.data import Corpus, load_corpus, unigram_entropy
-from llamem.train.hosts import initialize
+from llamem.train.hosts import LostHost, initialize
 from llamem.train.loop import train
-from llamem.train.lost_hosts import LostHost
 from llamem.train.optimizers import stochastically_rounded
 from llamem.train.run import Run
 from llamem.train.settings import TrainSettings

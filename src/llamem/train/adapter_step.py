@@ -1,7 +1,6 @@
 """One update of many adapters at once: each as if it were trained alone, and the model under them frozen."""
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from llamem.layers.offload import is_on_host
@@ -19,78 +18,64 @@ from llamem.llama.host_memory import host_sharding, of_matrices
 from llamem.llama.lora import IN_LAYERS, Adapters, LoraConfig
 from llamem.llama.plan import Plan
 from llamem.llama.quantized import BlockKind
-from llamem.llama.sharding import MeshShape, parameter_specs, shardings
+from llamem.llama.sharding import MeshShape, parameter_specs
 from llamem.train.batch_loss import IGNORED, loss_and_grads, summed_loss
 from llamem.train.optimizers import make_optimizer, norm_of, within
 from llamem.train.settings import TrainSettings
-from llamem.train.sharded_step import batch_spec, check_sizes, on_mesh
-from llamem.train.step import Optimizer, TrainState, abstract_params, graphdef_of
+from llamem.train.sharded_step import batch_spec, check_sizes, on_mesh, placed_shapes
+from llamem.train.step import TrainState, abstract_params, graphdef_of
 
-AdapterBatch = tuple[
-    Any, ...
-]  # inputs [B, T], targets [B, T], the adapter of each sequence [B], perhaps segments [B, T]
+# inputs [B, T], targets [B, T], the adapter of each sequence [B], perhaps segments [B, T]
+AdapterBatch = tuple[Any, ...]
 
 
-def init_lora_state(adapters: Adapters, settings: TrainSettings, optimizer: Optimizer = None) -> TrainState:
+def init_lora_state(adapters: Adapters, settings: TrainSettings) -> TrainState:
     """Return the state before the first step: updates of each adapter `[A]`, the adapters, their moments; no weight.
 
     Under `jax.eval_shape`, with abstract adapters, it is shapes only.
     """
-    if not isinstance(adapters, Adapters) or not isinstance(settings, TrainSettings):
-        raise TypeError(f"init_lora_state({type(adapters).__name__}, {settings!r}): expected Adapters, TrainSettings.")
-    moments = make_optimizer(settings, optimizer).init(adapters.weights)
+    moments = make_optimizer(settings).init(adapters.weights)
     # optax counts updates in scalars; here every adapter counts its own. Each in a buffer of its own, to be donated.
     moments = jax.tree.map(lambda leaf: leaf if leaf.ndim else jnp.zeros(adapters.count, leaf.dtype), moments)
     return TrainState(jnp.zeros(adapters.count, jnp.int32), adapters, moments)
 
 
 def make_lora_step(
-    config: LlamaConfig,
-    settings: TrainSettings,
-    plan: Plan = Plan(),
-    optimizer: Optimizer = None,
-    *,
-    learning_rates: Sequence[float] | None = None,
+    config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()
 ) -> Callable[[TrainState, Any, AdapterBatch], tuple[TrainState, dict[str, Array]]]:
     """Return `step(state, base, (inputs_BT, targets_BT, adapter_B)) -> state, metrics`, to be jitted, state donated.
 
     `base` are the parameters of the frozen model, `nnx.state(model)`, matrices in blocks of four bits among them; no
-    gradient of them is computed. Every adapter is trained as if its
-    sequences were alone in the batch: its loss is the mean over its own tokens, its gradient's norm is clipped by
-    itself, and warm-up, decay and the optimizer's bias corrections follow its own number of updates. An adapter without
-    a token that counts (targets of -100 do not) stays as it is, bit by bit, with its moments and its count.
+    gradient of them is computed. Every adapter is trained as if its sequences were alone in the batch: its loss is the
+    mean over its own tokens, its gradient's norm is clipped by itself, and warm-up, decay and AdamW's bias corrections
+    follow its own number of updates. An adapter without a token that counts (targets of -100 do not) stays as it is,
+    bit by bit, with its moments and its count.
 
-    A fourth array in the batch, `segments_BT`, numbers documents that are packed into one sequence. `learning_rates`:
-    the peak rate of each adapter; without them all have that of the settings. On a mesh adapters are whole on every
-    device, and lie as `abstract_lora_step` says. Metrics, each `[A]`: `loss` (mean over the adapter's tokens, nats; NaN
-    where it has none, and for all where an id in `adapter_B` is none), `grad_norm`, `tokens`.
+    A fourth array in the batch, `segments_BT`, numbers documents that are packed into one sequence. On a mesh adapters
+    are whole on every device, and lie as `abstract_lora_step` says. Metrics, each `[A]`: `loss` (mean over the
+    adapter's tokens, nats; NaN where it has none, and for all where an id in `adapter_B` is none), `grad_norm`,
+    `tokens`.
     """
     check_adapter_plan(settings, plan)
-    mesh, rule = plan.mesh, make_optimizer(settings, optimizer)
-    peaks = None if learning_rates is None else _check_rates(learning_rates)
+    mesh, optimizer = plan.mesh, make_optimizer(settings)
 
-    def update_one(grads: Any, moments: Any, weights: Any, rate: Array) -> tuple[Any, Any, Array]:
+    def update_one(grads: Any, moments: Any, weights: Any) -> tuple[Any, Any, Array]:
         norm = norm_of(grads)
-        updates, moments = rule.update(within(grads, norm, settings.clip_norm), moments, weights)
-        updates = updates if peaks is None else jax.tree.map(lambda u: rate.astype(u.dtype) * u, updates)
+        updates, moments = optimizer.update(within(grads, norm, settings.clip_norm), moments, weights)
         return optax.apply_updates(weights, updates), moments, norm
 
     def step_on_device(state: TrainState, base: Any, batch: AdapterBatch) -> tuple[TrainState, dict[str, Array]]:
-        graphdef = graphdef_of(config, plan, base)
-        metrics, grads = losses_and_grads(graphdef, settings, base, state.params, batch)
+        metrics, grads = losses_and_grads(graphdef_of(config, plan, base), settings, base, state.params, batch)
         old = state.params.weights, state.opt_state
-        rates_A = jnp.ones(state.params.count) if peaks is None else jnp.asarray(peaks) / settings.learning_rate
         axes = _axis_of_adapters(old[0]), _axis_of_adapters(old[1])
-        each = jax.vmap(update_one, in_axes=(axes[0], axes[1], axes[0], 0), out_axes=(axes[0], axes[1], 0))
-        *new, norm_A = each(grads, state.opt_state, old[0], rates_A)
+        each = jax.vmap(update_one, in_axes=(axes[0], axes[1], axes[0]), out_axes=(*axes, 0))
+        *new, norm_A = each(grads, state.opt_state, old[0])
         present_A = metrics["tokens"] > 0
         weights, moments = jax.tree.map(partial(_where_present, present_A), tuple(new), old, axes)
         state = TrainState(state.step + present_A, state.params.with_weights(weights), moments)
         return state, metrics | {"grad_norm": norm_A}
 
     def step(state: TrainState, base: Any, batch: AdapterBatch) -> tuple[TrainState, dict[str, Array]]:
-        if peaks is not None and len(peaks) != state.params.count:
-            raise ValueError(f"learning_rates={peaks}: expected one for each of {state.params.count} adapters.")
         base = of_matrices(base, is_on_host) if plan.weights == "host" else base
         specs = (PartitionSpec(), parameter_specs(base, mesh), batch_spec(mesh))
         return on_mesh(step_on_device, mesh, specs, PartitionSpec())(state, base, tuple(batch))
@@ -99,13 +84,7 @@ def make_lora_step(
 
 
 def abstract_lora_step(
-    config: LlamaConfig,
-    settings: TrainSettings,
-    plan: Plan,
-    lora: LoraConfig,
-    optimizer: Optimizer = None,
-    *,
-    quantize: BlockKind | None = None,
+    config: LlamaConfig, settings: TrainSettings, plan: Plan, lora: LoraConfig, *, quantize: BlockKind | None = None
 ) -> tuple[Callable[..., Any], TrainState, Any, AdapterBatch]:
     """Return the step of adapters over a model that is never built, with the shapes of its arguments.
 
@@ -114,23 +93,18 @@ def abstract_lora_step(
     frozen matrices are in, such as `"q4_0"`. Raise ValueError for sizes that do not divide.
     """
     mesh, base = plan.mesh, abstract_params(config, settings, quantize)
+    check_sizes(mesh, settings)
     if plan.weights == "host":
         base = of_matrices(base, lambda leaf: leaf.update(sharding=host_sharding()))
-    state = jax.eval_shape(
-        lambda: init_lora_state(Adapters.create(config, lora, rngs=nnx.Rngs(0)), settings, optimizer)
+    state = jax.eval_shape(lambda: init_lora_state(Adapters.create(config, lora, rngs=nnx.Rngs(0)), settings))
+    tokens_BT = jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), jnp.int32)
+    batch = (tokens_BT, tokens_BT, jax.ShapeDtypeStruct((settings.batch_size,), jnp.int32))
+    return (
+        make_lora_step(config, settings, plan),
+        placed_shapes(state, PartitionSpec(), mesh),
+        placed_shapes(base, parameter_specs(base, mesh), mesh),
+        placed_shapes(batch, batch_spec(mesh), mesh),
     )
-    B, T = settings.batch_size, settings.seq_len
-    tokens_BT, adapter_B = jax.ShapeDtypeStruct((B, T), jnp.int32), jax.ShapeDtypeStruct((B,), jnp.int32)
-    batch = (tokens_BT, tokens_BT, adapter_B)
-    if mesh.devices > 1:
-        check_sizes(mesh, B, T, settings.accumulate)
-        everywhere, apart = NamedSharding(mesh.mesh(), PartitionSpec()), shardings(batch_spec(mesh), mesh)
-        state, batch = (
-            jax.tree.map(lambda leaf, where=where: leaf.update(sharding=where), tree)
-            for tree, where in ((state, everywhere), (batch, apart))
-        )
-        base = jax.tree.map(lambda leaf, s: leaf.update(sharding=s), base, shardings(parameter_specs(base, mesh), mesh))
-    return make_lora_step(config, settings, plan, optimizer), state, base, batch
 
 
 def losses_and_grads(
@@ -143,9 +117,7 @@ def losses_and_grads(
     mesh = nnx.merge(graphdef, base).plan.mesh
     weights_B, tokens_A, mean = _of_adapters(adapters.count, mesh, batch)
 
-    def loss(
-        weights: Any, weights_B: Array, inputs_BT: Array, targets_BT: Array, adapter_B: Array, *rest: Array
-    ) -> Array:
+    def loss(weights: Any, weights_B: Array, inputs_BT: Array, targets_BT: Array, adapter_B: Array, *rest: Any) -> Any:
         model, lora = nnx.merge(graphdef, base), adapters.with_weights(weights)
         return summed_loss(model, weights_B, inputs_BT, targets_BT, *rest, adapters=lora, adapter_B=adapter_B)
 
@@ -225,10 +197,8 @@ def _where_present(present_A: Array, new: Array, old: Array, axis: int) -> Array
     return jnp.where(_along(axis, new, present_A), new, old)
 
 
-def check_adapter_plan(settings: Any, plan: Any) -> None:
-    """Raise ValueError for what a step of adapters cannot do, TypeError for what are no settings and no plan."""
-    if not isinstance(settings, TrainSettings) or not isinstance(plan, Plan):
-        raise TypeError(f"settings={settings!r}, plan={plan!r}: expected llamem.TrainSettings, llamem.Plan.")
+def check_adapter_plan(settings: TrainSettings, plan: Plan) -> None:
+    """Raise ValueError for what a step of adapters cannot do."""
     if settings.clip != "global" or settings.rounding != "nearest":
         raise ValueError(
             f"TrainSettings(clip={settings.clip!r}, rounding={settings.rounding!r}) for adapters: each is clipped by "
@@ -240,10 +210,3 @@ def check_adapter_plan(settings: Any, plan: Any) -> None:
             "small to be worth a place or a moment of their own. Leave update='after' and moments='device'; "
             "weights='host' is for the frozen model under them."
         )
-
-
-def _check_rates(rates: Sequence[float]) -> tuple[float, ...]:
-    numbers = all(isinstance(rate, (int, float)) and not isinstance(rate, bool) for rate in rates)
-    if not numbers or not all(0 < rate < math.inf for rate in rates):
-        raise ValueError(f"learning_rates={rates!r}: expected finite numbers above 0, one for each adapter.")
-    return tuple(map(float, rates))

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32, Integer
@@ -39,7 +39,6 @@ class Shuffled:
 
     def sequences_of(self, step: int, rows: slice) -> list[int]:
         """Return the numbers of the sequences of a step's batch, counted from 0, or of some of its rows."""
-        step = check_whole("step", step, at_least=0)
         return [self._sequence(n) for n in range(step * self.batch_size, (step + 1) * self.batch_size)[rows]]
 
     def _sequence(self, number: int) -> int:
@@ -70,7 +69,6 @@ class Batches(Shuffled):
         *,
         vocab_size: int | None = None,
     ):
-        check_ids(tokens, "tokens")
         self.tokens, self.seq_len = tokens, check_whole("seq_len", seq_len)
         super().__init__((len(tokens) - 1) // self.seq_len, batch_size, seed)
         if not self.num_sequences:
@@ -78,7 +76,7 @@ class Batches(Shuffled):
                 f"The corpus has {len(tokens):,} tokens, but one sequence of seq_len {seq_len:,} needs {seq_len + 1:,} "
                 "(a target for its last input). Take a shorter seq_len or a larger corpus."
             )
-        check_vocabulary(int(tokens.min()), int(tokens.max()), vocab_size)
+        check_vocabulary([tokens], vocab_size)
 
     def batch_at(self, step: int, rows: slice = slice(None)) -> Batch:
         """Return the batch of a step, counted from 0; `rows`: only these of its sequences, and only they are read.
@@ -86,18 +84,13 @@ class Batches(Shuffled):
         Which sequences a batch has does not depend on who reads them: hosts that share its rows out read each of them
         once, however many hosts there are.
         """
-        starts = [number * self.seq_len for number in self.sequences_of(step, rows)]
-        windows = np.empty((len(starts), self.seq_len + 1), np.int32)
-        for window, start in zip(windows, starts, strict=True):
-            window[:] = self.tokens[start : start + self.seq_len + 1]
+        starts = self.seq_len * np.asarray(self.sequences_of(step, rows), np.int64)
+        windows = self.tokens[starts[:, None] + np.arange(self.seq_len + 1)].astype(np.int32, casting="same_kind")
         return Batch(windows[:, :-1], windows[:, 1:])
 
 
 class AdapterBatches:
-    """Batches for several adapters: row `i` is adapter `i % A`'s, from the `i % A`-th source; its number comes third.
-
-    Raise ValueError for a batch that does not divide among the adapters.
-    """
+    """Batches for several adapters: row `i` is of adapter and source `i % A`, whose number comes third."""
 
     def __init__(self, sources: Sequence[BatchSource]):
         self._sources = list(sources)
@@ -113,17 +106,11 @@ class AdapterBatches:
         return inputs_BT, targets_BT, np.asarray([i % A for i in numbers], np.int32), *rest
 
 
-def check_ids(tokens: Any, name: str) -> None:
-    """Raise TypeError for what is no array of token ids."""
-    is_array = isinstance(tokens, np.ndarray)
-    if not is_array or tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        kind = f"an array of shape {tokens.shape} and type {tokens.dtype}" if is_array else type(tokens).__name__
-        raise TypeError(f"{name} is {kind}; expected a NumPy array of whole numbers, [num_tokens], like Corpus.train.")
-
-
-def check_vocabulary(least: int, most: int, vocab_size: int | None) -> None:
+def check_vocabulary(arrays: Iterable[np.ndarray], vocab_size: int | None) -> None:
     """Raise ValueError for ids outside a vocabulary of that size; None: of any size."""
-    if vocab_size is not None and not 0 <= least <= most < check_whole("vocab_size", vocab_size):
+    arrays = list(arrays)
+    least, most = min(int(array.min()) for array in arrays), max(int(array.max()) for array in arrays)
+    if vocab_size is not None and not 0 <= least <= most < vocab_size:
         raise ValueError(
             f"The tokens reach from {least} to {most}, but the vocabulary has {vocab_size:,} entries (ids 0 to "
             f"{vocab_size - 1:,}). Model and tokenizer do not belong together: the Llama 3 tokenizer needs vocab_size "

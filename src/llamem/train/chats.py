@@ -74,10 +74,6 @@ def load_chats(
     Raise FileNotFoundError for a missing file; ValueError for fewer than two chats, and, with file, line and what was
     expected, for a line that holds none: nothing is left out silently.
     """
-    if not isinstance(heldout_fraction, (int, float)) or not 0 < heldout_fraction < 1:
-        raise ValueError(f"heldout_fraction is {heldout_fraction!r}; it must lie between 0 and 1, for instance 0.1.")
-    if not isinstance(tokenizer, Tokenizer | None):
-        raise TypeError(f"load_chats(tokenizer={tokenizer!r}): expected a llamem.train.Tokenizer.")
     tokenizer = tokenizer or Tokenizer()
     chats = []
     for where, record in _records(source):
@@ -99,20 +95,13 @@ def load_chats(
 def _records(source: Any) -> list[tuple[str, Any]]:
     """Return each record, and where it stands."""
     if not isinstance(source, (str, os.PathLike)):
-        if not isinstance(source, Sequence):
-            raise TypeError(f"load_chats({show(source)}): expected the path of a JSONL file, or a list of chats.")
         return [(f"chat {i}", record) for i, record in enumerate(source)]
-    path = Path(source).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(f"There is no file of chats {str(source)!r}. In each line {_EXPECTED}.")
     records = []
-    for number, line in enumerate(read_utf8(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}, line {number}"
+    for number, line in enumerate(read_utf8(Path(source).expanduser()).split("\n"), start=1):
+        where = f"{source}, line {number}"
         try:
-            records.append((where, json.loads(line)))
-        except (ValueError, RecursionError) as error:
+            records += [(where, json.loads(line))] if line.strip() else []
+        except ValueError as error:
             raise ValueError(f"{where}: no JSON ({error}): {show(line)}; {_EXPECTED}. Nothing was loaded.") from None
     return records
 
@@ -148,8 +137,7 @@ class PackedBatches(Shuffled):
         self.cut = _what_is_cut(chats, self._chats, T)
         if not self._chats:
             raise ValueError(f"no chat has a token of the assistant among its first {T} tokens. Take a longer seq_len.")
-        for chat in self._chats:
-            check_vocabulary(int(chat.ids.min()), int(chat.ids.max()), vocab_size)
+        check_vocabulary((chat.ids for chat in self._chats), vocab_size)
         self._rows = _pack([len(chat.ids) - 1 for chat in self._chats], T)
         super().__init__(len(self._rows), batch_size, seed)
 

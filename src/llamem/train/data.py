@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
-from llamem._checks import check_whole
 from llamem._extras import import_extra
 from llamem._files import cache_folder, whole_folder
 from llamem.llama.tokenizer import Tokenizer
-from llamem.train.batches import Batches, check_ids, fingerprint
+from llamem.train.batches import Batches, check_vocabulary, fingerprint
 
 STANDARD_LIBRARY = "python-standard-library"
 HUGGING_FACE = "hf:"
@@ -43,31 +42,27 @@ def read_documents(source: str | os.PathLike = STANDARD_LIBRARY) -> list[str]:
 
     Errors: FileNotFoundError for a missing path, ValueError for bytes that are not UTF-8 or for a corpus without text.
     """
-    if not isinstance(source, (str, os.PathLike)):
-        raise TypeError(
-            f"read_documents({source!r}): expected a path, {HUGGING_FACE + 'owner/name'!r} or a known name."
-        )
     name = os.fspath(source)
-    if not name:
-        raise ValueError(f"read_documents(''): expected a path, or a name such as {STANDARD_LIBRARY!r}.")
+    path = Path(name).expanduser()
     if name == STANDARD_LIBRARY:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        # `_sysconfigdata*` and `config-*/` hold the paths of the machine that built Python.
-        built = ("_sysconfigdata", "config-")
-        files = [f for f in _files(root, {".py"}, _NOT_LIBRARY) if not f.relative_to(root).as_posix().startswith(built)]
-        documents = [_read_python(file) for file in files]
+        documents = _standard_library()
     elif name.startswith(HUGGING_FACE):
-        documents = list(_hugging_face_documents(name.removeprefix(HUGGING_FACE)))
+        repository, _, config = name.removeprefix(HUGGING_FACE).partition(":")
+        datasets = import_extra("datasets", "a Hugging Face dataset")
+        documents = list(datasets.load_dataset(repository, config or None, split="train")["text"])
+    elif path.suffix == ".jsonl":
+        raise ValueError(
+            f"{name!r} holds JSON and not prose: a model would learn to write JSON. Chats are read by "
+            "llamem.train.load_chats; of other records write the text alone into a file."
+        )
+    elif path.exists():
+        documents = [read_utf8(file) for file in ([path] if path.is_file() else _files(path, TEXT_SUFFIXES))]
     else:
-        path = Path(name).expanduser()
-        if not path.exists():
-            raise FileNotFoundError(
-                f"There is no corpus {name!r}. Give a text file, a folder of text files, "
-                f"{HUGGING_FACE + 'owner/name'!r} for a Hugging Face dataset, or {STANDARD_LIBRARY!r}, which is on "
-                "every machine that runs Python. A relative path starts at this process's working directory."
-            )
-        files = [path] if path.is_file() else _files(path, TEXT_SUFFIXES)
-        documents = [_refuse_json_lines(read_utf8(file), file) for file in files]
+        raise FileNotFoundError(
+            f"There is no corpus {name!r}. Give a text file, a folder of text files, "
+            f"{HUGGING_FACE + 'owner/name'!r} for a Hugging Face dataset, or {STANDARD_LIBRARY!r}, which is on "
+            "every machine that runs Python. A relative path starts at this process's working directory."
+        )
     documents = [document for document in documents if document.strip()]
     if not documents:
         raise ValueError(
@@ -77,59 +72,29 @@ def read_documents(source: str | os.PathLike = STANDARD_LIBRARY) -> list[str]:
     return documents
 
 
+def _standard_library() -> list[str]:
+    root, documents = Path(sysconfig.get_paths()["stdlib"]), []
+    # `_sysconfigdata*` and `config-*/` hold the paths of the machine that built Python.
+    built = ("_sysconfigdata", "config-")
+    for file in _files(root, {".py"}, _NOT_LIBRARY):
+        if not file.relative_to(root).as_posix().startswith(built):
+            with tokenize.open(file) as handle:  # honours the file's own encoding line
+                documents.append(handle.read())
+    return documents
+
+
 def _files(root: Path, suffixes: Iterable[str], skipped: Iterable[str] = ()) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(s for s in subfolders if s not in skipped and not s.startswith((".", "__pycache__")))
         yield from (Path(folder, name) for name in sorted(names) if Path(name).suffix in suffixes)
 
 
-def _read_python(file: Path) -> str:
-    with tokenize.open(file) as handle:  # honours the file's own encoding line
-        return handle.read()
-
-
 def read_utf8(file: Path) -> str:
-    """Return the text of a file. Raise ValueError, with the place, where it is not UTF-8."""
+    """Return the text of a file. Raise ValueError, with its name, where it is not UTF-8."""
     try:
         return file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{str(file)!r} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {error.start} cannot be "
-            "decoded. Convert it (`iconv -f latin1 -t utf-8`), or take it out of the corpus if it is not text."
-        ) from None
-
-
-def _refuse_json_lines(text: str, file: Path) -> str:
-    line = text.lstrip().split("\n", 1)[0]
-    try:
-        is_json = line.startswith("{") and isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        is_json = False
-    if is_json:
-        raise ValueError(
-            f"{str(file)!r} holds JSON objects, one a line, and not prose: a model would learn to write JSON. Chats "
-            "are read by llamem.train.load_chats; of other records write the text alone into a file."
-        )
-    return text
-
-
-def _hugging_face_documents(name: str) -> Iterable[str]:
-    datasets = import_extra("datasets", "a Hugging Face dataset")
-    repository, _, config = name.partition(":")
-    try:
-        dataset = datasets.load_dataset(repository, config or None, split="train")
-    except Exception as error:
-        raise FileNotFoundError(
-            f"The Hugging Face dataset {repository!r} could not be loaded: {type(error).__name__}: {error}. Check "
-            "the name (`hf:owner/name` or `hf:owner/name:config`, with a split called train) and the network; offline, "
-            f"give a text file or folder, or {STANDARD_LIBRARY!r}."
-        ) from error
-    if "text" not in dataset.column_names:
-        raise ValueError(
-            f"The Hugging Face dataset {repository!r} has the columns {dataset.column_names}, but no `text`. "
-            "Write the column you want into a text file and give its path."
-        )
-    return dataset["text"]
+        raise ValueError(f"{str(file)!r} is not UTF-8 text: {error}. Convert it: iconv -f latin1 -t utf-8.") from None
 
 
 @dataclass(frozen=True)
@@ -173,10 +138,6 @@ def load_corpus(
 
     Default `cache_dir`: `corpora` under `$LLAMEM_CACHE`, or under `llamem` in `$XDG_CACHE_HOME` or `~/.cache`.
     """
-    if not isinstance(heldout_fraction, (int, float)) or not 0 < heldout_fraction < 1:
-        raise ValueError(f"heldout_fraction is {heldout_fraction!r}; it must lie between 0 and 1, for instance 0.05.")
-    if not isinstance(tokenizer, Tokenizer | None):
-        raise TypeError(f"load_corpus(tokenizer={tokenizer!r}): expected a llamem.train.Tokenizer.")
     documents = read_documents(source)
     tokenizer = tokenizer or Tokenizer()
     digest = hashlib.blake2b(f"{_CACHE_FORMAT} {tokenizer.fingerprint} {heldout_fraction}".encode(), digest_size=12)
@@ -229,16 +190,8 @@ def unigram_entropy(
     """Return held-out tokens' cross-entropy, in nats each, under the training tokens' frequencies (counts plus one).
 
     What a model that looks at no context can reach: a validation loss above it has learned nothing about order.
-    Errors: ValueError for an id outside the vocabulary and for a stream without tokens.
+    Raise ValueError for an id outside the vocabulary.
     """
-    for name, tokens in (("train", train), ("heldout", heldout)):
-        check_ids(tokens, name)
-        if not len(tokens) or tokens.min() < 0:
-            raise ValueError(f"unigram_entropy: {name} has {len(tokens)} tokens; expected some, none of them negative.")
-    largest = max(int(train.max()), int(heldout.max()))
-    if largest >= check_whole("vocab_size", vocab_size):
-        raise ValueError(
-            f"Token id {largest} is outside the vocabulary: vocab_size is {vocab_size!r}; use the tokenizer's."
-        )
+    check_vocabulary([train, heldout], vocab_size)
     counts_V = np.bincount(train, minlength=vocab_size) + 1.0
     return float(-np.mean(np.log(counts_V[heldout] / counts_V.sum())))

@@ -33,20 +33,15 @@ def interruptible() -> Iterator[Callable[[int], bool]]:
 
 @contextlib.contextmanager
 def _noting(signals: list[signal.Signals], note: Callable[[], None]) -> Iterator[None]:
-    # A handler that was not set from Python is None here, and cannot be put back: such a signal is left alone.
-    before = {number: signal.getsignal(number) for number in signals}
-    before = {number: handler for number, handler in before.items() if handler is not None}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
     def once(*_: Any) -> None:
         restore()
         note()
 
-    for number in before:
-        signal.signal(number, once)
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that was not set from Python
+
+    before = {number: signal.signal(number, once) for number in signals}
     try:
         yield
     finally:

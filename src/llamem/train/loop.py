@@ -6,12 +6,11 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import numpy as np
 
-from llamem._checks import check_one_of, show
 from llamem._extras import import_extra
 from llamem.llama.config import LlamaConfig
 from llamem.llama.host_memory import host_place
@@ -28,8 +27,8 @@ from llamem.train.run import Run
 from llamem.train.settings import TrainSettings
 from llamem.train.sharded_step import batch_spec, check_sizes
 from llamem.train.snapshots import OnChange, Snapshots
-from llamem.train.step import Optimizer, TrainState
-from llamem.train.tasks import Init, Task, train_adapters, train_weights
+from llamem.train.step import TrainState
+from llamem.train.tasks import Task, train_adapters, train_weights
 
 Data = Corpus | Chats | Sequence[Corpus | Chats]
 
@@ -41,10 +40,8 @@ def train(
     output_dir: str | os.PathLike,
     *,
     plan: Plan = Plan(),
-    init: Init = None,
+    init: Llama | None = None,
     lora: LoraConfig | Adapters | None = None,
-    learning_rates: Sequence[float] | None = None,
-    optimizer: Optimizer = None,
     progress: bool = True,
     on_change: OnChange = "refuse",
 ) -> Run:
@@ -57,13 +54,10 @@ def train(
         output_dir: gets `metrics.jsonl` (step, loss, val_loss where evaluated, grad_norm, tokens_per_second,
             memory_bytes), `snapshots/`, training checkpoints by Orbax, and `run.lock`, which keeps other processes out.
         plan: how a step is computed. It may change from one call to the next.
-        init: a model, or the folder or hub name of one, whose weights the run begins with; without it random ones.
-            A folder's weights are in memory once, a given model's twice, since it stays as it is.
+        init: a model whose weights the run begins with; without it random ones. It stays as it is, so weights that are
+            trained are in memory twice.
         lora: train adapters over the frozen `init` instead of its weights: new ones, or given ones. Several share a
             batch out: row `i` is adapter `i % A`'s; metrics are then means over adapters, with a list of each one's.
-        learning_rates: the peak rate of each adapter, where they differ.
-        optimizer: an optax transformation in place of AdamW under the settings' rate, warm-up and decay. Gradients are
-            clipped before it as the settings say.
         progress: whether to show a bar.
         on_change: with other settings, text or base the curve would be another one: "refuse", or "continue" from the
             snapshot and say so.
@@ -72,25 +66,26 @@ def train(
     and step are restored exactly. Ctrl-C ("interrupt kernel") or SIGTERM finishes the step, saves, and says how to go
     on. A damaged snapshot is named in a warning, and the one before it taken.
 
-    Raise, before anything is computed: TypeError for arguments of another kind, ValueError for a sequence beyond
-    `max_seq_len`, a corpus too short or with ids outside the vocabulary, a mesh of more devices than there are or among
-    which something does not divide, weights of another model, snapshots of another model or other settings or all of
-    them damaged; BlockingIOError for a folder in which another process trains, OSError for one that cannot be written.
-    FloatingPointError when the loss, the gradient or a parameter is not finite; what is not finite is never a snapshot
-    to resume from.
+    Raise, before anything is computed: ValueError for a sequence beyond `max_seq_len`, a corpus too short or with ids
+    outside the vocabulary, a mesh of more devices than there are or among which something does not divide, weights of
+    another model, snapshots of another model or other settings or all of them damaged; BlockingIOError for a folder in
+    which another process trains, OSError for one that cannot be written. FloatingPointError when the loss, the gradient
+    or a parameter is not finite; what is not finite is never a snapshot to resume from.
     """
-    _check_arguments(config, corpus, settings, output_dir, plan, on_change, lora)
-    batches, heldout = _batches(config, corpus, settings, lora)
+    _check_sizes(config, settings, plan)
+    corpora = [corpus] if isinstance(corpus, Corpus | Chats) else list(corpus)
+    batches, heldout = _batches(config, corpora, settings, lora)
     if lora is None:
-        task = train_weights(config, settings, plan, optimizer, init)
+        task = train_weights(config, settings, plan, init)
     else:
-        task = train_adapters(config, settings, plan, optimizer, init, lora, learning_rates)
-    model, decides = _identity(config, settings, corpus, optimizer, learning_rates)
+        task = train_adapters(config, settings, plan, init, lora)
+    model, decides = _identity(config, settings, corpora)
     decides |= task.identity
     same = {"configuration": model, "settings": {**decides, **dataclasses.asdict(settings)}, "plan": plan}
     with agreed(same), Snapshots(output_dir, model, decides) as snapshots:
         run = _train(task, settings, plan, batches, heldout, snapshots, progress, on_change)
-    return dataclasses.replace(run, described=_described(init, corpus, settings, plan))
+    data = "; ".join(one.described for one in corpora)
+    return dataclasses.replace(run, described={"data": data, "settings": str(settings), "plan": str(plan)})
 
 
 def _train(
@@ -110,7 +105,9 @@ def _train(
 
     def validation_loss(state: TrainState) -> dict[str, Any]:
         count = min(settings.eval_batches, max(1, heldout.num_sequences // settings.batch_size))
-        losses = [np.asarray(task.evaluate(state, place_batch(heldout, i, where))) for i in range(count)]
+        losses = [
+            np.asarray(task.losses(state.params, *task.frozen, place_batch(heldout, i, where))) for i in range(count)
+        ]
         return _numbers("val_loss", np.mean(losses, axis=0))
 
     # Compiled before the clock starts, so that the first step's speed is a step's speed.
@@ -165,10 +162,12 @@ def _first_state(
     return step, jax.tree.map(put, state)
 
 
-def _batches(config: LlamaConfig, corpus: Any, settings: TrainSettings, lora: Any) -> tuple[BatchSource, BatchSource]:
+def _batches(
+    config: LlamaConfig, corpora: list[Corpus | Chats], settings: TrainSettings, lora: LoraConfig | Adapters | None
+) -> tuple[BatchSource, BatchSource]:
+    """Return the batches to train on, and those held out; adapters that share one text read other parts of it."""
     count = lora.count if isinstance(lora, Adapters) else len(lora.ranks) if lora is not None else 1
-    corpora = [corpus] * count if isinstance(corpus, Corpus | Chats) else list(corpus)
-    if len(corpora) != count:
+    if len(corpora) not in (1, count):
         raise ValueError(f"{len(corpora)} corpora for {count} adapters: give one for all, or one for each.")
     if settings.batch_size % (count * settings.accumulate):
         raise ValueError(
@@ -176,9 +175,8 @@ def _batches(config: LlamaConfig, corpus: Any, settings: TrainSettings, lora: An
             f"accumulate={settings.accumulate} parts: choose a multiple of {count * settings.accumulate}."
         )
     size = settings.batch_size // count, settings.seq_len
-    # Adapters that share one text read other parts of it.
-    pairs = [one.batches(*size, settings.seed + i, config.vocab_size) for i, one in enumerate(corpora)]
-    for train, _ in pairs[: 1 if isinstance(corpus, Chats) else None]:
+    pairs = [corpora[i % len(corpora)].batches(*size, settings.seed + i, config.vocab_size) for i in range(count)]
+    for train, _ in pairs[: len(corpora)]:
         if (cut := getattr(train, "cut", "")) and jax.process_index() == 0:
             print(cut)
     if lora is None:
@@ -210,22 +208,7 @@ def _diverged(what: str, done: int, snapshots: Snapshots) -> FloatingPointError:
     return FloatingPointError(f"{what} at step {done}. {where} a learning_rate below today's or more warmup_steps.")
 
 
-def _check_arguments(
-    config: LlamaConfig, corpus: Any, settings: TrainSettings, output_dir: Any, plan: Plan, on_change: str, lora: Any
-) -> None:
-    several = isinstance(corpus, (list, tuple)) and corpus and all(isinstance(c, Corpus | Chats) for c in corpus)
-    expected = {
-        "config": (isinstance(config, LlamaConfig), config, "llamem.LlamaConfig.from_name('tiny')"),
-        "corpus": (isinstance(corpus, Corpus | Chats) or several, corpus, "llamem.train.load_corpus()"),
-        "settings": (isinstance(settings, TrainSettings), settings, "llamem.TrainSettings()"),
-        "output_dir": (isinstance(output_dir, (str, os.PathLike)), output_dir, "a folder's name"),
-        "plan": (isinstance(plan, Plan), plan, "llamem.Plan()"),
-        "lora": (isinstance(lora, LoraConfig | Adapters | None), lora, "llamem.LoraConfig(ranks=(16,))"),
-    }
-    for name, (right, value, example) in expected.items():
-        if not right:
-            raise TypeError(f"train({name}={show(value)}): expected {example} or another of its kind.")
-    check_one_of("train: on_change", on_change, get_args(OnChange))
+def _check_sizes(config: LlamaConfig, settings: TrainSettings, plan: Plan) -> None:
     if settings.seq_len > config.max_seq_len:
         raise ValueError(
             f"seq_len={settings.seq_len} is longer than the model's max_seq_len={config.max_seq_len}: RoPE was not "
@@ -239,7 +222,7 @@ def _check_arguments(
             f"{jax.device_count()} together: some would have nothing to do. Choose a mesh of all of them, such as "
             f"Plan(mesh={{'fsdp': {jax.device_count()}}})."
         )
-    check_sizes(mesh, settings.batch_size, settings.seq_len, settings.accumulate)
+    check_sizes(mesh, settings)
 
 
 def memory_in_use() -> int:
@@ -251,27 +234,15 @@ def memory_in_use() -> int:
 
 
 def _identity(
-    config: LlamaConfig, settings: TrainSettings, corpus: Any, optimizer: Any, learning_rates: Any
+    config: LlamaConfig, settings: TrainSettings, corpora: list[Corpus | Chats]
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Return what a snapshot's model is, and what of the rest decides the curve."""
     model = {f"model {name}": str(value) for name, value in dataclasses.asdict(config).items()}
     watching = ("eval_every", "snapshot_every")  # when the curve is looked at or stored, not what it is
     decides: dict[str, Any] = {n: v for n, v in dataclasses.asdict(settings).items() if n not in watching}
-    if optimizer is not None:
-        decides["optimizer"] = "given"
-    if learning_rates is not None:
-        decides["learning_rates"] = list(learning_rates)
-    corpora = [corpus] if isinstance(corpus, Corpus | Chats) else corpus
     for i, one in enumerate(corpora):
         decides |= {f"{name} {i}" if len(corpora) > 1 else name: words for name, words in one.fingerprints().items()}
     return model, decides
-
-
-def _described(init: Init, corpus: Any, settings: TrainSettings, plan: Plan) -> dict[str, str]:
-    """Return what a run was, in words."""
-    base = {} if init is None or isinstance(init, Llama) else {"base": os.fspath(init)}
-    corpora = [corpus] if isinstance(corpus, Corpus | Chats) else corpus
-    return base | {"data": "; ".join(one.described for one in corpora), "settings": str(settings), "plan": str(plan)}
 
 
 def _progress_bar(first: int, steps: int, shown: bool) -> Any:

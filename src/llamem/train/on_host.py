@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from llamem.layers.offload import is_on_host, to_device, to_host
+from llamem.layers.offload import to_device, to_host
 from llamem.layers.trees import combine
-from llamem.llama.host_memory import of_matrices, waits_on_host
+from llamem.llama.host_memory import waits_on_host
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import parameter_name
 from llamem.train.optimizers import UpdateRule, is_stacked
@@ -21,12 +21,6 @@ from llamem.train.optimizers import UpdateRule, is_stacked
 # Tables of the vocabulary are cut into up to so many pieces of rows, whose size this divides: rows of a bf16 array lie
 # 16 together in a TPU's memory.
 PIECES, ROWS = 16, 16
-
-
-def mark_host_arguments(params: Any, opt_state: Any, plan: Plan) -> tuple[Any, Any]:
-    """Return a program's arguments, marked as lying where the plan says: JAX does not know it of shapes."""
-    params = of_matrices(params, is_on_host) if plan.weights == "host" else params
-    return params, of_matrices(opt_state, is_on_host) if plan.moments == "host" else opt_state
 
 
 def update_by_parts(update: UpdateRule, plan: Plan, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:

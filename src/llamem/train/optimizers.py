@@ -1,4 +1,4 @@
-"""What turns gradients into new weights: clipping, an optimizer of optax, rounding. Of all of a model or of a part."""
+"""What turns gradients into new weights: clipping, AdamW, rounding. Of all of a model or of a part."""
 
 import zlib
 from collections.abc import Callable
@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, BFloat16, Float32, Int, PRNGKeyArray
 
@@ -19,16 +18,12 @@ from llamem.train.settings import TrainSettings
 UpdateRule = Callable[..., tuple[Any, Any]]
 
 
-def make_optimizer(
-    settings: TrainSettings, optimizer: optax.GradientTransformation | None = None
-) -> optax.GradientTransformation:
-    """Return `optimizer`, or AdamW under warm-up and cosine decay as the settings say; clipping is not part of it.
+def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
+    """Return AdamW under warm-up and cosine decay as the settings say; clipping is not part of it.
 
     AdamW's betas are 0.9 and 0.95, and norms do not decay. A warm-up of `steps` or more ends at the last step but one:
     the rate has its peak in the last.
     """
-    if optimizer is not None:
-        return optimizer
     warmup = min(settings.warmup_steps, settings.steps - 1)
     peak = settings.learning_rate
     schedule = optax.warmup_cosine_decay_schedule(peak / max(warmup, 1), peak, warmup, settings.steps, peak / 10)
@@ -42,8 +37,8 @@ def make_optimizer(
 def clip(settings: TrainSettings, grads: Any, norm: Array) -> Any:
     """Return gradients within `settings.clip_norm`: all by `norm`, the norm of all, or each layer by its own.
 
-    With `clip="layer"` what is in no layer is clipped array by array. Not
-    optax.clip_by_global_norm, which would take the norm of one device's part.
+    With `clip="layer"` what is in no layer is clipped array by array. `optax.clip_by_global_norm` would take the norm
+    of one device's part.
     """
     max_norm = settings.clip_norm
     if settings.clip == "global" or max_norm is None:
@@ -88,12 +83,13 @@ def _wide(grad: Array) -> Array:
     return grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
 
 
-def make_update(settings: TrainSettings, optimizer: optax.GradientTransformation, step: Array) -> UpdateRule:
+def make_update(settings: TrainSettings, step: Array) -> UpdateRule:
     """Return `update(grads, opt_state, params, first=0)`: new parameters, rounded as the settings say, and new state.
 
     `first` is the number of the first row or layer that the arrays have of the whole ones. `step` is the number of
     updates before this one.
     """
+    optimizer = make_optimizer(settings)
 
     def update(grads: Any, opt_state: Any, params: Any, first: Any = 0) -> tuple[Any, Any]:
         updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -130,20 +126,13 @@ def stochastically_rounded(
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
-def check_optimizer(plan: Plan, settings: TrainSettings, optimizer: Any, param_dtype: Any) -> None:
-    """Raise ValueError where the plan, the settings and the optimizer exclude each other, with the remedy."""
-    if not isinstance(optimizer, optax.GradientTransformation | None):
-        raise TypeError(f"optimizer={optimizer!r}: expected an optax.GradientTransformation, such as optax.lion(1e-4).")
-    mesh = plan.mesh
-    if mesh.devices > 1 and settings.clip == "layer":
+def check_update(plan: Plan, settings: TrainSettings, param_dtype: Any) -> None:
+    """Raise ValueError where the plan, the settings and the weights' type exclude each other, with the remedy."""
+    if plan.mesh.devices > 1 and (settings.clip == "layer" or settings.rounding == "stochastic"):
         raise ValueError(
-            f"TrainSettings(clip='layer') on a mesh {mesh.axes}: norms of layers are computed on one device. Leave "
-            "clip='global'."
-        )
-    if mesh.devices > 1 and settings.rounding == "stochastic":
-        raise ValueError(
-            f"TrainSettings(rounding='stochastic') on a mesh {mesh.axes}: what is drawn would depend on how arrays are "
-            "split. Leave rounding='nearest'."
+            f"TrainSettings(clip={settings.clip!r}, rounding={settings.rounding!r}) on a mesh {plan.mesh.axes}: norms "
+            "of layers, and what is drawn, would depend on how arrays are split. Leave clip='global' and "
+            "rounding='nearest'."
         )
     if settings.rounding == "stochastic" and param_dtype != jnp.bfloat16:
         raise ValueError(
@@ -160,38 +149,6 @@ def check_optimizer(plan: Plan, settings: TrainSettings, optimizer: Any, param_d
     if plan.layer_by_layer and settings.accumulate > 1:
         raise ValueError(
             f"TrainSettings(accumulate={settings.accumulate}) with weights on the host or an update in the backward "
-            "pass: gradients of several parts would have to be kept and added, for all layers, which is the room that "
-            "was to be saved. Choose accumulate=1: with layers fetched one by one a larger batch costs only its own "
-            "activations."
-        )
-    if optimizer is not None and (mesh.devices > 1 or plan.layer_by_layer or plan.moments == "host"):
-        _check_elementwise(optimizer)
-
-
-def _check_elementwise(optimizer: optax.GradientTransformation) -> None:
-    """Raise ValueError for an optimizer of which a part of an array needs to know the rest.
-
-    Tried on two small matrices, whole and row by row.
-    """
-    rng = np.random.default_rng(0)
-    with jax.ensure_compile_time_eval():
-        params, grads = ({n: jnp.asarray(rng.normal(size=(4, 3)), jnp.float32) for n in ("wq", "w_up")} for _ in "ab")
-
-        def changes(params: Any, grads: Any) -> Any:
-            return optimizer.update(grads, optimizer.init(params), params)[0]
-
-        def row(tree: Any, i: int) -> Any:
-            return {"wq": tree["wq"][i : i + 1]}
-
-        whole = changes(params, grads)
-        try:
-            alone = [changes(row(params, i), row(grads, i)) for i in range(4)]
-            same = all(np.allclose(whole["wq"][i : i + 1], part["wq"], rtol=1e-5) for i, part in enumerate(alone))
-        except Exception:  # of whatever kind: it cannot compute a part
-            same = False
-    if not same:
-        raise ValueError(
-            "this optimizer changes a row of a matrix otherwise when it sees the rest of the matrix, or other "
-            "matrices: on a mesh, or layer by layer, it would only see parts. Expected an elementwise one, such as "
-            "optax.adamw, optax.lion or optax.sgd; clipping is said in TrainSettings(clip=..., clip_norm=...)."
+            "pass: gradients of all layers would have to be kept and added, in the room that was to be saved. Choose "
+            "accumulate=1: with layers fetched one by one a larger batch costs only its own activations."
         )

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llamem._checks import show
 from llamem._files import whole_folder
 from llamem.llama.lora import Adapters
 from llamem.llama.lora_files import save_adapter
@@ -22,7 +21,7 @@ from llamem.llama.tokenizer import Tokenizer
 class Run:
     """A run: the model, its metrics (one dict per step), whether it reached its end, and the adapters it trained.
 
-    `described`: base, data, settings and plan in words, for the card.
+    `described`: data, settings and plan in words, for the card.
     """
 
     model: Llama
@@ -39,22 +38,17 @@ class Run:
         The model's weights as `transformers` reads them, or the adapters as `peft` does: one in the folder, several in
         `adapter_0`, `adapter_1` .. inside it. `tokenizer`: written beside them. `merge`: the one adapter added into the
         weights, which blocks of four or eight bits leave for that. `base`: the hub name or folder that the adapters
-        name as their base; by default the one that the run began with.
+        name as their base.
 
         The folder appears when all of it is written. Raise FileExistsError where it exists and is not empty, ValueError
         for `merge` without exactly one adapter.
         """
-        if not isinstance(folder, (str, os.PathLike)) or not isinstance(tokenizer, Tokenizer | None):
-            raise TypeError(
-                f"save({show(folder)}, {show(tokenizer)}): expected a folder's name, and a Tokenizer or None."
-            )
         folder, count = Path(folder), 0 if self.adapters is None else self.adapters.count
         if merge and count != 1:
             raise ValueError(
                 f"save(merge=True): one adapter can be added into the weights, and this run has {count}. Choose one: "
                 "llamem.save_pretrained(llamem.merge_adapter(run.model, run.adapters, 0), folder)."
             )
-        base = base or self.described.get("base", "")
         with whole_folder(folder) as unfinished:
             if self.adapters is None or merge:
                 save_pretrained(self._merged() if merge else self.model, unfinished)

@@ -1,8 +1,9 @@
 """What a run is told beside its model, its text and its plan."""
 
 import dataclasses
-import math
 from typing import Literal, get_args
+
+from llamem._checks import check_number, check_one_of, check_whole
 
 Clip = Literal["global", "layer"]
 Rounding = Literal["nearest", "stochastic"]
@@ -38,26 +39,22 @@ class TrainSettings:
     rounding: Rounding = "nearest"
 
     def __post_init__(self):
-        least = {"warmup_steps": 0, "seed": 0, "eval_every": 0, "snapshot_every": 0}
-        for name in ("steps", "batch_size", "seq_len", "accumulate", "eval_batches", *least):
-            value, at_least = getattr(self, name), least.get(name, 1)
-            if type(value) is not int or not at_least <= value < 2**31:
-                raise ValueError(
-                    f"{name}={value!r}: expected a whole number (a Python int) of at least {at_least}, below 2**31."
-                )
-        for name in ("learning_rate", "clip_norm", "weight_decay"):
-            value = getattr(self, name)
-            if name == "clip_norm" and value is None:
-                continue
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not is_number or value < 0 or (value == 0 and name != "weight_decay"):
-                limit = "of at least 0" if name == "weight_decay" else "above 0"
-                raise ValueError(f"{name}={value!r}: expected a finite number (a Python float) {limit}.")
-        for name, known in (("clip", get_args(Clip)), ("rounding", get_args(Rounding))):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}={getattr(self, name)!r}: expected {' or '.join(map(repr, known))}.")
+        for name in ("steps", "batch_size", "seq_len", "accumulate", "eval_batches"):
+            self._set(name, check_whole(name, getattr(self, name)))
+        for name in ("warmup_steps", "seed", "eval_every", "snapshot_every"):
+            self._set(name, check_whole(name, getattr(self, name), at_least=0))
+        self._set("learning_rate", check_number("learning_rate", self.learning_rate, above=0))
+        self._set("weight_decay", check_number("weight_decay", self.weight_decay, at_least=0))
+        if self.clip_norm is not None:
+            self._set("clip_norm", check_number("clip_norm", self.clip_norm, above=0))
+        check_one_of("clip", self.clip, get_args(Clip))
+        check_one_of("rounding", self.rounding, get_args(Rounding))
         if self.batch_size % self.accumulate:
             raise ValueError(
                 f"batch_size={self.batch_size} does not divide into accumulate={self.accumulate} equal parts: "
                 "choose a divisor, so that no sequence is dropped."
             )
+
+    def _set(self, name: str, value: float) -> None:
+        """Keep a number as Python's own: it is stored beside snapshots, as JSON."""
+        object.__setattr__(self, name, value)

@@ -14,7 +14,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from llamem.llama.sharding import PARAMETERS, READ_IN_PARTS, MeshShape, parameter_name
+from llamem.llama.sharding import PARAMETERS, READ_IN_PARTS, MeshShape, parameter_name, shardings
+from llamem.train.settings import TrainSettings
 
 
 def on_mesh(fn: Callable[..., Any], mesh: MeshShape, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -34,18 +35,26 @@ def batch_spec(mesh: MeshShape) -> PartitionSpec:
     return PartitionSpec(mesh.over("batch") or None)
 
 
-def check_sizes(mesh: MeshShape, batch_size: int, seq_len: int, accumulate: int) -> None:
+def placed_shapes(shapes: Any, specs: Any, mesh: MeshShape) -> Any:
+    """Return shapes that say how they lie on a mesh: by a tree of `PartitionSpec`s, or by one for all of them."""
+    if mesh.devices == 1:
+        return shapes
+    specs = jax.tree.map(lambda _: specs, shapes) if isinstance(specs, PartitionSpec) else specs
+    return jax.tree.map(lambda shape, where: shape.update(sharding=where), shapes, shardings(specs, mesh))
+
+
+def check_sizes(mesh: MeshShape, settings: TrainSettings) -> None:
     """Raise ValueError for batches and sequences that cannot be shared out evenly."""
-    shares = mesh.data * mesh.fsdp * accumulate
-    if batch_size % shares:
+    shares = mesh.data * mesh.fsdp * settings.accumulate
+    if settings.batch_size % shares:
         raise ValueError(
-            f"batch_size={batch_size} does not divide among data={mesh.data} x fsdp={mesh.fsdp} devices in "
-            f"accumulate={accumulate} parts: choose a multiple of {shares}."
+            f"batch_size={settings.batch_size} does not divide among data={mesh.data} x fsdp={mesh.fsdp} devices in "
+            f"accumulate={settings.accumulate} parts: choose a multiple of {shares}."
         )
-    if mesh.context > 1 and seq_len % (2 * mesh.context):
+    if mesh.context > 1 and settings.seq_len % (2 * mesh.context):
         raise ValueError(
-            f"seq_len={seq_len} does not divide among context={mesh.context} devices, each of which holds an early "
-            f"and a late piece of it: choose a multiple of {2 * mesh.context}."
+            f"seq_len={settings.seq_len} does not divide among context={mesh.context} devices, each of which holds an "
+            f"early and a late piece of it: choose a multiple of {2 * mesh.context}."
         )
 
 

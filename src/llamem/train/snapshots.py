@@ -1,12 +1,10 @@
 """Training checkpoints (Orbax) and the metrics file of a run, kept in step with each other: whole or not at all."""
 
 import contextlib
-import errno
 import json
 import os
 import warnings
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,28 +20,17 @@ from llamem.memory.shapes import on_host
 from llamem.train.hosts import check_folder
 
 OnChange = Literal["refuse", "continue"]
-_DISK = {
-    errno.ENOSPC: "its disk is full. Free some space",
-    errno.EDQUOT: "its disk quota is used up. Free some space",
-    errno.EFBIG: "its file system takes no files of that size",
-    errno.EROFS: "its file system is read-only",
-    errno.EACCES: "this user may not write there",
-    errno.EPERM: "this user may not write there",
-    errno.ENOENT: "no folder can be made there",
-    errno.ENOTDIR: "a part of that path is a file",
-}
 
 
 class Snapshots:
     """The snapshots and metrics of one run, in one folder, which a `with` block holds for this process alone.
 
     `model` and `settings` say what a snapshot belongs to, as JSON-able values by name. They are stored beside the
-    arrays, with a sum of each array. Orbax writes into a temporary folder and renames it when complete, so a run killed
-    at any moment leaves only whole snapshots. The two newest are kept. On several hosts each stores the arrays of its
-    own devices; the first holds the folder and writes the rest.
+    arrays, with a sum of each array: the files that Orbax writes have none. It writes into a temporary folder and
+    renames it when complete, so a run killed at any moment leaves only whole snapshots. The two newest are kept. On
+    several hosts each stores the arrays of its own devices; the first holds the folder and writes the rest.
 
-    Entering raises NotADirectoryError where the folder is a file, BlockingIOError where another process holds it, and
-    OSError, with the folder and what to do, where nothing can be written.
+    Entering raises BlockingIOError where another process holds the folder, OSError where nothing can be written.
     """
 
     def __init__(self, folder: str | os.PathLike, model: dict[str, Any], settings: dict[str, Any]):
@@ -55,21 +42,15 @@ class Snapshots:
         self._first = jax.process_index() == 0  # it alone writes what all would write alike
 
     def __enter__(self) -> "Snapshots":
-        if self.folder.exists() and not self.folder.is_dir():
-            raise NotADirectoryError(
-                f"{self.folder} is a file: a run needs a folder, for its metrics and snapshots. Choose another one."
-            )
         with contextlib.ExitStack() as opening:
             if self._first:
                 why = "Two runs in one folder would mix their metrics."
-                with _explained(self.folder):
-                    opening.enter_context(locked(self.folder / "run.lock", why))
+                opening.enter_context(locked(self.folder / "run.lock", why))
             if jax.process_count() > 1:
                 multihost_utils.sync_global_devices("the first host holds the folder")
                 check_folder(self.folder)
             options = self._ocp.CheckpointManagerOptions(max_to_keep=2, create=True, enable_async_checkpointing=False)
-            with _explained(self.folder):
-                self._manager = self._ocp.CheckpointManager(self.folder / "snapshots", options=options)
+            self._manager = self._ocp.CheckpointManager(self.folder / "snapshots", options=options)
             opening.callback(self._manager.close)
             self._open = opening.pop_all()
         return self
@@ -84,27 +65,16 @@ class Snapshots:
     def save(self, step: int, state: Any) -> None:
         """Store every array of `state`. Return when all is on disk under its final name.
 
-        Raise FloatingPointError for arrays that hold NaN or infinity, RuntimeError where a newer snapshot is there, and
-        OSError, with the folder and what to do, where the disk takes no more; none of them stores anything.
+        Raise FloatingPointError, and store nothing, where arrays hold NaN or infinity; what the disk refuses, Orbax
+        raises.
         """
         arrays = _by_name(state)
         sums, finite = _sums(arrays)
         if ruined := [name for name in arrays if not finite[name]]:
             raise FloatingPointError(f"{_few(ruined)} of step {step} hold NaN or infinity, so they were not saved.")
         about, args = {**self.about, "sums": sums}, self._ocp.args
-        with _explained(self.folder):
-            stored = self._manager.save(
-                step,
-                args=args.Composite(
-                    state=args.StandardSave(arrays),
-                    identity=args.JsonSave({"about": about, "checksum": _checksum(about)}),
-                ),
-            )
-        if not stored:
-            raise RuntimeError(
-                f"step {step} was not saved: {self.folder / 'snapshots'} has one of step {self.latest()}. Steps are "
-                "saved in rising order; delete what is newer, or choose another output folder."
-            )
+        identity = args.JsonSave({"about": about, "checksum": _checksum(about)})
+        self._manager.save(step, args=args.Composite(state=args.StandardSave(arrays), identity=identity), force=True)
 
     def delete(self, step: int) -> None:
         """Remove the snapshot of a step; do nothing where there is none."""
@@ -120,101 +90,84 @@ class Snapshots:
         """
         damage = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
-            found, damage[step] = self._read(step, abstract_state, on_change)
-            if damage[step] is None:
-                self._put_aside({step: why for step, why in damage.items() if why})
-                return step, found
+            try:
+                state = self._read(step, abstract_state, on_change)
+            except _OtherRun:
+                raise
+            except Exception as error:  # Orbax and tensorstore raise whatever they meet
+                damage[step] = f"{type(error).__name__}: {str(error)[:200]}"
+                continue
+            self._put_aside(damage)
+            return step, state
         raise ValueError(
             f"no snapshot in {self.folder / 'snapshots'} can be read: "
             f"{'; '.join(f'{step}: {why}' for step, why in damage.items())}. Delete that folder to begin at step 0, or "
             "choose another output folder."
         )
 
-    def _read(self, step: int, abstract_state: Any, on_change: OnChange) -> tuple[Any, str | None]:
-        """Return the state of a snapshot and None; or None and what is wrong with it."""
+    def _read(self, step: int, abstract_state: Any, on_change: OnChange) -> Any:
         args = self._ocp.args
+        stored = self._manager.restore(step, args=args.Composite(identity=args.JsonRestore()))["identity"]
+        about = stored["about"]
+        if _checksum(about) != stored["checksum"]:
+            raise _Damaged("its description is not what was written")
+        self._check(about, on_change)
         wanted = {name: _with_sharding(leaf) for name, leaf in _by_name(abstract_state).items()}
-        try:
-            stored = self._manager.restore(step, args=args.Composite(identity=args.JsonRestore()))["identity"]
-            about = stored["about"]
-            if _checksum(about) != stored["checksum"]:
-                return None, "its description is not what was written"
-            self._check(about, on_change)
-            arrays = self._manager.restore(step, args=args.Composite(state=args.StandardRestore(wanted)))["state"]
-            sums, _ = _sums(arrays)
-            if wrong := [name for name in wanted if sums[name] != about["sums"][name]]:
-                return None, f"{_few(wrong)} are not the numbers that were written"
-        except _OtherRun:
-            raise
-        except Exception as error:  # Orbax and tensorstore raise whatever they meet
-            return None, f"{type(error).__name__}: {str(error)[:200]}"
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted]), None
+        arrays = self._manager.restore(step, args=args.Composite(state=args.StandardRestore(wanted)))["state"]
+        sums, _ = _sums(arrays)
+        if wrong := [name for name in wanted if sums[name] != about["sums"][name]]:
+            raise _Damaged(f"{_few(wrong)} are not the numbers that were written")
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
 
     def _put_aside(self, damage: dict[int, str]) -> None:
+        if not damage:
+            return
         for step, why in damage.items():
             folder = self.folder / "snapshots" / str(step)
             if self._first:
                 warnings.warn(f"the snapshot {folder} is damaged ({why}): the one before it is taken.", stacklevel=4)
                 folder.rename(folder.with_name(f"damaged-{step}"))
-        if damage:
-            if jax.process_count() > 1:
-                multihost_utils.sync_global_devices("damaged snapshots are put aside")
-            self._manager.reload()
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("damaged snapshots are put aside")
+        self._manager.reload()
 
     def _check(self, stored: dict[str, Any], on_change: OnChange) -> None:
         model, settings = (_differences(stored[part], self.about[part]) for part in ("model", "settings"))
-        remedy = "Use the settings of that run, or choose another output folder."
+        remedy = "Use the settings of that run, or choose another output folder"
         if not model and settings and on_change == "continue":
             if self._first:
                 print(f"Going on with other settings than the snapshot's: {'; '.join(settings)}.")
             return
-        if not model and settings:
-            remedy = (
-                f"{remedy[:-1]}, or say train(..., on_change='continue') to go on from here with the settings of now: "
-                "the curve is then not that of a run in one go."
+        if not model:
+            remedy += (
+                ", or say train(..., on_change='continue') to go on from here with the settings of now: the curve is "
+                "then not that of a run in one go"
             )
         if model or settings:
-            raise _OtherRun(
-                f"the snapshots in {self.folder} belong to another run: {'; '.join([*model, *settings])}. {remedy}"
-            )
+            differences = "; ".join([*model, *settings])
+            raise _OtherRun(f"the snapshots in {self.folder} belong to another run: {differences}. {remedy}.")
 
     def cut_metrics(self, up_to: int) -> list[dict[str, Any]]:
-        """Rewrite the metrics file without the rows after step `up_to`, and return those that stay, one a step.
+        """Rewrite the metrics file without the rows after step `up_to`, and return those that stay.
 
-        Later rows were written after the snapshot that is resumed, and are written again. A torn last line is left out:
-        the run was killed while it wrote it. Raise ValueError for any other line that is no row.
+        Later rows were written after the snapshot that is resumed, and are written again; the last may be torn.
         """
-        lines = self._metrics.read_bytes().splitlines() if self._metrics.exists() else []
-        rows = {}
-        for number, line in enumerate(lines, start=1):
+        rows = []
+        for line in self._metrics.read_text().splitlines() if self._metrics.exists() else ():
             try:
                 row = json.loads(line)
-                if type(row["step"]) is not int:
-                    raise TypeError
-                rows[row["step"]] = row
-            except (ValueError, TypeError, KeyError, RecursionError):
-                if number == len(lines):
-                    break
-                raise ValueError(
-                    f"line {number} of {self._metrics} is no row of metrics: {line[:80]!r}. Expected a JSON object "
-                    'with a whole "step" in each line. Delete that line, or move the file away.'
-                ) from None
-        rows = [row for step, row in sorted(rows.items()) if step <= up_to]
-        if len(rows) < up_to:
-            warnings.warn(
-                f"{self._metrics} lacks {up_to - len(rows)} of the steps 1 to {up_to}: the machine went down before "
-                "they were on disk, or lines were deleted. Training goes on without them.",
-                stacklevel=2,
-            )
+            except ValueError:
+                break
+            if row["step"] <= up_to:
+                rows.append(row)
         if self._first:
-            with _explained(self.folder):
-                write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
+            write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
         return rows
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one line to the metrics file."""
         if self._first:
-            with _explained(self.folder), open(self._metrics, "a") as file:
+            with open(self._metrics, "a") as file:
                 file.write(json.dumps(row) + "\n")
 
 
@@ -222,23 +175,8 @@ class _OtherRun(ValueError):
     pass
 
 
-@contextlib.contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    """Raise errors of the disk as OSError with the folder and what to do. Tensorstore's say so in their text alone."""
-    try:
-        yield
-    except (BlockingIOError, NotADirectoryError):
-        raise
-    except Exception as error:
-        number = error.errno if isinstance(error, OSError) else None
-        number = errno.ENOSPC if "No space left on device" in str(error) else number
-        if number not in _DISK:
-            raise
-        raise OSError(
-            number,
-            f"{folder} cannot be written: {_DISK[number]}, or choose another output folder; the same call then goes on "
-            "from the newest snapshot",
-        ) from error
+class _Damaged(ValueError):
+    pass
 
 
 def checksum(params: Any) -> str:
@@ -249,9 +187,7 @@ def checksum(params: Any) -> str:
 def _sums(arrays: dict[str, Any]) -> tuple[dict[str, int], dict[str, bool]]:
     """Return each array's sum of bits, and whether its numbers are finite: the same however the array is spread."""
     found = {name: _sum_of_bits(array) for name, array in arrays.items()}
-    return {name: int(total) for name, (total, _) in found.items()}, {
-        n: bool(finite) for n, (_, finite) in found.items()
-    }
+    return {n: int(total) for n, (total, _) in found.items()}, {n: bool(finite) for n, (_, finite) in found.items()}
 
 
 @jax.jit
@@ -268,12 +204,8 @@ def _sum_of_bits(x: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _differences(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    names = sorted({*stored, *now})
-    return [
-        f"{name}: snapshot {stored.get(name)!r}, now {now.get(name)!r}"
-        for name in names
-        if stored.get(name) != now.get(name)
-    ]
+    changed = [name for name in sorted({*stored, *now}) if stored.get(name) != now.get(name)]
+    return [f"{name}: snapshot {stored.get(name)!r}, now {now.get(name)!r}" for name in changed]
 
 
 def _by_name(tree: Any) -> dict[str, Any]:

@@ -7,25 +7,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from llamem.layers.offload import is_on_host
 from llamem.llama.config import LlamaConfig
 from llamem.llama.host_memory import host_place, host_sharding, of_matrices
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.quantized import BlockKind, check_kinds, kinds_in, with_blocks
-from llamem.llama.sharding import parameter_specs, shardings
+from llamem.llama.sharding import parameter_specs
 from llamem.train.batch_loss import loss_and_grads, mean_weights, summed_loss
-from llamem.train.on_host import mark_host_arguments, update_by_parts
-from llamem.train.optimizers import check_optimizer, clip, make_optimizer, make_update
+from llamem.train.on_host import update_by_parts
+from llamem.train.optimizers import check_update, clip, make_optimizer, make_update
 from llamem.train.settings import TrainSettings
-from llamem.train.sharded_step import batch_spec, check_sizes, global_norm, on_mesh, sum_gradients, sum_over_batch
+from llamem.train.sharded_step import (
+    batch_spec,
+    check_sizes,
+    global_norm,
+    on_mesh,
+    placed_shapes,
+    sum_gradients,
+    sum_over_batch,
+)
 from llamem.train.streamed_step import streamed_update
-
-Optimizer = optax.GradientTransformation | None  # None: AdamW, as `llamem.train.optimizers.make_optimizer` says
 
 
 @jax.tree_util.register_dataclass
@@ -40,18 +46,10 @@ class TrainState:
 
 def make_model(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()) -> Llama:
     """Return a freshly initialised model, computed as the plan says. Same seed, same parameters."""
-    _check_settings(settings)
     return Llama(config, rngs=nnx.Rngs(settings.seed), plan=plan)
 
 
-def init_state(
-    config: LlamaConfig,
-    settings: TrainSettings,
-    plan: Plan = Plan(),
-    optimizer: Optimizer = None,
-    *,
-    params: Any = None,
-) -> TrainState:
+def init_state(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan(), *, params: Any = None) -> TrainState:
     """Return the state before the first step, each array where the plan says: on its part of a mesh, or on the host.
 
     `params`: parameters to begin with, such as `nnx.state(model, nnx.Param)` of a loaded model; they are copied.
@@ -61,10 +59,10 @@ def init_state(
 
     def begin(params: Any = params) -> TrainState:
         params = nnx.state(make_model(config, settings), nnx.Param) if params is None else params
-        return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(settings, optimizer).init(params))
+        return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(settings).init(params))
 
     if plan.mesh.devices > 1:
-        where = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, settings, plan, optimizer))
+        where = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, settings, plan))
         if params is None:
             return jax.jit(begin, out_shardings=where)()
         return jax.jit(begin, out_shardings=where)(jax.device_put(params, where.params))
@@ -80,7 +78,7 @@ def init_state(
 
 
 def abstract_step(
-    config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan(), optimizer: Optimizer = None
+    config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()
 ) -> tuple[Callable[..., Any], TrainState, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
     """Return the train step of a model that is never built, with the shapes of its arguments: what a compiler needs.
 
@@ -88,28 +86,22 @@ def abstract_step(
     mesh in the plan the shapes say how they lie on it. Raise ValueError for sizes that do not divide, and as
     `make_train_step`.
     """
-    step, state = make_train_step(config, settings, plan, optimizer), abstract_state(config, settings, plan, optimizer)
-    where = shardings(batch_spec(plan.mesh), plan.mesh) if plan.mesh.devices > 1 else None
-    tokens_BT = jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), jnp.int32, sharding=where)
-    return step, state, (tokens_BT, tokens_BT)
+    step, state = make_train_step(config, settings, plan), abstract_state(config, settings, plan)
+    tokens_BT = jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), jnp.int32)
+    return step, state, placed_shapes((tokens_BT, tokens_BT), batch_spec(plan.mesh), plan.mesh)
 
 
-def abstract_state(
-    config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan(), optimizer: Optimizer = None
-) -> TrainState:
+def abstract_state(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()) -> TrainState:
     """Return the shapes and types of a training state, without a byte of it, and where they lie.
 
     Raise ValueError where weights, batch or sequence do not divide among the devices of the plan's mesh.
     """
     params = abstract_params(config, settings)
-    opt_state = jax.eval_shape(make_optimizer(settings, optimizer).init, params)
+    opt_state = jax.eval_shape(make_optimizer(settings).init, params)
     state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state)
-    mesh = plan.mesh
-    if mesh.devices == 1:
-        return _on_host(state, plan, lambda leaf: leaf.update(sharding=host_sharding()))
-    check_sizes(mesh, settings.batch_size, settings.seq_len, settings.accumulate)
-    where = shardings(parameter_specs(state, mesh), mesh)
-    return jax.tree.map(lambda leaf, s: leaf.update(sharding=s), state, where)
+    check_sizes(plan.mesh, settings)
+    state = _on_host(state, plan, lambda leaf: leaf.update(sharding=host_sharding()))
+    return placed_shapes(state, parameter_specs(state, plan.mesh), plan.mesh)
 
 
 def abstract_params(config: LlamaConfig, settings: TrainSettings, quantize: BlockKind | None = None) -> Any:
@@ -128,7 +120,7 @@ def graphdef_of(config: LlamaConfig, plan: Plan, params: Any = None) -> nnx.Grap
 
 
 def make_train_step(
-    config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan(), optimizer: Optimizer = None
+    config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()
 ) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
     """Return `step(state, (inputs_BT, targets_BT)) -> state, metrics`: one update, to be jitted with the state donated.
 
@@ -136,17 +128,13 @@ def make_train_step(
     not count. With a mesh in the plan it is one program for every device of it, on states and batches that lie as
     `abstract_step` says. Metrics: `loss` (mean over the tokens that count, nats), `grad_norm`. With weights or moments
     on the host, JAX 0.7 wants `out_shardings=same_places(state)` as well: else they come home with the first result.
-
-    `optimizer`: an optax transformation in place of AdamW under the settings' rate, warm-up and decay; gradients are
-    clipped before it as the settings say. Raise ValueError where plan, settings and optimizer exclude each other.
+    Raise ValueError where plan and settings exclude each other.
     """
-    _check_settings(settings)
     graphdef, mesh = graphdef_of(config, plan), plan.mesh
-    check_optimizer(plan, settings, optimizer, config.param_dtype)
-    rule = make_optimizer(settings, optimizer)
+    check_update(plan, settings, config.param_dtype)
 
     def step_on_device(state: TrainState, batch: tuple[Array, ...]) -> tuple[TrainState, dict[str, Array]]:
-        update, (params, opt_state) = make_update(settings, rule, state.step), (state.params, state.opt_state)
+        update, params, opt_state = make_update(settings, state.step), state.params, state.opt_state
         if plan.layer_by_layer:
             model = nnx.merge(graphdef, params)
             params, opt_state, metrics = streamed_update(model, settings, update, params, opt_state, batch)
@@ -158,8 +146,8 @@ def make_train_step(
         return TrainState(state.step + 1, params, opt_state), {"loss": loss, "grad_norm": norm}
 
     def step(state: TrainState, batch: tuple[Array, ...]) -> tuple[TrainState, dict[str, Array]]:
-        params, opt_state = mark_host_arguments(state.params, state.opt_state, plan)
-        state, specs = TrainState(state.step, params, opt_state), parameter_specs(state, mesh)
+        # JAX does not know of shapes where they lie: a program is told so of its arguments.
+        state, specs = _on_host(state, plan, is_on_host), parameter_specs(state, mesh)
         return on_mesh(step_on_device, mesh, (specs, batch_spec(mesh)), (specs, PartitionSpec()))(state, tuple(batch))
 
     return step
@@ -184,8 +172,3 @@ def _on_host(state: TrainState, plan: Plan, put: Callable[[Any], Any]) -> TrainS
     homes = {"params": plan.weights, "opt_state": plan.moments}
     there = [name for name, home in homes.items() if home == "host"]
     return dataclasses.replace(state, **{name: of_matrices(getattr(state, name), put) for name in there})
-
-
-def _check_settings(settings: Any) -> None:
-    if not isinstance(settings, TrainSettings):
-        raise TypeError(f"settings={settings!r}: expected llamem.TrainSettings(steps=..., batch_size=..., ...).")
