@@ -12,7 +12,7 @@ from llamem import Adapters, LoraConfig
 from llamem.llama import IN_LAYERS, TARGET_MODULES
 
 PARAMETERS = {"q": "wq", "k": "wk", "v": "wv", "o": "wo", "gate": "w_gate", "up": "w_up", "down": "w_down"}
-BESIDE_EXPERTS = ("q", "k", "v", "o", "embedding", "head")
+BESIDE_EXPERTS = ("q", "k", "v", "o", "head")
 MIXED = LoraConfig(ranks=(3, 5, 1), alphas=(6, 2.5, 4), target_modules=TARGET_MODULES)
 IDS = np.array([2, 0, 2, 1])
 
@@ -41,8 +41,6 @@ def put_together(params, adapters, i):
             added = jnp.stack([a[layer, i].mT @ b[layer, i] * scale[layer, i] for layer in range(len(a))])
             name = PARAMETERS[target]
             params["blocks"][name] = params["blocks"][name] + added.reshape(params["blocks"][name].shape)
-        elif target == "embedding":
-            params["embedding"] = params["embedding"] + a[i].T @ b[i] * scale[i]
         else:
             params["untied_head"] = params["untied_head"] + (a[i].T @ b[i] * scale[i]).T
     return params

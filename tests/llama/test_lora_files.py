@@ -57,14 +57,13 @@ def test_a_mixture_s_attention_is_written_and_read_and_its_experts_are_refused(t
 
 def test_names_shapes_and_fields_are_peft_s(folder):
     held = safetensors.load_file(folder / "adapter_model.safetensors")
-    assert len(held) == 2 * (2 * 7 + 2)
+    assert len(held) == 2 * (2 * 7 + 1)
     assert held["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"].shape == (5, 24)
     assert held["base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"].shape == (24, 5)
-    assert held["base_model.model.model.embed_tokens.lora_embedding_A"].shape == (5, 101)
     assert held["base_model.model.lm_head.lora_B.weight"].shape == (101, 5)
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["rank_pattern"]) == (5, 2.5, {})
-    assert set(config["target_modules"]) >= {"q_proj", "down_proj", "embed_tokens", "lm_head"}
+    assert set(config["target_modules"]) >= {"q_proj", "down_proj", "lm_head"}
     assert config["base_model_name_or_path"] == "some/base"
 
 
@@ -116,7 +115,7 @@ def renamed(old, new):
     return lambda held: {key.replace(old, new): x for key, x in held.items()}
 
 
-TABLE = "base_model.model.model.embed_tokens.base_layer.weight"
+TABLE = "base_model.model.lm_head.base_layer.weight"
 UP_B = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
 TENSORS = [
     (renamed("q_proj.lora_A", "q_proj.lora_magnitude_vector"), r"q_proj in .* shapes \[\(48, 5\)\]"),
@@ -135,11 +134,11 @@ def test_files_that_hold_something_else_are_refused(model, folder, change, words
         load_adapters(model, folder)
 
 
-def test_an_adapter_of_another_base_is_refused_and_a_repeated_table_of_this_one_is_passed_over(model, folder):
+def test_an_adapter_of_another_base_is_refused_and_a_repeated_head_of_this_one_is_passed_over(model, folder):
     for other in (CONFIG.replace(n_kv_heads=1), CONFIG.replace(d_model=32), CONFIG.replace(vocab_size=102)):
         with pytest.raises(ValueError, match="another base"):
             load_adapters(model_of(other), folder)
-    edit(folder, lambda held: held | {TABLE: np.asarray(model.embedding[...])})
+    edit(folder, lambda held: held | {TABLE: np.asarray(model.head)})
     assert set(load_adapters(model, folder).a) == set(TARGET_MODULES)
 
 

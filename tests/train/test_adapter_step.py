@@ -36,7 +36,7 @@ def stepper(model, settings=SETTINGS):
 def mixed(count):
     """Adapters of three ranks."""
     ranks = tuple(3 + 2 * (i % 3) for i in range(count))
-    return LoraConfig(ranks=ranks, target_modules=("q", "o", "down", "embedding", "head"))
+    return LoraConfig(ranks=ranks, target_modules=("q", "o", "down", "head"))
 
 
 def steps_of(count, n_steps, seed=0):

@@ -111,7 +111,7 @@ def open_model(
         return config, tensors, check_kinds(config, quantize)
     kinds: dict[str, BlockKind] = {}
     changed: list[str] = []
-    for name, (of_layer, n_inputs) in IN_LAYER.items() if dtype is None else ():
+    for name, (of_layer, n_inputs, _) in IN_LAYER.items() if dtype is None else ():
         ending = f".{of_layer.format(expert='')}.weight"
         types = {tensor.kind for full, tensor in tensors.items() if full.endswith(ending)}
         if n_inputs and (kind := kind_of_stack(types, f"{name} in {file}")):

@@ -18,7 +18,7 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.inputs import check_ids, check_of_sequences
 
 IN_LAYERS = ("q", "k", "v", "o", "gate", "up", "down")
-TARGET_MODULES = (*IN_LAYERS, "embedding", "head")
+TARGET_MODULES = (*IN_LAYERS, "head")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LoraConfig:
     """Which adapters there are: one rank and one alpha for each, and what all of them adapt.
 
     An adapter's scale is `alpha / rank`; without alphas every scale is 1. `target_modules`: any of
-    `llamem.llama.TARGET_MODULES`: the seven projections of a layer, "embedding" and "head". Experts are not adapted:
+    `llamem.llama.TARGET_MODULES`: the seven projections of a layer, and "head". Experts are not adapted:
     "gate", "up" and "down" are refused for a mixture.
 
     Raises ValueError, when it is made, for a rank that is no whole number of at least 1, for an alpha that is not above
@@ -62,7 +62,7 @@ class Adapters:
     """A adapters, stacked: arrays by target, so that one program serves any number, and other ones later.
 
     `a` `[L, A, r, in]` and `b` `[L, A, r, out]`, f32, are trained; `scale` `[L, A]`, f32, and `rank` `[L, A]`, int32,
-    are not. "embedding" (in: V, out: D) and "head" (in: D, out: V) are outside the layers, and without the axis L.
+    are not. The "head" (in: D, out: V) is outside the layers, and without the axis L.
     Heads and their channels are one axis. r is the largest rank: beyond its own an adapter is zero, and its gradients
     there are zero as well, so padding stays what it is. Rank 0: this target is not adapted in this layer.
     """
@@ -74,7 +74,7 @@ class Adapters:
 
     @classmethod
     def create(cls, config: LlamaConfig, lora: LoraConfig, *, rngs: nnx.Rngs) -> "Adapters":
-        """Make new adapters for models of this shape, which change nothing yet: of `A` and `B` one is random, one zero.
+        """Make new adapters for models of this shape, which change nothing yet: `A` is random, `B` zero.
 
         Under `jax.eval_shape` shapes only. Raises ValueError for targets among the experts of a mixture.
         """
@@ -87,13 +87,9 @@ class Adapters:
         for target in lora.target_modules:
             layers, n_in, n_out = shape_of(config, target)
             a_shape, b_shape = ((*layers, A, r, size) for size in (n_in, n_out))
-            if target == "embedding":
-                a[target] = jnp.zeros(a_shape)
-                b[target] = mine_Ar1 * jax.random.normal(rngs.params(), b_shape)
-            else:
-                bound = n_in**-0.5
-                a[target] = mine_Ar1 * jax.random.uniform(rngs.params(), a_shape, minval=-bound, maxval=bound)
-                b[target] = jnp.zeros(b_shape)
+            bound = n_in**-0.5
+            a[target] = mine_Ar1 * jax.random.uniform(rngs.params(), a_shape, minval=-bound, maxval=bound)
+            b[target] = jnp.zeros(b_shape)
             scale[target] = jnp.broadcast_to(scale_A, (*layers, len(scale_A)))
             rank[target] = jnp.broadcast_to(rank_A, (*layers, len(rank_A)))
         return cls(a, b, scale, rank)
@@ -166,7 +162,7 @@ def shape_of(config: LlamaConfig, target: str) -> tuple[tuple[int, ...], int, in
         )
     D, H, K, F = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.d_ff
     sizes = {"q": (D, H), "k": (D, K), "v": (D, K), "o": (H, D), "gate": (D, F), "up": (D, F), "down": (F, D)}
-    sizes |= {"embedding": (c.vocab_size, D), "head": (D, c.vocab_size)}
+    sizes["head"] = D, c.vocab_size
     return (c.n_layers,) if target in IN_LAYERS else (), *sizes[target]
 
 

@@ -24,7 +24,7 @@ from llamem.llama.safetensors_files import Stored, few, tensors_in
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODULES = {target: f"self_attn.{target}_proj" for target in ("q", "k", "v", "o")}
 MODULES |= {target: f"mlp.{target}_proj" for target in ("gate", "up", "down")}
-MODULES |= {"embedding": "model.embed_tokens", "head": "lm_head"}
+MODULES["head"] = "lm_head"
 # Fields that say nothing about what is computed, or are read here; which modules are adapted, the tensors tell. Any
 # other must be off: it changes the computation.
 _READ = {
@@ -96,8 +96,7 @@ def _module_path(target: str, layer: int) -> str:
 
 def _tensor_names(target: str, layer: int) -> list[str]:
     """Return the names of a module's A and B."""
-    name = "lora_embedding_{}" if target == "embedding" else "lora_{}.weight"
-    return [f"base_model.model.{_module_path(target, layer)}.{name.format(part)}" for part in "AB"]
+    return [f"base_model.model.{_module_path(target, layer)}.lora_{part}.weight" for part in "AB"]
 
 
 def _with_pattern(field: str, pattern: str, values: Mapping[str, float]) -> dict[str, Any]:
@@ -159,16 +158,14 @@ def _check_config(peft: Mapping[str, Any], folder: Path) -> None:
 
 
 def _check_base(model: Llama, stored: dict[str, Stored], folder: Path) -> None:
-    """Take out the tables that PEFT repeats beside their adapters. Raise ValueError for others than the model's."""
-    for target, mine in (("embedding", model.embedding[...]), ("head", model.head)):
-        for name in (f"base_model.model.{MODULES[target]}.{inner}weight" for inner in ("", "base_layer.")):
-            if name not in stored:
-                continue
-            table = stored.pop(name).read()
+    """Take out the head that PEFT repeats beside its adapter. Raise ValueError for another than the model's."""
+    for name in (f"base_model.model.lm_head.{inner}weight" for inner in ("", "base_layer.")):
+        if name in stored:
+            table, mine = stored.pop(name).read(), model.head
             if table.shape != mine.shape or not np.array_equal(table.astype(mine.dtype), np.asarray(mine)):
                 raise ValueError(
-                    f"{name} in {folder}, of shape {table.shape}, is not the model's {target}, of shape {mine.shape}: "
-                    "the adapter was trained over another base, or a resized one. Take the model that it belongs to."
+                    f"{name} in {folder}, of shape {table.shape}, is not the model's head, of shape {mine.shape}: the "
+                    "adapter was trained over another base, or a resized one. Take the model that it belongs to."
                 )
 
 

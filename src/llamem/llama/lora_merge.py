@@ -16,11 +16,9 @@ _PARAMETERS = {"q": "wq", "k": "wk", "v": "wv", "o": "wo", "gate": "w_gate", "up
 def merge_adapter(model: Llama, adapters: Adapters, i: int) -> Llama:
     """Return a new model with weights `W + scale A' B` of adapter `i`, rounded to the weights' type once.
 
-    Where the embedding and the head are tied and one of them is adapted, the result's head is untied: they are two
-    matrices then. Raises ValueError for an adapter that is not there, and for adapters of another model.
+    An adapted head that was tied to the embedding is untied: they are two matrices then. Raises ValueError for an
+    adapter that is not there, and for adapters of another model.
     """
-    if not isinstance(model, Llama):
-        raise TypeError(f"merge_adapter({type(model).__name__}, ...): expected a llamem.Llama.")
     if is_quantized(model):
         raise ValueError(
             "merge_adapter adds to numbers, and this model's matrices are in blocks of four or eight bits: pass "
@@ -30,17 +28,13 @@ def merge_adapter(model: Llama, adapters: Adapters, i: int) -> Llama:
     check_adapters(one, None, 1, model.config)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     params["blocks"] = dict(params["blocks"])
-    if model.config.tied_head and {"embedding", "head"} & set(one.a):
-        params["untied_head"] = params["embedding"]
     for target in one.a:
         a, b, scale = one.a[target], one.b[target], one.scale[target]
         if target in IN_LAYERS:
             blocks, name = params["blocks"], _PARAMETERS[target]
             blocks[name] = _sum_by_layer(blocks[name], a[:, 0], b[:, 0], scale[:, 0])
-        elif target == "embedding":
-            params["embedding"] = _sum(params["embedding"], a[0], b[0], scale[0])
         else:
-            params["untied_head"] = _sum(params["untied_head"], b[0], a[0], scale[0])  # stored as [out, in]
+            params["untied_head"] = _sum(model.head, b[0], a[0], scale[0])  # stored as [out, in]
     config = model.config.replace(tied_head="untied_head" not in params)
     abstract = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), plan=model.plan))
     graphdef, state = nnx.split(abstract)

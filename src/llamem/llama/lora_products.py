@@ -101,22 +101,6 @@ def project_in(
     return jnp.einsum("BTI,BrI->BTr", x_BTI, a_BrI.astype(x_BTI.dtype))
 
 
-def adapted_embedding(
-    x_BTD: Float[Array, "B T D"],
-    tokens_BT: Int[Array, "B T"],
-    adapters: Adapters | None,
-    adapter_B: Int[Array, " B"] | None,
-) -> Float[Array, "B T D"]:
-    """Return embedded tokens with what the adapters of the embedding add."""
-    if adapters is None or adapter_B is None or "embedding" not in adapters.a:
-        return x_BTD
-    # A lookup is the product with a one-hot row: a column of A is read.
-    z_BTr = adapters.a["embedding"][adapter_B[:, None], :, tokens_BT]
-    z_BTr = (z_BTr * chosen(adapters.scale["embedding"], adapter_B)[:, None, None]).astype(x_BTD.dtype)
-    b_BrD = chosen(adapters.b["embedding"], adapter_B).astype(x_BTD.dtype)
-    return x_BTD + jnp.einsum("BTr,BrD->BTD", z_BTr, b_BrD)
-
-
 def adapted_head(
     x_BTD: Float[Array, "B T D"],
     head_VD: Float[Array, "V D"],

@@ -19,7 +19,7 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.heads import rms_norm, rope_tables
 from llamem.llama.inputs import check_of_sequences, check_tokens
 from llamem.llama.lora import Adapters, check_adapters
-from llamem.llama.lora_products import NO_ADAPTERS, LayerAdapters, adapted_embedding, adapted_head, layers_of
+from llamem.llama.lora_products import NO_ADAPTERS, LayerAdapters, adapted_head, layers_of
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import gather_weights
 from llamem.llama.tables import embed, whole_logits
@@ -86,16 +86,13 @@ class Llama(nnx.Module):
         tokens_BT: Int[Array, "B T"],
         segments_BT: Int[Array, "B T"] | None = None,
         *,
-        return_hidden: bool = False,
         adapters: Adapters | None = None,
         adapter_B: Int[Array, " B"] | None = None,
-    ) -> Any:
+    ) -> Float[Array, "B T D"]:
         """Return the last layer's output after the final norm, `[B, T, D]`: what the loss multiplies with the head.
 
         `segments_BT` numbers documents packed into one sequence (padding counts as one): they do not see each other.
         Positions need not start again with each, since RoPE is relative.
-        With `return_hidden=True` also `[L + 1, B, T, D]`, what entered each layer and what left the last, before the
-        norm.
         `adapters` add to what they adapt; `adapter_B` says which of them each sequence uses, and may be left out where
         there is one. Those of the head are not in here but in `llamem.llama.adapted_head`.
         With a mesh in the plan this is one device's part of it, inside `shard_map`: the parameters are its parts, the
@@ -126,18 +123,15 @@ class Llama(nnx.Module):
             lora = LayerAdapters.of(part, adapter_B, mesh.tensor_axis)
             return compute(self._at_hand(params), x_BTD, lora)
 
-        result = apply_stack(
+        x_BTD = apply_stack(
             layer,
             stacked,
-            adapted_embedding(self.embed(tokens_BT), tokens_BT, adapters, adapter_B),
+            self.embed(tokens_BT),
             layers_of(adapters),
             mode=self.plan.mode,
             remat=None if self.deterministic else self.plan.policy,
-            return_hidden=return_hidden,
         )
-        x_BTD, hidden = result if return_hidden else (result, None)
-        x_BTD = rms_norm(x_BTD, self.norm[...], self.config.norm_eps)
-        return (x_BTD, hidden) if return_hidden else x_BTD
+        return rms_norm(x_BTD, self.norm[...], self.config.norm_eps)
 
     def embed(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Return what enters the first layer, in the products' type. On a mesh inside `shard_map`, as `hidden`."""
@@ -223,8 +217,7 @@ class Llama(nnx.Module):
             attn_BTHh = causal_attention(q_BTHh, k_LBSKh[i], v_LBSKh[i], q_positions=positions_T)
             return block.finish(x_BTD, attn_BTHh, lora=lora), k_LBSKh, v_LBSKh
 
-        table_VD = self.table("embedding")
-        x_BTD = adapted_embedding(embed(table_VD, tokens_BT, self.config), tokens_BT, adapters, adapter_B)
+        x_BTD = embed(self.table("embedding"), tokens_BT, self.config)
         per_layer = jnp.arange(self.config.n_layers), layers_of(adapters)
         x_BTD, k_LBSKh, v_LBSKh = apply_stack(layer, stacked, (x_BTD, cache.k_LBSKh, cache.v_LBSKh), per_layer)
         x_BTD = rms_norm(x_BTD[:, -1:], self.norm[...], self.config.norm_eps)

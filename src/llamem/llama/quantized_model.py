@@ -1,10 +1,8 @@
 """Whole models over four or eight bits: which matrices are in blocks, and the way there and back."""
 
-from typing import Any
 
 import jax
 from flax import nnx
-from jax.typing import DTypeLike
 
 from llamem.llama.model import Llama
 from llamem.llama.quantized import BlockKind, QuantizedMatrix, check_kinds, with_blocks
@@ -23,21 +21,14 @@ def quantize(model: Llama, kind: BlockKind) -> Llama:
     return with_blocks(nnx.clone(model), check_kinds(model.config, kind))
 
 
-def dequantize(model: Llama, dtype: DTypeLike | None = None) -> Llama:
-    """Return the plain model with the numbers that the blocks stand for, stored as `dtype` (default: as its norms)."""
-    config = model.config.replace(param_dtype=model.config.param_dtype if dtype is None else dtype)
-    plain = nnx.clone(model)
+def dequantize(model: Llama) -> Llama:
+    """Return the plain model with the numbers that the blocks stand for, in the type of its norms."""
+    plain, dtype = nnx.clone(model), model.config.param_dtype
     for name, matrix in quantized_matrices(plain).items():
         graphdef, blocks = nnx.split(matrix)
-
-        def one(blocks: Any, graphdef: Any = graphdef) -> Any:
-            return nnx.merge(graphdef, blocks).dequantize(config.param_dtype)
-
-        setattr(plain.blocks, name, nnx.Param(jax.lax.map(one, blocks)))
-    state = jax.tree.map(lambda x: x.astype(config.param_dtype), nnx.to_pure_dict(nnx.state(plain)))
-    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), plan=model.plan)))
-    nnx.replace_by_pure_dict(abstract, state)
-    return nnx.merge(graphdef, abstract)
+        numbers = jax.lax.map(lambda one, graphdef=graphdef: nnx.merge(graphdef, one).dequantize(dtype), blocks)
+        setattr(plain.blocks, name, nnx.Param(numbers))
+    return plain
 
 
 def quantized_matrices(model: Llama) -> dict[str, QuantizedMatrix]:

@@ -2,41 +2,32 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Of one layer: each parameter's name in Hugging Face's files, and how many of its axes are a linear map's inputs. Files
-# store such a map as `[outputs, inputs]`; 0 is for what is no linear map and stored as it is.
+# Of one layer: each parameter's name in Hugging Face's files, how many of its axes are a linear map's inputs, and its
+# name in GGUF files, `blk.{layer}.{name}.weight`. Files store such a map as `[outputs, inputs]`; 0 is for what is no
+# linear map and stored as it is.
 IN_LAYER = {
-    "attn_norm": ("input_layernorm", 0),
-    "wq": ("self_attn.q_proj", 1),
-    "wk": ("self_attn.k_proj", 1),
-    "wv": ("self_attn.v_proj", 1),
-    "wo": ("self_attn.o_proj", 2),
-    "q_norm": ("self_attn.q_norm", 0),
-    "k_norm": ("self_attn.k_norm", 0),
-    "mlp_norm": ("post_attention_layernorm", 0),
-    "w_router": ("mlp.gate", 1),
-    "w_gate": ("mlp.{expert}gate_proj", 1),
-    "w_up": ("mlp.{expert}up_proj", 1),
-    "w_down": ("mlp.{expert}down_proj", 1),
+    "attn_norm": ("input_layernorm", 0, "attn_norm"),
+    "wq": ("self_attn.q_proj", 1, "attn_q"),
+    "wk": ("self_attn.k_proj", 1, "attn_k"),
+    "wv": ("self_attn.v_proj", 1, "attn_v"),
+    "wo": ("self_attn.o_proj", 2, "attn_output"),
+    "q_norm": ("self_attn.q_norm", 0, "attn_q_norm"),
+    "k_norm": ("self_attn.k_norm", 0, "attn_k_norm"),
+    "mlp_norm": ("post_attention_layernorm", 0, "ffn_norm"),
+    "w_router": ("mlp.gate", 1, None),
+    "w_gate": ("mlp.{expert}gate_proj", 1, "ffn_gate"),
+    "w_up": ("mlp.{expert}up_proj", 1, "ffn_up"),
+    "w_down": ("mlp.{expert}down_proj", 1, "ffn_down"),
 }
-OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "untied_head": "lm_head"}
-# The same tensors in GGUF files, `blk.{layer}.{name}.weight` or `{name}.weight`.
-_GGUF_IN_LAYER = {
-    "attn_norm": "attn_norm",
-    "wq": "attn_q",
-    "wk": "attn_k",
-    "wv": "attn_v",
-    "wo": "attn_output",
-    "q_norm": "attn_q_norm",
-    "k_norm": "attn_k_norm",
-    "mlp_norm": "ffn_norm",
-    "w_gate": "ffn_gate",
-    "w_up": "ffn_up",
-    "w_down": "ffn_down",
+OUTSIDE = {
+    "embedding": ("model.embed_tokens", "token_embd"),
+    "norm": ("model.norm", "output_norm"),
+    "untied_head": ("lm_head", "output"),
 }
-_GGUF_OUTSIDE = {"embedding": "token_embd", "norm": "output_norm", "untied_head": "output"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +43,11 @@ class Tensor:
 
 def tensors_of(params: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield what the files hold for these stacked parameters, arrays or shapes, quantised or not."""
-    for name, file_name in OUTSIDE.items():
+    for name, (file_name, _) in OUTSIDE.items():
         if name in params:
             yield Tensor(f"{file_name}.weight", (name,), (), tuple(params[name].shape), linear=False)
     for name, leaf in params["blocks"].items():
-        file_name, n_inputs = IN_LAYER[name]
+        file_name, n_inputs, _ = IN_LAYER[name]
         quantized = isinstance(leaf, Mapping)
         # Of a quantised matrix the scales know its shape: one for each block of 32 inputs, `[.., out, in / 32]`.
         stacked = tuple(leaf["scale"].shape) if quantized else tuple(leaf.shape)
@@ -76,11 +67,8 @@ def tensors_of(params: Mapping[str, Any]) -> Iterator[Tensor]:
 
 def from_gguf(name: str) -> str:
     """Return Hugging Face's name of a GGUF file's tensor; one that is not known as it is."""
-    parts = name.split(".")
-    for parameter, gguf_name in _GGUF_OUTSIDE.items():
-        if parts == [gguf_name, "weight"]:
-            return f"{OUTSIDE[parameter]}.weight"
-    for parameter, gguf_name in _GGUF_IN_LAYER.items():
-        if len(parts) == 4 and parts[0] == "blk" and parts[2:] == [gguf_name, "weight"]:
-            return f"model.layers.{parts[1]}.{IN_LAYER[parameter][0].format(expert='')}.weight"
-    return name
+    outside = {f"{theirs}.weight": f"{file_name}.weight" for file_name, theirs in OUTSIDE.values()}
+    if (match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)) is None:
+        return outside.get(name, name)
+    of_layer = {theirs: file_name.format(expert="") for file_name, _, theirs in IN_LAYER.values() if theirs}
+    return f"model.layers.{match[1]}.{of_layer[match[2]]}.weight" if match[2] in of_layer else name
