@@ -112,6 +112,18 @@ def test_chats_that_are_none(smollm2, tmp_path):
         endless.chat(CHAT)
 
 
+def test_what_no_tokenizer_has_is_refused(llama3, smollm2, tmp_path):
+    for tokenizer in (llama3, smollm2):  # one of the libraries would leave such an id out
+        for wrong in (-1, tokenizer.vocab_size):
+            with pytest.raises(ValueError, match=f"Token id {wrong} is outside"):
+                tokenizer.decode([1, wrong])
+        assert tokenizer.decode([]) == ""
+    for name, words in (("pointer.model", "not a tokenizer in Meta's format"), ("t.json", "not a Hugging Face tok")):
+        (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\n")
+        with pytest.raises(ValueError, match=words):
+            Tokenizer(tmp_path / name)
+
+
 def test_how_llama3_cuts_text_in_both_libraries(llama3):
     """GGUF files of Llama 3 name the way; here it is the pattern that Meta's own tokenizer has."""
     tokenizers = pytest.importorskip("tokenizers")

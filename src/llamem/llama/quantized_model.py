@@ -1,6 +1,5 @@
 """Whole models over four or eight bits: which matrices are in blocks, and the way there and back."""
 
-
 import jax
 from flax import nnx
 

@@ -72,7 +72,7 @@ class Tokenizer:
 
         Raise ValueError for an id outside the vocabulary.
         """
-        ids = np.asarray(ids, int).tolist()
+        ids = np.asarray(ids).tolist()
         if wrong := [i for i in ids if not 0 <= i < self.vocab_size]:
             raise ValueError(
                 f"Token id {wrong[0]} is outside this tokenizer's vocabulary of {self.vocab_size:,} entries. If a "

@@ -1,8 +1,8 @@
 """The files in which tokenizers come: Meta's `tokenizer.model`, Hugging Face's folders, GGUF."""
 
-import base64
 import dataclasses
 import hashlib
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,27 +11,12 @@ from typing import Any
 from llamem._extras import import_extra
 from llamem._files import read_json
 from llamem.llama.gguf_files import open_gguf
-from llamem.llama.gguf_tokenizer import LLAMA3_PATTERN, tokenizer_of
+from llamem.llama.gguf_tokenizer import tokenizer_of
 
 # Special tokens by their meaning, as model families call them; the first that a vocabulary has is taken.
 BEGINS = ("<|begin_of_text|>", "<s>", "<bos>")
 DOCUMENT_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<end_of_turn>")
-_LLAMA3_SPECIAL = [
-    "<|begin_of_text|>",
-    "<|end_of_text|>",
-    "<|reserved_special_token_0|>",
-    "<|reserved_special_token_1|>",
-    "<|finetune_right_pad_id|>",
-    "<|step_id|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eom_id|>",
-    "<|eot_id|>",
-    "<|python_tag|>",
-    "<|image|>",
-    *[f"<|reserved_special_token_{i}|>" for i in range(2, 246)],
-]
 _MAX_BYTES = 200_000_000  # of a JSON file; those of large vocabularies have some twenty million
 
 
@@ -68,24 +53,18 @@ def open_tokenizer(path: Path) -> TokenizerParts:
 
 
 class _Tiktoken:
-    """Meta's format: one base64 token and its rank per line."""
+    """Meta's format: one base64 token and its rank per line, read by Meta's own class."""
 
     def __init__(self, file: Path, content: bytes):
-        tiktoken = import_extra("tiktoken", "the Llama 3 tokenizer")
-        try:
-            pairs = (line.split() for line in content.splitlines() if line)
-            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-        except ValueError as error:
+        if not re.match(rb"[A-Za-z0-9+/=]+ \d+\s", content):
             raise ValueError(
-                f"{str(file)!r} is not a tokenizer in Meta's format, which has one base64 token and its rank per line "
-                f"({error}). A Hugging Face tokenizer must end in `.json`; a Git LFS pointer must be downloaded first."
-            ) from None
-        self.special = {name: len(ranks) + i for i, name in enumerate(_LLAMA3_SPECIAL)}
-        self.vocab_size = len(ranks) + len(self.special)
-        self._file = file
-        self._encoding: Any = tiktoken.Encoding(
-            "llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
-        )
+                f"{str(file)!r} is not a tokenizer in Meta's format, which has one base64 token and its rank per line. "
+                "A Hugging Face tokenizer must end in `.json`; a Git LFS pointer must be downloaded first."
+            )
+        import_extra("tiktoken", "the Llama 3 tokenizer")
+        meta = import_extra("llama_models.llama3.tokenizer", "the Llama 3 tokenizer").Tokenizer(file)
+        self._file, self._encoding = file, meta.model
+        self.special, self.vocab_size = meta.special_tokens, meta.n_words
 
     def encode(self, text: str) -> Any:
         """Return the ids, a list or an array, of a text in which nothing is special."""
