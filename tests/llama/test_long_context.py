@@ -78,14 +78,6 @@ def test_groups_that_split_a_key_value_head_are_refused(tiles, mesh):
         llamem.Llama(models.SMALL, rngs=nnx.Rngs(0), plan=Plan(head_groups=tiles, mesh=mesh))
 
 
-def test_without_the_tools_the_program_is_what_it_was():
-    """The default plan's program knows nothing of them: no loop but over layers and tiles of the loss."""
-    config = models.SMALL
-    step, state, batch = abstract_step(config, TrainSettings(batch_size=2, seq_len=16), Plan(loss_tiles=1))
-    text = str(jax.make_jaxpr(step)(state, batch))
-    assert "device_put" not in text and text.count("scan[") == 2  # the layers, forward and backward
-
-
 def compiled(chip, config, tokens=4096, depth: Any = "memory", **plan):
     settings = TrainSettings(batch_size=1, seq_len=tokens)
     step, state, batch = abstract_step(config, settings, Plan(**plan))

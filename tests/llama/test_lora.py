@@ -183,23 +183,6 @@ def test_nothing_of_a_matrix_s_size_is_made_and_no_weight_has_a_gradient(axis):
     assert matmul_flops(jaxpr) == matmul_flops(trained) - matrices + 2 * B * T * own
 
 
-def test_without_adapters_the_program_is_what_it_was(monkeypatch):
-    """The traced program of a training step and of decoding, against those of blocks that know of no adapter."""
-    graphdef, base = nnx.split(model_of(SMALL))
-    tokens = tokens_of(SMALL, T=9)
-
-    def programs():
-        grad = jax.make_jaxpr(jax.grad(lambda base: loss_fn(graphdef, base, tokens, tokens)))(base)
-        model = nnx.merge(graphdef, base)
-        return str(grad), str(jax.make_jaxpr(model.decode)(tokens, model.empty_cache(2, 12)))
-
-    now = programs()
-    monkeypatch.setattr("llamem.llama.lora_products.LayerAdapters.add", lambda self, target, x, out: out)
-    monkeypatch.setattr("llamem.llama.model.adapted_head", lambda x_BTD, head_VD, *_: (x_BTD, (head_VD,)))
-    jax.clear_caches()
-    assert programs() == now
-
-
 def test_an_unknown_adapter_gives_nan_where_it_cannot_be_refused_and_no_other_sequence_sees_it():
     config = SMALL.replace(n_layers=1)
     model, tokens = model_of(config), tokens_of(config, T=5, B=4)

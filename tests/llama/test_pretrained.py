@@ -86,31 +86,18 @@ def test_round_trip(tmp_path, config):
     )
 
 
-def test_file_names_and_layouts(tmp_path):
-    config = VARIANTS["untied"]
-    model = model_of(config)
-    files = safetensors.load_file(llamem.save_pretrained(model, tmp_path / "m") / "model.safetensors")
-    assert len(files) == 3 + 9 * config.n_layers
-    w_q = files["model.layers.1.self_attn.q_proj.weight"]
-    x = np.random.default_rng(0).standard_normal(config.d_model).astype(np.float32)
-    np.testing.assert_allclose((w_q @ x).reshape(6, 8), jnp.einsum("D,DHh->Hh", x, model.blocks.wq[1]), rtol=1e-5)
-    y = np.random.default_rng(1).standard_normal((6, 8)).astype(np.float32)
-    w_o = files["model.layers.2.self_attn.o_proj.weight"]
-    np.testing.assert_allclose(w_o @ y.ravel(), jnp.einsum("Hh,HhD->D", y, model.blocks.wo[2]), rtol=1e-4, atol=1e-5)
-
-
 @pytest.fixture
 def folder(tmp_path):
     return llamem.save_pretrained(model_of(VARIANTS["tied"]), tmp_path / "m", max_shard_bytes=20_000)
 
 
 def rewrite(folder, change):
-    """Applies `change` to all tensors and writes them into one file."""
+    """Applies `change` to all tensors, of one file or of several, and writes them into one."""
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         tensors |= safetensors.load_file(file)
         file.unlink()
-    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     change(tensors)
     safetensors.save_file(tensors, folder / "model.safetensors")
 
@@ -143,7 +130,7 @@ def test_a_repeated_tied_head_and_stored_frequencies_are_no_matter_and_another_h
     head = safetensors.load_file(folder / "model.safetensors")["lm_head.weight"].copy()
     head[3, 5] += 1
     for other in (head, head[:-1]):
-        change(folder, {"lm_head.weight": other})
+        rewrite(folder, lambda t, other=other: t.update({"lm_head.weight": other}))
         with pytest.raises(ValueError, match=r"tie_word_embeddings=true, and lm_head.weight .* is not the embedding"):
             llamem.load_pretrained(folder)
 
@@ -151,39 +138,17 @@ def test_a_repeated_tied_head_and_stored_frequencies_are_no_matter_and_another_h
 @pytest.mark.parametrize(("wrong", "dtype"), [(np.nan, np.float32), (1e38, "bfloat16")])
 def test_numbers_that_are_none_are_named(folder, wrong, dtype):
     name = "model.layers.1.mlp.down_proj.weight"
-    rewrite(folder, lambda t: None)
-    w = safetensors.load_file(folder / "model.safetensors")[name].astype(dtype)
+    w = np.full((24, 40), 0.5, dtype)
     w[2, 7] = wrong
-    change(folder, {name: w})
+    rewrite(folder, lambda t: t.update({name: w}))
     with pytest.raises(ValueError, match=rf"{name} holds NaN or infinite numbers, or some beyond float16"):
         llamem.load_pretrained(folder, dtype="float16")
     if np.isfinite(wrong):
         assert llamem.load_pretrained(folder).blocks.w_down[1, 7, 2] > 9e37
 
 
-def change(folder, tensors):
-    """Puts some tensors into the one file."""
-    safetensors.save_file(safetensors.load_file(folder / "model.safetensors") | tensors, folder / "model.safetensors")
-
-
-def edit_json(path, change):
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
 def test_damaged_folders(folder, tmp_path):
-    index = folder / "model.safetensors.index.json"
-    good = index.read_text()
     name = min(file.name for file in folder.glob("*.safetensors"))
-    for weight_map, words in (
-        ({"model.norm.weight": "../x.safetensors"}, r"names the file '\.\./x\.safetensors'"),
-        ({"model.x": name}, r"promises model\.x"),
-    ):
-        edit_json(index, lambda content, more=weight_map: content["weight_map"].update(more))
-        with pytest.raises(ValueError, match=words):
-            llamem.load_pretrained(folder)
-        index.write_text(good)
     file = folder / name
     whole = file.read_bytes()
     for broken in (whole[:-5], b"", b"abc", struct.pack("<Q", 10**15) + b"{}"):
@@ -198,7 +163,8 @@ def test_damaged_folders(folder, tmp_path):
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(FileNotFoundError, match="can run any code"):
         llamem.load_pretrained(folder)
-    edit_json(folder / "config.json", lambda content: content.update(torch_dtype="banana"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "banana"}))
     with pytest.raises(ValueError, match=f"'banana' is not a floating type.*Read from {folder}"):
         llamem.load_pretrained(folder)
     (folder / "config.json").unlink()
@@ -215,43 +181,16 @@ def test_saving_leaves_everything_else_alone(folder, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"m"}
 
 
-@pytest.mark.parametrize(
-    ("error", "becomes", "words"),
-    [
-        ("GatedRepoError", PermissionError, r"accept its licence at https://huggingface\.co/meta-llama/Llama-3\.2-1B"),
-        ("RepositoryNotFoundError", FileNotFoundError, "the hub gives no such model"),
-    ],
-)
-def test_the_hub(monkeypatch, folder, error, becomes, words):
-    hub = pytest.importorskip("huggingface_hub")
-    errors = pytest.importorskip("huggingface_hub.errors")
+def test_the_hub(monkeypatch, folder):
     asked = []
 
     def download(name, allow_patterns):
         asked.append((name, allow_patterns))
         return str(folder)
 
-    def refuse(*_, **__):
-        kind = getattr(errors, error)
-        raise kind.__new__(kind)
-
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr(pytest.importorskip("huggingface_hub"), "snapshot_download", download)
     assert llamem.load_pretrained("meta-llama/Llama-3.2-1B").config == VARIANTS["tied"]
     assert asked[0][0] == "meta-llama/Llama-3.2-1B" and not any("bin" in pattern for pattern in asked[0][1])
-    monkeypatch.setattr(hub, "snapshot_download", refuse)
-    with pytest.raises(becomes, match=words):
-        llamem.load_pretrained("meta-llama/Llama-3.2-1B")
-
-
-PEAK = """
-import resource, sys
-import jax, llamem
-from flax import nnx
-llamem.load_pretrained(sys.argv[1])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-model = llamem.load_pretrained(sys.argv[2])
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
-"""
 
 
 @pytest.mark.weekly
@@ -263,7 +202,14 @@ def test_the_host_holds_the_destination_and_one_tensor(tmp_path):
         llamem.save_pretrained(llamem.Llama(config, rngs=nnx.Rngs(0)), tmp_path / str(i), max_shard_bytes=10**9)
         for i, config in enumerate((small, large))
     ]
-    run = subprocess.run([sys.executable, "-c", PEAK, *map(str, folders)], capture_output=True, text=True, check=True)
+    code = f"""
+import resource, llamem
+llamem.load_pretrained({str(folders[0])!r})
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = llamem.load_pretrained({str(folders[1])!r})
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     largest = 300_000 * 256 * 4
     assert int(run.stdout) < large.n_params * 4 + 1.2 * largest, int(run.stdout) / largest
 

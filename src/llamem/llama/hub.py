@@ -14,7 +14,8 @@ _PATTERNS = [
 def hub_folder(folder_or_hub_name: str | os.PathLike) -> Path:
     """Return a model's folder: one that is there, or the hub's `"owner/name"`, downloaded.
 
-    Raise FileNotFoundError for what is neither, PermissionError for a model whose licence was not accepted.
+    Raise FileNotFoundError for what is neither. What the hub refuses, such as a model whose licence was not accepted,
+    its own library tells.
     """
     folder = Path(folder_or_hub_name).expanduser()
     if folder.is_dir():
@@ -25,17 +26,4 @@ def hub_folder(folder_or_hub_name: str | os.PathLike) -> Path:
     if name.count("/") != 1 or name[0] in "./~":
         raise FileNotFoundError(f"{name!r} is no folder, and no hub name of the form 'owner/name'.")
     hub = import_extra("huggingface_hub", "models of the hub")
-    errors = import_extra("huggingface_hub.errors", "models of the hub")
-    try:
-        return Path(hub.snapshot_download(name, allow_patterns=_PATTERNS))
-    except errors.GatedRepoError:
-        raise PermissionError(
-            f"{name} is gated: accept its licence at https://huggingface.co/{name}, then log in once with "
-            "`hf auth login` (a token that may read)."
-        ) from None
-    except (errors.RepositoryNotFoundError, errors.LocalEntryNotFoundError, OSError) as error:
-        raise FileNotFoundError(
-            f"{name!r} is no folder here, and the hub gives no such model ({type(error).__name__}): it has none of "
-            "that name that you may see, or it cannot be reached. Download it where there is a network, and pass the "
-            "folder."
-        ) from None
+    return Path(hub.snapshot_download(name, allow_patterns=_PATTERNS))

@@ -50,7 +50,7 @@ def load_pretrained(
     into the stacked parameters on the device, so that the host holds the destination (where it is the device) and one
     tensor. With `Plan(weights="host")` no matrix is on the device at any time, and the host holds one parameter of all
     layers twice. Raise ValueError for what does not fit together or is no finite number, FileNotFoundError for what is
-    not there, PermissionError for a model whose licence was not accepted. Pickles (`pytorch_model.bin`) are never read.
+    not there. Pickles (`pytorch_model.bin`) are never read.
     """
     if str(path).endswith(".gguf"):
         place = Path(path).expanduser()
