@@ -83,7 +83,7 @@ def test_bfloat16_is_as_near_as_the_plain_model_in_bfloat16():
     _, expected = expected_gradients(config, model, adapters, np.asarray(tokens), IDS)
     _, got = gradients(config, adapters, tokens, model=model)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(got))
-    assert max(errors_by_name(got, expected).values()) < 0.05
+    assert max(errors_by_name(got, expected).values()) < 0.06
 
 
 def test_a_mixture_is_adapted_beside_its_experts():

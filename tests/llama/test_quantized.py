@@ -13,7 +13,7 @@ from models import MOE, SMALL, model_of
 from norms import errors_by_name
 
 import llamem
-from llamem.llama import Adapters, check_trainable, dequantize, quantize, smollm2_file
+from llamem.llama import IN_LAYERS, Adapters, check_trainable, dequantize, quantize, smollm2_file
 from llamem.llama.gguf_weights import GgufTensor
 from llamem.llama.quantized import KINDS, dequantize_rows, quantize_rows
 from llamem.memory.compiling import matmul_flops
@@ -112,7 +112,7 @@ CASES = {
 @pytest.mark.parametrize(("config", "plan"), CASES.values(), ids=CASES)
 def test_loss_and_gradients_of_adapters_are_those_over_the_numbers(config, plan):
     small = quantize(model_of(config, **plan), "q4_1")
-    lora = llamem.LoraConfig(ranks=(3, 5))
+    lora = llamem.LoraConfig(ranks=(3, 5), target_modules=("q", "k", "v", "o") if config.n_experts else IN_LAYERS)
     adapters = Adapters.create(config, lora, rngs=nnx.Rngs(1))
     adapters = adapters.with_weights(jax.tree.map(lambda x: x + 0.03, adapters.weights))
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 101, (4, 30)))
