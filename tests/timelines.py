@@ -2,10 +2,8 @@
 
 from pathlib import Path
 
-from llamem.memory.buffer_assignment import Allocation
-from llamem.memory.timeline import Loop, Span, Timeline
-from llamem.memory.timeline_categories import Category
-from llamem.memory.timeline_schedule import Pass
+from llamem.memory.provenance import Category
+from llamem.memory.timeline import Loop, Pass, Span, Timeline
 
 MiB = 2**20
 
@@ -132,19 +130,15 @@ def handmade(name: str = "v5e-1", residuals: int = 3, capacity: int | None = 13 
         (2, 5, 8, "gradients", "backward", 1, residuals),
         (1, 2, 6, "residuals", "forward", 2, 0),
     ]
-    allocations = {
-        0: Allocation(4 * MiB, "device", "argument", 0, False, ""),
-        1: Allocation((residuals + 6) * MiB, "device", "temporaries", None, False, ""),
-        2: Allocation(MiB, "host", "temporaries", None, False, ""),
-    }
     buffers = tuple(
         Span(
             name=f"fusion.{number}" if made_in else "argument",
             bytes=size * MiB,
             first=first,
             last=last,
-            space=allocations[lies_in].space,
-            address=(lies_in, offset * MiB),
+            space="host" if lies_in == 2 else "device",
+            allocation=lies_in,
+            offset=offset * MiB,
             shape=f"f32[{size},512,512]",
             category=category,
             made_in=made_in,
@@ -155,4 +149,5 @@ def handmade(name: str = "v5e-1", residuals: int = 3, capacity: int | None = 13 
     )
     passes: tuple[tuple[Pass, int, int], ...] = (("forward", 0, 4), ("backward", 4, 8), ("optimizer", 8, 10))
     operations = tuple(f"operation {step}" for step in range(10))
-    return Timeline(name, capacity, allocations, 10, buffers, (Loop(1, 3, 16), Loop(5, 7, None)), passes, operations)
+    loops = Loop(1, 3, 16), Loop(5, 7, None)
+    return Timeline(name, capacity, (residuals + 10) * MiB, 10, buffers, loops, passes, operations)

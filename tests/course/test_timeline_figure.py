@@ -110,7 +110,9 @@ def test_the_slider_tells_what_lies_in_memory_at_its_step():
 
 def test_the_slider_stands_over_the_hill_of_the_whole_schedule():
     made = handmade().buffers[1]
-    spans = tuple(dataclasses.replace(made, first=10 * i, last=999, address=(1, i * made.bytes)) for i in range(100))
+    spans = tuple(
+        dataclasses.replace(made, first=10 * i, last=999, allocation=1, offset=i * made.bytes) for i in range(100)
+    )
     timeline = dataclasses.replace(handmade(), steps=1000, buffers=spans, passes=(), loops=(), operations=("x",) * 999)
     box = plots.timeline_slider(timeline)
     slider, shown = box.children[0].children[0], box.children[1]
@@ -130,9 +132,9 @@ def test_every_category_has_a_colour_of_its_own():
 
 def test_the_page_holds_every_byte_and_asks_no_network():
     timeline = handmade()
-    tiny = dataclasses.replace(timeline.buffers[1], bytes=10, address=(9, 0), category="batch", first=0, last=4)
+    tiny = dataclasses.replace(timeline.buffers[1], bytes=10, allocation=9, offset=0, category="batch", first=0, last=4)
     timeline = dataclasses.replace(
-        timeline, buffers=(*timeline.buffers, tiny, dataclasses.replace(tiny, address=(8, 0)))
+        timeline, buffers=(*timeline.buffers, tiny, dataclasses.replace(tiny, allocation=8, offset=0))
     )
     page = plots.timeline_page({"</script> & co": timeline})
     data = json.loads(page.html.partition('id="data">')[2].partition("</script>")[0])

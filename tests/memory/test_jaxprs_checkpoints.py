@@ -150,7 +150,7 @@ def test_loops_and_branches_are_read():
     assert (scan.n_consts, scan.n_carry, scan.length) == (0, 1, 3), "a scan's operands moved"
     (loop,) = [flow for flow in flows if isinstance(flow, jaxprs.While)]
     consts = loop.n_condition_consts, loop.n_body_consts
-    assert consts == (1, 1) and len(loop.programs) == 2, "the operands of a while loop moved"
+    assert consts == (1, 1), "the operands of a while loop moved"
     (cond,) = [flow for flow in flows if isinstance(flow, jaxprs.Branches)]
     assert len(cond.branches) == 2
     assert any(isinstance(flow, jaxprs.Call) for flow in flows)

@@ -17,13 +17,11 @@ from timelines import FILES, MiB, handmade, write_dump
 import llamem
 from llamem.course import plots
 from llamem.memory.arguments import argument_names
-from llamem.memory.buffer_assignment import Allocation
 from llamem.memory.dump import read_dump
-from llamem.memory.name_stacks import differentiation_pass
-from llamem.memory.provenance import Provenance
-from llamem.memory.timeline import Timeline
-from llamem.memory.timeline_categories import CATEGORIES, named_category
-from llamem.memory.timeline_schedule import Pass, find_passes
+from llamem.memory.jaxprs import differentiation_pass
+from llamem.memory.provenance import CATEGORIES, Provenance, named_category
+from llamem.memory.timeline import Pass, Timeline
+from llamem.memory.timeline_schedule import find_passes
 
 of_this_machine = pytest.mark.skipif(
     jax.__version_info__ < (0, 10) and jax.default_backend() == "cpu",
@@ -48,9 +46,7 @@ def test_every_byte_of_a_dump_counted_by_hand(tmp_path):
             expected[step] += size
     assert timeline.curve().tolist() == expected
     assert (timeline.peak_step, timeline.peak_bytes) == (12, arguments + stack + 2 * row)
-    assert timeline.assigned_bytes == arguments + 2500 and timeline.gap_bytes == 2500 - stack - 2 * row == 100
-    assert timeline.gaps == {"outputs": 0, "between": 0, "unnamed": 100}
-    assert timeline.over_capacity == (12, 12)
+    assert timeline.assigned_bytes == arguments + 2500 and not timeline.fits
     assert timeline.passes == (("forward", 0, 11), ("backward", 11, 13), ("optimizer", 13, 15))
     assert [(loop.first, loop.end, loop.trips) for loop in timeline.loops] == [(4, 10, 4)]
 
@@ -119,48 +115,18 @@ def test_what_shares_an_address_counts_once():
             bytes=int(rng.integers(1, 60)),
             first=int(first),
             last=int(first + rng.integers(0, 9)),
-            address=(int(rng.integers(0, 3)), int(rng.integers(0, 90))),
+            allocation=int(rng.integers(0, 3)),
+            offset=int(rng.integers(0, 90)),
             category=CATEGORIES[int(rng.integers(0, len(CATEGORIES)))],
         )
         for first in rng.integers(0, 20, 200)
     )
-    kinds = ("temporaries", "output", "temporaries")
-    allocations = {i: Allocation(200, "device", kind, None, kind == "output", "") for i, kind in enumerate(kinds)}
-    timeline = dataclasses.replace(timeline, buffers=buffers, allocations=allocations, steps=30, passes=(), loops=())
+    timeline = dataclasses.replace(timeline, buffers=buffers, steps=30, passes=(), loops=())
     painted = np.zeros((30, 3, 200), bool)
     for buffer in buffers:
-        allocation, offset = buffer.address
-        painted[buffer.first : buffer.last + 1, allocation, offset : offset + buffer.bytes] = True
+        where = slice(buffer.offset, buffer.offset + buffer.bytes)
+        painted[buffer.first : buffer.last + 1, buffer.allocation, where] = True
     assert timeline.curve().tolist() == painted.sum(axis=(1, 2)).tolist()
-    now, ever = painted[timeline.peak_step], painted.any(axis=0)
-    made = [0, 2]
-    assert timeline.gaps == {
-        "outputs": (~now[1]).sum(),
-        "between": (ever & ~now)[made].sum(),
-        "unnamed": np.logical_not(ever)[made].sum(),
-    }
-    assert all(timeline.gaps.values()) and sum(timeline.gaps.values()) == timeline.gap_bytes
-
-
-def test_what_is_set_aside_and_not_in_use_is_told_in_words():
-    timeline = handmade()
-    assert timeline.difference == (
-        "13.00 MiB set aside, 12.00 MiB in use at the fullest step: 1.00 MiB where no array ever lies."
-    )
-    assert timeline.difference in str(timeline)
-    late = dataclasses.replace(timeline.buffers[3], address=(3, 0))
-    allocations = {**timeline.allocations, 3: Allocation(3 * MiB, "device", "output", None, True, "")}
-    timeline = dataclasses.replace(timeline, buffers=(*timeline.buffers[:3], late), allocations=allocations)
-    assert "3.00 MiB for results not written yet; 1.00 MiB where" in timeline.difference
-    shifted = dataclasses.replace(timeline.buffers[3], address=(1, 8 * MiB), bytes=MiB)
-    timeline = dataclasses.replace(
-        timeline, buffers=(*timeline.buffers[:3], shifted), allocations=handmade().allocations
-    )
-    assert timeline.difference.endswith("step: 1.00 MiB between buffers, where others lie at other steps.")
-    full = dataclasses.replace(shifted, first=3)
-    timeline = dataclasses.replace(timeline, buffers=(*timeline.buffers[:3], full))
-    assert timeline.difference == "13.00 MiB set aside, 13.00 MiB in use at the fullest step: no gap."
-    assert timeline.difference not in str(timeline)
 
 
 def test_the_host_is_a_curve_of_its_own():
@@ -240,7 +206,6 @@ def test_a_report_of_this_machine_has_its_timeline():
     assert timeline is not None, report.no_timeline
     assert timeline.chip == "local" and timeline.capacity_bytes is None
     assert timeline.peak_bytes == pytest.approx(report.peak_bytes, rel=0.005)
-    assert timeline.peak_bytes + timeline.gap_bytes == timeline.assigned_bytes
     parts = timeline.by_category()
     # What the caller holds is there throughout; the compiler may copy a weight into another layout.
     assert min(parts["weights"]) == 3 * 96 * 96 * 4 and set(parts["batch"]) == {1000 * 96 * 4}
@@ -340,14 +305,10 @@ def check_program(name, chip):
     report = llamem.compile_report(program.fn, *program.args, donate_argnums=program.donate_argnums, chip=chip)
     timeline = report.timeline
     assert timeline is not None, report.no_timeline
-    # The books close to the byte: what the report says must fit is in use at the fullest step, or the timeline says
-    # where it lies.
     assert timeline.assigned_bytes == report.peak_bytes
-    assert timeline.peak_bytes + sum(timeline.gaps.values()) == timeline.assigned_bytes
-    # The most that no buffer's name explains: 1.06 %, of two micro-batches on a v5e (benchmarks/timeline_peaks.md).
-    assert min(timeline.gaps.values()) >= 0 and timeline.gaps["unnamed"] < 0.011 * timeline.assigned_bytes
-    if timeline.gap_bytes > 0.005 * report.peak_bytes:
-        assert timeline.difference in str(timeline) and timeline.difference.count("iB") > 2
+    # What is set aside and not in use: results that are not written yet, and gaps (benchmarks/timeline_peaks.md).
+    outputs = report.output_bytes - report.alias_bytes
+    assert 0 <= timeline.gap_bytes <= outputs + 0.4 * timeline.assigned_bytes
     assert timeline.curve("host").max() <= report.host_bytes
     largest = max((b.bytes for b in timeline.buffers if b.space == "device" and b.made_in), default=0)
     if report.buffers and timeline.passes:  # the text's largest arrays, without the padding of tiles

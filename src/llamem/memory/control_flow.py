@@ -16,11 +16,6 @@ class Scan:
     n_carry: int
     length: int
 
-    @property
-    def programs(self) -> tuple[jex_core.ClosedJaxpr, ...]:
-        """The programs inside."""
-        return (self.body,)
-
 
 @dataclasses.dataclass(frozen=True)
 class While:
@@ -31,11 +26,6 @@ class While:
     n_condition_consts: int
     n_body_consts: int
 
-    @property
-    def programs(self) -> tuple[jex_core.ClosedJaxpr, ...]:
-        """The programs inside."""
-        return self.condition, self.body
-
 
 @dataclasses.dataclass(frozen=True)
 class Branches:
@@ -43,22 +33,12 @@ class Branches:
 
     branches: tuple[jex_core.ClosedJaxpr, ...]
 
-    @property
-    def programs(self) -> tuple[jex_core.ClosedJaxpr, ...]:
-        """The programs inside."""
-        return self.branches
-
 
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A function called as it stands: jit, a custom derivative, a checkpoint."""
 
     body: jex_core.ClosedJaxpr
-
-    @property
-    def programs(self) -> tuple[jex_core.ClosedJaxpr, ...]:
-        """The programs inside."""
-        return (self.body,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,11 +49,6 @@ class OnDevices:
     mesh: Any
     axes: tuple[str, ...]  # over which devices run it; none of those that the compiler shares out by itself
     in_specs: tuple[Any, ...]
-
-    @property
-    def programs(self) -> tuple[jex_core.ClosedJaxpr, ...]:
-        """The programs inside."""
-        return (self.body,)
 
     @property
     def devices(self) -> int:

@@ -70,12 +70,16 @@ class Instruction:
         return names
 
     @property
-    def operation(self) -> str:
-        """The end of the path that JAX gave it, "while/body/dot_general", or ""."""
+    def path(self) -> str:
+        """The path that JAX gave it, `op_name`, or ""."""
         found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    @property
+    def operation(self) -> str:
+        """The end of its path, "while/body/dot_general", or ""."""
         ours = re.compile(r"jit\((call|fn|flat)\)|call_exported|closed_call")
-        parts = [part for part in found[1].split("/") if not ours.fullmatch(part)] if found else []
-        return "/".join(parts[-4:])
+        return "/".join([part for part in self.path.split("/") if not ours.fullmatch(part)][-4:])
 
 
 @dataclasses.dataclass(frozen=True)

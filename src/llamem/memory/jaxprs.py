@@ -6,7 +6,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +108,18 @@ def checkpoint_call(eqn: jex_core.JaxprEqn) -> CheckpointCall | None:
     options = getattr(prim, "params", eqn.params)
     body = getattr(options["jaxpr"], "jaxpr", options["jaxpr"])
     return CheckpointCall(body, options["policy"], bool(options.get("prevent_cse", True)))
+
+
+def differentiation_pass(path: str) -> Literal["forward", "backward", "run again", ""]:
+    """Return the pass that an operation belongs to, by its `op_name`: JAX writes there how it was derived.
+
+    "" for an operation outside of anything differentiated, as an optimizer's are.
+    """
+    if "rematted_computation" in path:
+        return "run again"
+    if "transpose(" in path:
+        return "backward"
+    return "forward" if "jvp(" in path else ""
 
 
 def computed_again(eqn: jex_core.JaxprEqn) -> bool:

@@ -2,17 +2,37 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, get_args
 
 from jax.extend import core as jex_core
 
 from llamem.memory.arguments import Leaf
-from llamem.memory.control_flow import Branches, While
-from llamem.memory.jaxprs import control_flow
-from llamem.memory.name_stacks import differentiation_pass
-from llamem.memory.timeline_categories import Category, named_category
+from llamem.memory.control_flow import Branches
+from llamem.memory.jaxprs import control_flow, differentiation_pass
 
+# What an array in memory is for.
+Category = Literal[
+    "weights",
+    "optimizer",
+    "batch",
+    "gradients",
+    "residuals",
+    "logits",
+    "rematerialised",
+    "workspace",
+    "output",
+    "other",
+]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+# Names of arguments that say what these are: the first of them in an argument's path decides.
+_NAMES: dict[Category, tuple[str, ...]] = {
+    "weights": ("params", "weights", "model", "base"),
+    "optimizer": ("opt_state", "optimizer"),
+    "batch": ("batch", "tokens", "inputs", "images", "targets", "labels"),
+}
 # Operations that hand on what they are given, in another type, order, shape or place.
 _MOVES = (
     "convert_element_type", "reduce_precision", "reshape", "squeeze", "transpose", "broadcast_in_dim", "rev", "copy",
@@ -20,16 +40,8 @@ _MOVES = (
     "optimization_barrier", "all_gather", "reshard", "layout_constraint",
 )  # fmt: skip
 _MANY = 4  # arrays: an argument of so many, given to a model and not given back, is frozen weights and no batch
-
-
-@dataclasses.dataclass(frozen=True)
-class _Product:
-    """A matrix product: of which arguments both operands are, and how many rows each brings."""
-
-    left: frozenset[int]
-    right: frozenset[int]
-    left_rows: int
-    right_rows: int
+# A matrix product: of both operands, the right one first, the arguments that they are and how many rows they bring.
+_Product = tuple[tuple[frozenset[int], int], tuple[frozenset[int], int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +50,6 @@ class _Value:
 
     arguments: frozenset[int] = frozenset()
     products: frozenset[_Product] = frozenset()
-
-
-_UNKNOWN = _Value()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,18 +73,17 @@ def find_provenance(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Pro
     searched for their largest.
     """
     walk = _Walk()
-    given = [_Value(arguments=frozenset({i})) for i in range(len(leaves))]
-    walk.run(traced.jaxpr, given, inside=False)
+    walk.run(traced.jaxpr, [_Value(arguments=frozenset({i})) for i in range(len(leaves))], inside=False)
     results = {(out.shape, out.dtype) for out in traced.out_avals}
     counts = {leaf.argument: sum(one.argument == leaf.argument for one in leaves) for leaf in leaves}
     categories: list[Category] = []
     for i, leaf in enumerate(leaves):
-        returned = (leaf.shape.shape, leaf.shape.dtype) in results
+        returned = walk.differentiates and (leaf.shape.shape, leaf.shape.dtype) in results
         floating = leaf.shape.dtype.kind not in "iub"
         named = named_category(leaf.name)
-        if walk.differentiates and returned and i not in walk.used:
+        if returned and i not in walk.used:
             categories.append("optimizer")
-        elif walk.differentiates and returned and floating and named not in ("optimizer", "batch"):
+        elif returned and floating and named not in ("optimizer", "batch"):
             categories.append("weights")
         elif named != "other" or leaf.key:
             categories.append(named)
@@ -85,19 +93,19 @@ def find_provenance(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Pro
         else:
             categories.append("other")
     weights = frozenset(i for i, category in enumerate(categories) if category == "weights")
-    return Provenance(tuple(categories), _logits(walk.searched, weights))
-
-
-def _logits(products: Mapping[_Product, int], weights: frozenset[int]) -> frozenset[tuple[int, int]]:
     found = set()
-    for product, elements in products.items():
-        if product.right and product.right <= weights:
-            found.add((elements, product.right_rows))
-        elif product.left and product.left <= weights:
-            found.add((elements, product.left_rows))
+    for product, elements in walk.searched.items():
+        rows = [rows for arguments, rows in product if arguments and arguments <= weights]
+        found |= {(elements, vocabulary) for vocabulary in rows[:1]}
     # A router of experts looks the same, and is small.
     largest = max((elements for elements, _ in found), default=0)
-    return frozenset((elements, vocabulary) for elements, vocabulary in found if elements > largest // 16)
+    return Provenance(tuple(categories), frozenset(one for one in found if one[0] > largest // 16))
+
+
+def named_category(name: str) -> Category:
+    """Return what an argument is, by the first telling name in a path such as `state.params['norm']`, or "other"."""
+    parts = re.findall(r"\w+", name)
+    return next((category for part in parts for category, names in _NAMES.items() if part in names), "other")
 
 
 class _Walk:
@@ -113,7 +121,7 @@ class _Walk:
         known: dict[Any, _Value] = dict(zip(jaxpr.invars, values, strict=True))
 
         def value(atom: Any) -> _Value:
-            return _UNKNOWN if isinstance(atom, jex_core.Literal) else known.get(atom, _UNKNOWN)
+            return _Value() if isinstance(atom, jex_core.Literal) else known.get(atom, _Value())
 
         for eqn in jaxpr.eqns:
             operands = [value(atom) for atom in eqn.invars]
@@ -121,22 +129,16 @@ class _Walk:
             if derived:
                 self.differentiates = True
                 self.used.update(*(operand.arguments for operand in operands))
-            results = self._results(eqn, operands, derived)
-            known.update(zip(eqn.outvars, results, strict=True))
+            known.update(zip(eqn.outvars, self._results(eqn, operands, derived), strict=True))
         return [value(atom) for atom in jaxpr.outvars]
 
     def _results(self, eqn: jex_core.JaxprEqn, operands: list[_Value], derived: bool) -> list[_Value]:
-        name, flow = eqn.primitive.name, control_flow(eqn)
-        if isinstance(flow, Branches):
-            ways = [self.run(branch.jaxpr, operands[1:], inside=derived) for branch in flow.branches]
+        name = eqn.primitive.name
+        if (flow := control_flow(eqn)) is not None:
+            # The last operands are those of the body, or of every branch; what a loop's condition reads is no matter.
+            bodies = [body.jaxpr for body in (flow.branches if isinstance(flow, Branches) else (flow.body,))]
+            ways = [self.run(body, operands[len(operands) - len(body.invars) :], inside=derived) for body in bodies]
             return [_either(values) for values in zip(*ways, strict=True)]
-        if isinstance(flow, While):
-            start = flow.n_condition_consts
-            carried = start + flow.n_body_consts
-            self.run(flow.condition.jaxpr, operands[:start] + operands[carried:], inside=derived)
-            return self.run(flow.body.jaxpr, operands[start:], inside=derived)
-        if flow is not None:
-            return self.run(flow.body.jaxpr, operands, inside=derived)
         avals: list[Any] = [var.aval for var in (*eqn.invars, *eqn.outvars)]
         if name == "dot_general":
             return [_Value(products=frozenset({_product(eqn, operands, avals)}))]
@@ -145,12 +147,12 @@ class _Walk:
             self.searched |= {product: max(size, self.searched.get(product, 0)) for product in operands[0].products}
         if name in _MOVES:
             return [operands[0]] * len(eqn.outvars)
-        elementwise = [operand for operand, aval in zip(operands, avals, strict=False) if aval.shape == avals[-1].shape]
-        products = frozenset().union(*(operand.products for operand in elementwise))
-        return [_Value(products=products) for _ in eqn.outvars]
+        alike = [operand for operand, aval in zip(operands, avals, strict=False) if aval.shape == avals[-1].shape]
+        return [_Value(products=_either(alike).products)] * len(eqn.outvars)
 
 
-def _either(values: Sequence[_Value]) -> _Value:
+def _either(values: Iterable[_Value]) -> _Value:
+    values = tuple(values)
     return _Value(
         frozenset().union(*(value.arguments for value in values)),
         frozenset().union(*(value.products for value in values)),
@@ -158,14 +160,11 @@ def _either(values: Sequence[_Value]) -> _Value:
 
 
 def _product(eqn: jex_core.JaxprEqn, operands: list[_Value], avals: list[Any]) -> _Product:
-    (left, right), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    contracted, batch = eqn.params["dimension_numbers"]
 
-    def rows(aval: Any, axes: Sequence[int]) -> int:
-        return math.prod(size for axis, size in enumerate(aval.shape) if axis not in axes)
+    def told(side: int) -> tuple[frozenset[int], int]:
+        shared = (*contracted[side], *batch[side])
+        rows = math.prod(size for axis, size in enumerate(avals[side].shape) if axis not in shared)
+        return operands[side].arguments, rows
 
-    return _Product(
-        operands[0].arguments,
-        operands[1].arguments,
-        rows(avals[0], (*left, *left_batch)),
-        rows(avals[1], (*right, *right_batch)),
-    )
+    return told(1), told(0)

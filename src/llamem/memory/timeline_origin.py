@@ -4,20 +4,10 @@ from collections.abc import Sequence
 
 from llamem.memory.hlo import ENTRY, Instruction, Program
 
-# Instructions whose first operand is what they write: in another place, order or type, or with a few changes.
-_MOVES = (
-    "copy",
-    "copy-start",
-    "copy-done",
-    "bitcast",
-    "reshape",
-    "transpose",
-    "convert",
-    "get-tuple-element",
-    "scatter",
-)
-# Those of which an argument in another place, order or type is made, and nothing else.
-_COPIES = {"parameter", "copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "convert"}
+# Instructions of which an argument in another place, order or type is made, and nothing else.
+_COPIES = ("parameter", "copy", "copy-start", "copy-done", "bitcast", "reshape", "transpose", "convert")
+# Those whose first operand is what they write: in another place, order or type, or with a few changes.
+_MOVES = (*_COPIES[1:], "get-tuple-element", "scatter")
 _MOST_HOPS = 12
 
 
@@ -36,26 +26,22 @@ class Origins:
         """Return the instruction of this name; an empty one where the program's text has none."""
         return self._by_name.get(name) or Instruction(name, (), "", (), "")
 
-    def of(self, value: str) -> Instruction:
-        """Return what computes a value such as "fusion.3{1}"; its own instruction where nothing tells more."""
-        name, _, index = value.rstrip("}").partition("{")
-        found = self._walk(name, index)
-        return found if "op_name=" in found.rest else self.named(name)
-
     def argument_of(self, line: Instruction) -> int | None:
         """Return the number of the program's argument of which the line is a copy, or which it casts; else None."""
         for _ in range(_MOST_HOPS):
             if line.opcode == "parameter":
                 return int(line.operands[0]) if line in self._computations[ENTRY] else None
             inside = self._computations.get(line.named("calls"), ()) if line.opcode == "fusion" else (line,)
-            if not inside or len(line.operands) != 1 or not {one.opcode for one in inside} <= _COPIES:
+            if not inside or len(line.operands) != 1 or not {one.opcode for one in inside} <= {*_COPIES}:
                 return None
             line = self.named(line.operands[0])
         return None
 
-    def _walk(self, name: str, index: str) -> Instruction:
+    def of(self, value: str) -> Instruction:
+        """Return what computes a value such as "fusion.3{1}"; its own instruction where nothing tells more."""
+        name, _, index = value.rstrip("}").partition("{")
         passed: dict[str, str] = {}  # what the fusion that the walk is in is given for each of its parameters
-        line = self.named(name)
+        line = own = self.named(name)
         for _ in range(_MOST_HOPS):
             if line.opcode == "parameter" and line.name in passed:
                 following = passed[line.name]
@@ -71,11 +57,10 @@ class Origins:
             else:
                 break
             line, index = self.named(following), ""
-        return line
+        return line if line.path else own
 
     def _moved_inside(self, line: Instruction) -> Sequence[Instruction]:
         """Return the instructions inside a fusion that only moves, or does not say itself what it computes."""
         moves = "dynamic_update_slice" in line.rest or "dynamic-update-slice" in line.name
-        if line.opcode != "fusion" or ("op_name=" in line.rest and not moves):
-            return ()
-        return self._computations.get(line.named("calls"), ())
+        is_told = line.path and not moves
+        return () if line.opcode != "fusion" or is_told else self._computations.get(line.named("calls"), ())

@@ -1,40 +1,22 @@
-"""From a compiler's dump to a table of buffers and what each is: told from who makes it, who uses it and when."""
+"""From a compiler's dump to the buffers of a timeline, and what each is: by who makes it, who uses it and when."""
 
 import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any
+
+import numpy as np
 
 from llamem.memory.buffer_assignment import Allocation, Place
 from llamem.memory.hlo import Instruction, Program
-from llamem.memory.name_stacks import differentiation_pass
+from llamem.memory.jaxprs import differentiation_pass
+from llamem.memory.provenance import Category
+from llamem.memory.timeline import Loop, Pass, Span
 from llamem.memory.timeline_dump import Value, read_lives
 from llamem.memory.timeline_origin import Origins
 
-Pass = Literal["forward", "backward", "run again", "optimizer", ""]
-
 _UPDATES = ("dynamic-update-slice", "dynamic_update_slice")
-
-
-class Row(NamedTuple):
-    """A buffer's stay in memory, as JSON keeps it: each text is its number in the schedule's table of texts.
-
-    Fields as in `llamem.memory.timeline.Span`; `argument` is that of the argument that it is or copies, cast or not.
-    """
-
-    allocation: int
-    offset: int
-    bytes: int
-    first: int
-    last: int
-    name: str | int
-    shape: str | int
-    category: str | int
-    made_in: str | int
-    operation: str | int
-    source: str | int
-    argument: int | None
 
 
 def read_schedule(
@@ -48,27 +30,19 @@ def read_schedule(
     if not program.computations:
         raise ValueError("the compiler's dump holds no program.")
     try:
-        return _table(_Reader(stem, allocations, places, program))
+        reader = _Reader(stem, allocations, places, program)
+        return {
+            "assigned_bytes": sum(
+                one.size for one in allocations.values() if one.space == "device" and one.kind != "thread"
+            ),
+            "steps": reader.steps,
+            "passes": reader.passes,
+            "loops": [dataclasses.astuple(loop) for loop in reader.loops()],
+            "operations": [reader.line(name).operation or name for name in reader.schedule],
+            "buffers": [dataclasses.astuple(span) for span in (*reader.held_throughout(), *reader.made())],
+        }
     except (LookupError, AttributeError, TypeError) as error:  # a file that can be read, and says something else
         raise ValueError(f"the compiler's dump is of a form that is not known: {error!r}") from error
-
-
-def _table(reader: "_Reader") -> dict[str, Any]:
-    rows = [*reader.held_throughout(), *reader.made()]
-    texts: dict[str, int] = {}
-
-    def number(text: str) -> int:
-        return texts.setdefault(text, len(texts))
-
-    return {
-        "steps": reader.steps,
-        "allocations": reader.allocations(),
-        "passes": reader.passes,
-        "loops": reader.loops(),
-        "operations": [number(reader.line(name).operation or name) for name in reader.schedule],
-        "buffers": [[number(cell) if isinstance(cell, str) else cell for cell in row] for row in rows],
-        "texts": list(texts),
-    }
 
 
 class _Reader:
@@ -88,41 +62,35 @@ class _Reader:
     def line(self, name: str) -> Instruction:
         return self._origins.named(name)
 
-    def allocations(self) -> list[tuple[Any, ...]]:
-        """Return the pieces of memory that the compiler set aside, each after its number."""
-        own = {number: one for number, one in self._allocations.items() if one.kind != "thread"}
-        return [(number, *dataclasses.astuple(one)) for number, one in own.items()]
-
-    def held_throughout(self) -> Iterator[Row]:
-        """Yield rows of arguments, which the caller holds (those donated become outputs), and of constants."""
+    def held_throughout(self) -> Iterator[Span]:
+        """Yield arguments, which the caller holds (those donated become outputs), and constants."""
         for number, one in self._allocations.items():
             if one.kind in ("argument", "constant"):
-                yield Row(
-                    number, 0, one.size, 0, self.steps - 1, one.kind, one.shape, "other", "", "", "", one.parameter
-                )
+                place = one.size, 0, self.steps - 1, one.space, number, 0, one.shape
+                yield Span(one.kind, *place, "other", "", "", "", one.parameter)
 
-    def made(self) -> Iterator[Row]:
-        """Yield rows of what the program makes: one for each stay of a buffer in memory."""
+    def made(self) -> Iterator[Span]:
+        """Yield what the program makes: one for each stay of a buffer in memory."""
         for group in self._buffers():
             chosen = next((value for value in _computed_first(group) if _own_pass(self._maker(value))), group[0])
             place, line = chosen.place, self._origins.of(chosen.place.name)
-            category, made_in = self._kind(group, self._allocations[place.allocation].is_output)
-            source = self._program.source(line)
+            allocation = self._allocations[place.allocation]
             argument = self._origins.argument_of(self._maker(group[0])) if len(group) == 1 else None
-            told = (place.name, place.shape, category, made_in, line.operation, source, argument)
+            told = *self._kind(group, allocation.is_output), line.operation, self._program.source(line), argument
             for first, last in _stays(group):
-                yield Row(place.allocation, place.offset, place.size, first, last, *told)
+                lies_in = allocation.space, place.allocation, place.offset, place.shape
+                yield Span(place.name, place.size, first, last, *lies_in, *told)
 
-    def loops(self) -> list[tuple[int, int, int | None]]:
-        """Return each loop's first step in the schedule, the one after its last, and how often it runs, if it says."""
+    def loops(self) -> list[Loop]:
+        """Return the loops, outer ones before those inside."""
         computations = self._program.computations
-        rows: list[tuple[int, int, int | None]] = []
+        loops = []
         for loop in (line for lines in computations.values() for line in lines if line.opcode == "while"):
             lines = [line for part in ("condition", "body") for line in computations.get(loop.named(part), ())]
             inside = [self._position[line.name] for line in lines if line.name in self._position]
             if inside and loop.name in self._position:
-                rows.append((min(inside), self._position[loop.name], self._program.trip_count(loop)))
-        return sorted(rows, key=lambda row: (row[0], -row[1]))
+                loops.append(Loop(min(inside), self._position[loop.name], self._program.trip_count(loop)))
+        return sorted(loops, key=lambda loop: (loop.first, -loop.end))
 
     def _maker(self, value: Value) -> Instruction:
         return self.line(value.place.name.partition("{")[0])
@@ -150,14 +118,14 @@ class _Reader:
         in_place = any(word in f"{maker.name} {maker.opcode} {maker.rest}" for word in _UPDATES)
         return later.place.phi or in_place or (earlier.place.phi and self._maker(earlier).opcode == "parameter")
 
-    def _kind(self, group: list[Value], in_output: bool) -> tuple[str, Pass]:
+    def _kind(self, group: list[Value], in_output: bool) -> tuple[Category, Pass]:
         """Return the category of a buffer, and the pass in which it is made."""
         makers = [(value.first, self._origins.of(value.place.name)) for value in _computed_first(group)]
         told = [own for step, maker in makers if (own := self._made_in(step, maker))]
         made_in: Pass = told[0] if told else self._pass_of_step[group[0].first]
         last = max(value.last for value in group)
         output = in_output and last >= len(self.schedule) - 1
-        if not output and any(_is_logits(_op_name(maker)) for _, maker in makers):
+        if not output and any(_is_logits(maker.path) for _, maker in makers):
             return "logits", made_in
         if made_in in ("backward", "run again") and (output or self._used_by_optimizer(group, last)):
             return "gradients", made_in
@@ -199,24 +167,12 @@ def find_passes(passes: list[Pass]) -> list[tuple[Pass, int, int]]:
 
 def _border(before: list[bool], after: list[bool]) -> int:
     """Return the place with the fewest of `after` before it and of `before` after it."""
-    wrong = sum(before)
-    best, place = wrong, 0
-    for step, (early, late) in enumerate(zip(before, after, strict=True), 1):
-        wrong += late - early
-        if wrong < best:
-            best, place = wrong, step
-    return place
+    return int(np.argmin(np.cumsum([0, *after]) - np.cumsum([0, *before])))
 
 
 def _own_pass(line: Instruction) -> Pass:
-    path = _op_name(line)
     # Without a path of its own it is the compiler's: a copy, a constant, an argument.
-    return differentiation_pass(path) or ("optimizer" if "/" in path and line.operation else "")
-
-
-def _op_name(line: Instruction) -> str:
-    found = re.search(r'op_name="([^"]*)"', line.rest)
-    return found[1] if found else ""
+    return differentiation_pass(line.path) or ("optimizer" if "/" in line.path and line.operation else "")
 
 
 def _is_logits(path: str) -> bool:
