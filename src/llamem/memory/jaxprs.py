@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 
@@ -174,16 +173,9 @@ def names_when_differentiated(jaxpr: jex_core.ClosedJaxpr, axes: Mapping[str, in
     if any(has_own_gradient(eqn) for eqn, _ in equations(jaxpr.jaxpr)):
         # The rule is a function that JAX traces when it differentiates: so differentiate.
         shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jaxpr.in_avals]
-        exact = [i for i, shape in enumerate(shapes) if not jnp.issubdtype(shape.dtype, jnp.inexact)]
 
         def differentiated(*values: Any) -> Any:
-            def of_floats(*floats: Any) -> Any:
-                remaining = iter(floats)
-                return jex_core.jaxpr_as_fun(jaxpr)(
-                    *(v if i in exact else next(remaining) for i, v in enumerate(values))
-                )
-
-            return jax.vjp(of_floats, *(v for i, v in enumerate(values) if i not in exact))[1]
+            return jax.vjp(jex_core.jaxpr_as_fun(jaxpr), *values)[1]
 
         names |= set(names_in(jax.make_jaxpr(differentiated, axis_env=list(axes.items()))(*shapes).jaxpr))
     return names
@@ -213,13 +205,11 @@ def control_flow(eqn: jex_core.JaxprEqn) -> Flow | None:
         return None
     body = programs[0] if isinstance(programs[0], jex_core.ClosedJaxpr) else jex_core.ClosedJaxpr(programs[0], ())
     # A reduction's or a scatter's program takes two elements, not the operands.
-    inside, outside = (*body.jaxpr.invars, *body.jaxpr.outvars), (*eqn.invars, *eqn.outvars)
-    same = [_shape(var) for var in inside] == [_shape(var) for var in outside]
-    return Call(body) if same and len(body.jaxpr.constvars) == len(body.consts) else None
-
-
-def _shape(var: Any) -> tuple[int, ...] | None:
-    return getattr(var.aval, "shape", None)
+    inside, outside = (
+        [getattr(var.aval, "shape", None) for var in (*program.invars, *program.outvars)]
+        for program in (body.jaxpr, eqn)
+    )
+    return Call(body) if inside == outside and len(body.jaxpr.constvars) == len(body.consts) else None
 
 
 def moved_to_host(jaxpr: jex_core.Jaxpr) -> int:
