@@ -5,14 +5,12 @@ import glob
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import jax
 import pytest
 
 import llamem
 from llamem.memory import chips, dump
-from llamem.memory import cross_compile as absent
 
 ACCELERATOR = any(glob.glob(pattern) for pattern in ("/dev/nvidia*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd"))
 needs_gpu_compiler = pytest.mark.skipif(not llamem.available("a100-40"), reason="needs the CUDA plugin and ptxas")
@@ -55,27 +53,12 @@ def test_importing_pulls_in_nothing_of_notebooks():
     assert python(code).stdout == "set()\n"
 
 
-def test_every_target_is_described():
-    for name, chip in llamem.CHIPS.items():
-        assert chip.name == name and chip.absent
-        assert chip.capacity_bytes and chip.peak_flops and chip.bandwidth
-        assert 10e9 < chip.capacity_bytes < 200e9
-        assert 50e12 < chip.peak_flops < 2500e12 and 0.2e12 < chip.bandwidth < 8e12
-        assert chip.host_link and 10e9 < chip.host_link < 0.2 * chip.bandwidth
-        assert chips.known_chip(chip.name.upper()) == chip
-        if chip.platform == "cuda":
-            description = absent.gpu_description(chip)
-            assert f"device_memory_size: {chip.capacity_bytes}" in description and chip.device_kind in description
-
-
 @pytest.mark.parametrize(
     ("written", "name"),
     [
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("A100-80GB", "a100-80"),
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("RTX A6000", "a6000"),
-        ("Tesla T4", "t4"),
         ("v5litepod-8", "v5e-8"),
         ("TPU v6 lite", "v6e-1"),
         ("V5E:2x4", "v5e:2x4"),
@@ -124,7 +107,7 @@ def test_an_unknown_name_lists_the_known():
         llamem.compile_report(lambda x: x, 1.0, chip="v99")
 
 
-@pytest.mark.parametrize(("name", "devices"), [("v5e:16x16", 256), ("v6e:4x8", 32), ("v5p:4x4x8", 128)])
+@pytest.mark.parametrize(("name", "devices"), [("v5e:16x16", 256), ("v5p:4x4x8", 128)])
 def test_tpus_by_how_they_are_connected(name, devices):
     found = chips.pod(name)
     assert found is not None
@@ -133,8 +116,7 @@ def test_tpus_by_how_they_are_connected(name, devices):
     mesh = found.mesh(fsdp=devices // 4, tensor=4)
     assert found.capacity_bytes == one.capacity_bytes and mesh.size == devices
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}  # and not what JAX takes where nobody says it
-    for odd in ("v5e:16x16x2", "v5p:4x4", "v5e:", "v5e:0x4", "v9:2x2", "v5e:2x-2", "h100:1x8"):
-        assert chips.pod(odd) is None
+    for odd in ("v5e:16x16x2", "v5e:0x4", "v9:2x2", "h100:1x8"):
         with pytest.raises(ValueError, match=r"no chip is called.*'v5p:4x4x8'"):
             llamem.find_chip(odd)
 
@@ -147,13 +129,6 @@ def test_the_local_device():
         with pytest.raises(RuntimeError, match=rf"the local device is a cpu \(.*\), not a {kind}.*h100"):
             llamem.find_chip(kind)
         assert not llamem.available(kind)
-
-
-@pytest.mark.parametrize(("platform", "ours"), [("gpu", "cuda"), ("rocm", "cuda"), ("tpu", "tpu"), ("cpu", "cpu")])
-def test_what_jax_calls_a_gpu_is_the_platform_cuda(monkeypatch, platform, ours):
-    device = SimpleNamespace(platform=platform, device_kind="a chip", memory_stats=lambda: {"bytes_limit": 5})
-    monkeypatch.setattr(chips.jax, "local_devices", lambda: [device])
-    assert llamem.find_chip("local").platform == ours and llamem.find_chip("local").capacity_bytes == 5
 
 
 @pytest.mark.parametrize("spread", [False, True])

@@ -105,7 +105,6 @@ def test_compiled_convolutions_are_those_of_the_trace(chip):
     kernels = [shape(3, 3, 8, 16), shape(1, 5, 16, 24)]
     report = llamem.compile_report(jax.grad(network), kernels, shape(4, 30, 31, 8), chip=chip)
     assert report.compiled_matmul_flops == report.matmul_flops > 2 * 4 * 30 * 31 * 5 * 16 * 24
-    assert any("libraries take memory" in note for note in report.warnings) == (chip == "cpu")
 
 
 def test_products_in_groups_of_rows_count_each_row_once():

@@ -116,32 +116,17 @@ def test_what_a_loop_holds_counts_as_often_as_it_runs(loop):
 @pytest.mark.parametrize(
     ("line", "other"),
     [
-        ("constant(5)", "constant(0.5)"),
         ("constant(5)", "constant(inf)"),
         ("constant(0)", "constant(3)"),
         ("constant(1)", "constant(7)"),
         ("add(%i.1, %one)", "multiply(%i.1, %one)"),
-        ("add(%i.1, %one)", "add(%i.1, %i.1)"),
         ("tuple(%copy.1, %done)", "parameter(1)"),
-        ("get-tuple-element(%t.1), index=0", "parameter(1)"),
     ],
 )
 def test_a_loop_that_does_not_count_from_0_by_1_to_an_integer_does_not_say_how_often_it_runs(line, other):
     assert line in LOOP
     program = parse(LOOP.replace(line, other))
     assert program.executions is None and compiled_matmul_flops(program) is None and collectives(program) is None
-
-
-def test_an_element_by_number_has_its_own_type_also_behind_a_tuple_within():
-    text = """
-ENTRY %main (a: f32[3,4]) -> f32[3,7] {
-  %t = ((f32[9]{0:T(8,128)S(1)}, u32[]), f32[3,4]{1,0:T(8,128)}, bf16[4,7]{1,0}) parameter(0)
-  ROOT %dot.1 = f32[3,7]{1,0} dot(%t#1, %t#2), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-"""
-    (lines,) = parse(text).computations.values()
-    assert [str(shape) for line in lines[1:] for shape in line.shapes] == ["f32[3,4]", "bf16[4,7]", "f32[3,7]"]
-    assert lines[-1].operands == ("t#1", "t#2") and compiled_matmul_flops(parse(text)) == 2 * 3 * 4 * 7
 
 
 def test_an_asynchronous_collective_is_counted_once_however_many_fusions_it_stands_in():
@@ -201,24 +186,3 @@ def test_the_compiled_count_is_the_traced_one_where_nothing_is_undone(name):
     report = llamem.compile_report(jax.grad(chain, argnums=(0, 1)), *shapes, chip=name)
     one = 2 * 4 * 640 * 256 * 256
     assert report.matmul_flops == report.compiled_matmul_flops == 6 * one * (1 + 1 + 2)
-
-
-@pytest.mark.skipif(
-    jax.__version_info__ >= (0, 11), reason="newer compilers for the CPU were seen to undo nothing here"
-)
-def test_what_a_compiler_undoes_shows_in_the_difference():
-    """The CPU compiler computes twice what is asked for once more, once: it finds the common subexpression."""
-
-    def layer(x, w):
-        return jnp.sin(x @ w)
-
-    def loss(w, x):
-        for _ in range(3):
-            x = jax.checkpoint(layer)(x, w)
-        return jnp.sum(x**2)
-
-    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((64, 64), (128, 64))]
-    report = llamem.compile_report(jax.grad(loss), *shapes, chip="cpu")
-    product = 2 * 128 * 64 * 64
-    assert report.matmul_flops == (3 + 3 + 2 + 3) * product
-    assert report.compiled_matmul_flops == (3 + 2 + 3) * product

@@ -5,30 +5,25 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import real_peaks
 
 import llamem
-from llamem.layers.attention import causal_attention
 from llamem.memory import compiling as memory
 from llamem.memory import cross_compile as absent
 from llamem.memory.arguments import read_leaves
 from llamem.memory.dump import memory_is_assigned, read_dump
 from llamem.memory.hlo import parse
 from llamem.memory.hlo_counts import largest_buffers
-from llamem.memory.shapes import key_implementation
 
 HERE = Path(__file__).resolve().parent
 F32 = jnp.float32
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="elsewhere the host's memory is another")
 needs_tpu_compiler = pytest.mark.skipif(not llamem.available("v5e-1"), reason="needs libtpu")
-needs_gpu_compiler = pytest.mark.skipif(not llamem.available("a100-40"), reason="needs the CUDA plugin and ptxas")
 
 
 def shape(*sizes: int, dtype=F32) -> jax.ShapeDtypeStruct:
@@ -53,14 +48,6 @@ def test_arguments_and_outputs_are_the_shapes():
     assert report.peak_bytes == report.argument_bytes + report.output_bytes + report.temp_bytes + report.constant_bytes
 
 
-def test_arrays_and_shapes_and_closed_over_settings_give_the_same_report():
-    arrays = (np.ones((300, 500), np.float32), jnp.ones((7, 300)))
-    given = llamem.compile_report(two_outputs, *arrays)
-    abstract = llamem.compile_report(two_outputs, shape(300, 500), shape(7, 300))
-    for name in ("argument_bytes", "output_bytes", "temp_bytes", "peak_bytes", "matmul_flops"):
-        assert getattr(given, name) == getattr(abstract, name)
-
-
 def test_a_donated_argument_is_counted_once():
     def update(state, x):
         return jax.tree.map(lambda a: a + x.sum(), state)
@@ -70,12 +57,6 @@ def test_a_donated_argument_is_counted_once():
     donated = llamem.compile_report(update, state, shape(3), donate_argnums=(0,))
     assert donated.alias_bytes == 4 * (256 * 256 + 100)
     assert kept.peak_bytes - donated.peak_bytes == donated.alias_bytes
-
-
-@pytest.mark.parametrize("donate", [(2,), (-1,), (0, 5)])
-def test_donating_an_argument_that_is_not_there(donate):
-    with pytest.raises(ValueError, match=r"names argument .* but there are 2: 0 to 1"):
-        llamem.compile_report(two_outputs, shape(3, 3), shape(3, 3), donate_argnums=donate)
 
 
 @pytest.mark.quick
@@ -161,25 +142,15 @@ def test_reading_optimised_programs():
     assert rows["s4[6,7]"].source == "model.py:42" and rows["s4[6,7]"].operation.endswith("body/round")
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        ["stack scan nothing", "loss {}", "elementwise, donated"],
-        pytest.param([], marks=pytest.mark.weekly),  # all sixteen
-    ],
-)
 @pytest.mark.skipif(sys.platform != "linux" or jax.default_backend() != "cpu", reason="measures resident memory")
-def test_reports_agree_with_the_process(wanted):
+def test_reports_agree_with_the_process():
     # Freed memory goes back at once, so that the next program has to ask for its own.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command = [sys.executable, str(HERE / "real_peaks.py"), *wanted]
+    command = [sys.executable, str(HERE / "real_peaks.py"), "stack", "loss", "donated", "train step"]
     out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    rows = [json.loads(line) for line in out.splitlines()]
-    assert len(rows) == len({row["name"] for row in rows}) == (len(wanted) or 16)
-    differences = {row["name"]: row["rose_MB"] - row["said_MB"] for row in rows}
-    assert min(differences.values()) > -5, differences  # a plan is what is needed at least
-    close = {name for name in differences if name not in real_peaks.LIBRARY_WORKSPACE}
-    assert len(close) == (3 if wanted else 13) and max(differences[name] for name in close) < 40, differences
+    differences = {row["name"]: row["rose_MB"] - row["said_MB"] for row in map(json.loads, out.splitlines())}
+    # A plan is what is needed at least.
+    assert len(differences) == 4 and min(differences.values()) > -5 and max(differences.values()) < 40, differences
 
 
 def plain_loss(hidden, head):
@@ -224,30 +195,15 @@ def square(w, x):
 
 @needs_tpu_compiler
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize(
-    ("fn", "shapes", "donate"),
-    [
-        pytest.param(jax.grad(plain_loss), LOSS_SHAPES, (), marks=pytest.mark.weekly),
-        (square, (shape(5000, 7000), shape(5000, 7000)), (0, 1)),
-        pytest.param(square, (shape(5000, 7000), shape(7000)), (), marks=pytest.mark.weekly),
-    ],
-    ids=["loss", "both donated", "nothing donated"],
-)
-def test_the_quick_answer_is_the_whole_one(empty_cache, monkeypatch, fn, shapes, donate):
-    quick = llamem.compile_report(fn, *shapes, chip="v5e-1", donate_argnums=donate)
-    whole = llamem.compile_report(fn, *shapes, chip="v5e-1", donate_argnums=donate, depth="code")
+def test_the_quick_answer_is_the_whole_one(empty_cache):
+    shapes, options = (shape(5000, 7000), shape(5000, 7000)), {"chip": "v5e-1", "donate_argnums": (0, 1)}
+    quick, whole = (llamem.compile_report(square, *shapes, depth=depth, **options) for depth in ("memory", "code"))
     assert (quick.depth, whole.depth) == ("memory", "code")
     for name in ("argument_bytes", "output_bytes", "alias_bytes", "host_bytes", "compiled_matmul_flops", "buffers"):
         assert getattr(quick, name) == getattr(whole, name), name
     few = 2**15 if jax.__version_info__ >= (0, 10) else 2**16
     assert abs(whole.temp_bytes - quick.temp_bytes) <= few  # a few KB come and go while code is made
     assert quick.peak_bytes == pytest.approx(whole.peak_bytes, rel=1e-3)
-
-
-def test_how_far_a_compiler_goes_is_memory_or_code(as_a_user):
-    assert llamem.compile_report(lambda x: x, shape(3)).depth == "code"  # the local compiler always goes to the end
-    with pytest.raises(ValueError, match=r"depth='peak': expected 'memory', .* or 'code'"):
-        llamem.compile_report(lambda x: x, shape(3), depth="peak")  # pyrefly: ignore[bad-argument-type]
 
 
 ASSIGNMENT = """\
@@ -330,7 +286,7 @@ def compiled(empty_cache, monkeypatch):
     monkeypatch.setattr(
         memory,
         "compile_absent",
-        lambda chip, _, donated, *rest: calls.append((chip.name, donated)) or answer,
+        lambda request: calls.append((request.chip.name, request.donated)) or answer,
     )
     return calls
 
@@ -370,10 +326,7 @@ def test_a_broken_cache_file_is_replaced(compiled, empty_cache):
 
     report()
     (file,) = empty_cache.glob("reports/*")
-    whole = file.read_text()
-    changed = whole.replace('"temp_bytes": 0', '"temp_bytes": 7')
-    for number, content in enumerate(["", whole[:90], "\x00", "{}", whole.partition("\n")[2], changed, whole + " "], 2):
-        assert content != whole
+    for number, content in enumerate(["", file.read_text()[:90], "\x00"], 2):
         file.write_text(content)
         assert report().temp_bytes == report().temp_bytes == 0
         assert len(compiled) == number and [file] == list(empty_cache.glob("reports/*"))
@@ -388,26 +341,6 @@ def test_without_a_cache_folder_it_compiles_each_time_and_says_so_once(compiled,
         for _ in range(3):
             llamem.compile_report(cell(0), shape(8, 8), shape(8, 8), chip="v5e-1")
     assert len(compiled) == 3 and len(heard) == 1
-
-
-@needs_tpu_compiler
-@pytest.mark.tpu_compile
-def test_answers_that_other_code_read_are_not_taken(compiled, monkeypatch):
-    for code in ("old", "new", "old", "new"):
-        monkeypatch.setattr("llamem.memory.report_cache._reading_code", lambda code=code: code)
-        llamem.compile_report(cell(0), shape(8, 8), shape(8, 8), chip="v5e-1")
-    assert len(compiled) == 2
-
-
-@needs_tpu_compiler
-@pytest.mark.tpu_compile
-def test_a_tpu_program_takes_splash_where_its_blocks_divide():
-    def exported(T: int) -> str:
-        chip, q = llamem.find_chip("v5e-1"), shape(1, T, 4, 128, dtype=jnp.bfloat16)
-        return absent.export_for(chip, jax.jit(lambda q: causal_attention(q, q, q)), [q]).mlir_module()
-
-    assert "tpu_custom_call" in exported(512)
-    assert "tpu_custom_call" not in exported(640)
 
 
 @on_cpu
@@ -430,7 +363,7 @@ def product(x, w):
     return jnp.sum(jnp.tanh(x @ w).astype(F32) ** 2)
 
 
-@pytest.mark.parametrize("name", ["v5e-8", "h100-8", pytest.param("v5p-8", marks=pytest.mark.weekly)])
+@pytest.mark.parametrize("name", ["v5e-8", "h100-8"])
 @pytest.mark.tpu_compile
 @pytest.mark.gpu_compile
 def test_several_chips_hold_their_shards_and_say_what_they_send(empty_cache, name):
@@ -471,24 +404,6 @@ def test_shardings_that_do_not_fit_the_chips_are_explained(as_a_user):
         llamem.compile_report(product, x, x, chip="v5e-8")
 
 
-@needs_gpu_compiler
-@pytest.mark.gpu_compile
-def test_a_gpu_that_is_not_there(empty_cache):
-    report = llamem.compile_report(jax.grad(plain_loss), *LOSS_SHAPES, chip="a100-40")
-    assert report.fits and report.argument_bytes == 2 * 512 * (8192 + 128_256)
-    assert report.peak_bytes > report.argument_bytes + 2 * 8192 * 128_256
-
-
-@needs_tpu_compiler
-@pytest.mark.tpu_compile
-def test_two_processes_compile_at_once(empty_cache):
-    def report(n: int) -> int:
-        return llamem.compile_report(lambda a: a @ a, shape(n, n), chip="v5e-1").argument_bytes
-
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(report, (256, 384))) == [4 * 256**2, 4 * 384**2]
-
-
 @needs_tpu_compiler
 @pytest.mark.tpu_compile
 def test_a_compiler_that_dies_leaves_this_process_alone(empty_cache, monkeypatch, tmp_path):
@@ -499,18 +414,6 @@ def test_a_compiler_that_dies_leaves_this_process_alone(empty_cache, monkeypatch
     with pytest.raises(RuntimeError, match=r"died with signal 11.*(?s:.*)its last words"):
         llamem.compile_report(lambda a: a + 1, shape(3), chip="v5e-1")
     assert not list(empty_cache.glob("reports/*"))
-
-
-def test_keys_are_arguments_and_results_like_any_other():
-    def draw(key, scale):
-        key, now = jax.random.split(key)
-        return key, scale * jax.random.normal(now, (128, 128))
-
-    report = llamem.compile_report(draw, jax.random.key(0), shape())
-    assert report.argument_bytes == 8 + 4
-    assert 0 <= report.output_bytes - (8 + 4 * 128 * 128) <= 32  # and the table of a tuple
-    kept = llamem.saved_residuals(lambda x: jnp.sum(draw(jax.random.key(0), x)[1]), jnp.float32(1))
-    assert kept.bytes >= 4 * 128 * 128
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
@@ -529,11 +432,10 @@ def test_keys_of_every_kind_given_or_closed_over(impl):
     assert closed.argument_bytes == 4 and not closed.warnings
     kept = llamem.saved_residuals(lambda keys, x: jnp.sum(jnp.sin(x) * draw(keys[0], x)[1]), key[None], jnp.float32(1))
     assert kept.bytes >= 4 * 128 * 128
-    assert key_implementation(jax.ShapeDtypeStruct((2,), key.dtype)) == impl
 
 
-@pytest.mark.parametrize("number", [2.0, 3, True, np.float32(2), np.float64(2), jnp.float32(2)], ids=repr)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize("number", [2.0, True, np.float64(2), jnp.float32(2)], ids=repr)
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_outputs_have_the_types_that_jit_gives_them(number, dtype):
     def scale(x, by):
         return x * by
@@ -547,11 +449,10 @@ def test_outputs_have_the_types_that_jit_gives_them(number, dtype):
     ("args", "options", "error", "message"),
     [
         ((1.0, "bf16"), {}, TypeError, r"args\[1\] is 'bf16', of type str: .*functools\.partial"),
-        (({"a": np.array(["x"])}, 1.0), {}, TypeError, r"args\[0\]\['a'\] is .*, of type ndarray"),
         ((1.0, 2.0), {"donate_argnums": 0}, TypeError, r"donate_argnums=0: expected .* such as donate_argnums=\(0,\)"),
-        ((1.0, 2.0), {"donate_argnums": ("a",)}, TypeError, r"donate_argnums=\('a',\): expected the positions"),
-        ((1.0, 2.0), {"chip": None}, ValueError, r"chip=None: expected a name such as 'v5e-1'"),
+        ((1.0, 2.0), {"donate_argnums": (0, 5)}, ValueError, r"names argument 5, but there are 2: 0 to 1"),
         ((1.0, 2.0), {"chip": 3}, ValueError, r"chip=3: expected a name such as 'v5e-1'"),
+        ((1.0, 2.0), {"depth": "peak"}, ValueError, r"depth='peak': expected 'memory', .* or 'code'"),
     ],
 )
 def test_arguments_that_are_none(as_a_user, args, options, error, message):
@@ -575,22 +476,6 @@ def test_a_chip_that_is_not_there_has_no_python_to_call(fn):
     assert llamem.compile_report(fn, shape(3)).fits
     with pytest.raises(ValueError, match=r"calls back into Python \(.+\).*v5e-1.*leave out jax\.debug\.print"):
         llamem.compile_report(fn, shape(3), chip="v5e-1")
-
-
-@needs_tpu_compiler
-@pytest.mark.tpu_compile
-def test_a_model_that_asks_which_devices_are_here_is_noted(empty_cache):
-    def asks(x):
-        chosen = x @ x.T if jax.local_devices()[0].platform == "tpu" else jnp.sin(x)
-        known = x @ x.T if llamem.memory.compiling_for().startswith("TPU") else jnp.cos(x)
-        return chosen, known
-
-    report = llamem.compile_report(asks, shape(1024, 1024), chip="v5e-1")
-    (note,) = (note for note in report.warnings if "which devices are here" in note)
-    line = asks.__code__.co_firstlineno + 1
-    assert f"(jax.local_devices() in test_memory.py:{line})" in note and "not chosen for v5e-1" in note
-    assert report.matmul_flops == 2 * 1024**3
-    assert not any("which devices" in note for note in llamem.compile_report(asks, shape(3, 3)).warnings)
 
 
 @pytest.mark.tpu_compile

@@ -2,7 +2,7 @@
 
 It imports JAX and nothing of this package, so that it starts fast. FOLDER holds `request.json` and `program`, bytes of
 `jax.export`. The compiler writes down what it does in FOLDER/dump while it works; at the end `answer.json` is written,
-with the fields of JAX's memory analysis, or with the compiler's message under "error". Standard input is a pipe from
+with the bytes of JAX's memory analysis, or with the compiler's message under "error". Standard input is a pipe from
 the parent, which never writes: its end means that the parent is gone.
 """
 
@@ -26,39 +26,36 @@ def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text())
     exported = jax.export.deserialize(bytearray((folder / "program").read_bytes()))
     topology, axes = topologies.get_topology_desc(**request["topology"]), request["axes"]
-    shardings: dict[str, Any] = {}
-    hosted = request["hosted"]
+    outputs: dict[str, Any] = {}
     if axes:
         # Where an axis of the mesh needs a part of a side of the torus: 64 x 4 of 16 x 16 chips.
         devices = mesh_utils.create_device_mesh(tuple(axes.values()), topology.devices, allow_split_physical_axes=True)
         mesh = jax.sharding.Mesh(devices, tuple(axes))
         everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-        shardings["in_shardings"] = tuple(s or everywhere for s in exported.in_shardings_jax(mesh))
-        shardings["in_shardings"] = tuple(
-            s.with_memory_kind("pinned_host") if i in hosted["arguments"] else s
-            for i, s in enumerate(shardings["in_shardings"])
-        )
+        places = [sharding or everywhere for sharding in exported.in_shardings_jax(mesh)]
     else:
-        one, host = (
-            jax.sharding.SingleDeviceSharding(topology.devices[0], memory_kind=m) for m in (None, "pinned_host")
-        )
-        shardings["in_shardings"] = tuple(
-            host if i in hosted["arguments"] else one for i in range(len(exported.in_avals))
-        )
-        shardings["out_shardings"] = [host if i in hosted["results"] else one for i in range(len(exported.out_avals))]
-    jitted = jax.jit(exported.call, donate_argnums=tuple(request["donated"]), keep_unused=True, **shardings)
+        one = jax.sharding.SingleDeviceSharding(topology.devices[0])
+        places = [one] * len(exported.in_avals)
+        outputs["out_shardings"] = put_on_host([one] * len(exported.out_avals), request["hosted_results"])
+    jitted = jax.jit(
+        exported.call,
+        donate_argnums=tuple(request["donated"]),
+        keep_unused=True,
+        in_shardings=tuple(put_on_host(places, request["hosted_arguments"])),
+        **outputs,
+    )
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in exported.in_avals]
     dump = folder / "dump"
+    answer: dict[str, Any]
     try:
         lowered = jitted.trace(*shapes).lower(lowering_platforms=(request["topology"]["platform"],))
-        mark_on_host(lowered.compiler_ir("stablehlo"), request["hosted"]["arguments"])
+        mark_on_host(lowered.compiler_ir("stablehlo"), request["hosted_arguments"])
         options = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True, **request["options"]}
         compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        answer: dict[str, Any] = {"error": str(error)}
+        answer = {"error": str(error)}
     else:
-        analysis = compiled.memory_analysis()
-        answer = {name: getattr(analysis, name) for name in dir(analysis) if name.endswith("_in_bytes")}
+        answer = analysed_bytes(compiled.memory_analysis())
         if not any(dump.glob("*jit_call*after_optimizations.txt")):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # XLA cannot print every TPU program
                 (dump / "jit_call.after_optimizations.txt").write_text(compiled.as_text() or "")
@@ -67,19 +64,36 @@ def main(folder: Path) -> None:
     unfinished.rename(folder / "answer.json")
 
 
+def analysed_bytes(analysis: Any) -> dict[str, Any]:
+    """Return what `assigned_bytes` does from JAX's `compiled.memory_analysis()`, but for constants; and XLA's own peak,
+    None where it does not say.
+    """
+    names = ("argument", "output", "alias", "temp")
+    table: dict[str, Any] = {f"{name}_bytes": int(getattr(analysis, f"{name}_size_in_bytes")) for name in names}
+    host = {name: int(getattr(analysis, f"host_{name}_size_in_bytes")) for name in names}
+    table["host_bytes"] = host["argument"] + host["output"] - host["alias"] + host["temp"]
+    return table | {"xla_peak_bytes": getattr(analysis, "peak_memory_in_bytes", None)}
+
+
+def put_on_host(places: list[Any], numbers: list[int]) -> list[Any]:
+    """Return the shardings, those of these numbers in the host's memory."""
+    return [place.with_memory_kind("pinned_host") if i in numbers else place for i, place in enumerate(places)]
+
+
 def mark_on_host(module: Any, arguments: list[int]) -> None:
     """Say in the StableHLO module which arguments of `main` lie in the host's memory.
 
     JAX writes this mark for devices that have memories. Those of an absent GPU's topology have none; without the mark,
     its compiler counts such an argument on the device too, or refuses the program as late as it makes code.
     """
+    if not arguments:
+        return
     main = next(op for op in module.body.operations if ir.StringAttr(op.attributes["sym_name"]).value == "main")
     with module.context:
-        host = ir.StringAttr.get("pinned_host")
-        old = [{named.name: named.attr for named in row} for row in main.attributes["arg_attrs"]] if arguments else []
-        new = [row | ({"mhlo.memory_kind": host} if i in arguments else {}) for i, row in enumerate(old)]
-        if arguments:
-            main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(row) for row in new])
+        told = [{named.name: named.attr for named in row} for row in main.attributes["arg_attrs"]]
+        for number in arguments:
+            told[number]["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(row) for row in told])
 
 
 def end_with_parent(folder: Path) -> None:

@@ -21,21 +21,20 @@ from jax.extend import core as jex_core
 from llamem._checks import show
 from llamem.memory.arguments import Leaf, mesh_of, read_leaves, shard_bytes
 from llamem.memory.chips import Chip, find_chip
-from llamem.memory.cross_compile import compile_absent, export_for, traced_for
-from llamem.memory.device_queries import noted_queries
-from llamem.memory.dump import analysed_bytes, needed_bytes, read_dump, remedy
+from llamem.memory.compiler_process import analysed_bytes
+from llamem.memory.cross_compile import Request, compile_absent, export_for, traced_for
+from llamem.memory.dump import needed_bytes, read_dump, remedy
 from llamem.memory.flops import count_products, matmul_flops
 from llamem.memory.gpu_offload import offload_options, offloads_rightly
 from llamem.memory.hlo import optimised_text, parse
 from llamem.memory.hlo_counts import describe
 from llamem.memory.jaxprs import callbacks_in, moved_to_host
 from llamem.memory.modules import with_arrays_alone
-from llamem.memory.notes import NO_TILES_NOTE, program_notes, query_notes
+from llamem.memory.notes import program_notes
 from llamem.memory.provenance import find_provenance
 from llamem.memory.report import Buffer, Collective, Depth, Report
 from llamem.memory.report_cache import cached
 from llamem.memory.shapes import is_key, on_host
-from llamem.memory.slice_notes import wrong_slice_notes
 from llamem.memory.timeline import Timeline
 
 __all__ = ["compile_report", "matmul_flops", "moved_to_host"]
@@ -90,26 +89,26 @@ def compile_report(
 
     # The one trace serves the compiler, too. What is donated is for the child process to say, where there is one.
     jitted = jax.jit(flat, donate_argnums=() if chosen.absent else donated, keep_unused=True)
-    with traced_for(chosen, mesh), noted_queries() as queries, offloads_rightly():
+    with traced_for(chosen, mesh), offloads_rightly():
         jaxpr = _traced(jitted, shapes)
     if chosen.absent:
         _refuse_callbacks(jaxpr.jaxpr, chosen)
-        program, axes = export_for(chosen, jitted, shapes, mesh), dict(mesh.shape) if mesh else None
-        hosts = {
-            "arguments": [i for i, leaf in enumerate(leaves) if leaf.on_host],
-            "results": [i for i, out in enumerate(jaxpr.out_avals) if on_host(out)],
-        }
-        options = offload_options(program.mlir_module, chosen.platform)
-        n_bytes = sum(leaf.bytes for leaf in leaves)
-        given = (chosen, bytes(program.serialize()), donated, axes, depth, hosts, options, n_bytes)
-        compiling = partial(compile_absent, *given)
-        asked = (_versions(chosen), chosen, donated, axes, depth, hosts)
-        answer = cached(f"{asked} {_without_lines(program)}", compiling) if cache else compiling()
+        program = export_for(chosen, jitted, shapes, mesh)
+        request = Request(
+            chip=chosen,
+            program=bytes(program.serialize()),
+            depth=depth,
+            donated=donated,
+            axes=dict(mesh.shape) if mesh else None,
+            hosted_arguments=tuple(i for i, leaf in enumerate(leaves) if leaf.on_host),
+            hosted_results=tuple(i for i, out in enumerate(jaxpr.out_avals) if on_host(out)),
+            options=offload_options(program.mlir_module, chosen.platform),
+        )
+        key = f"{_versions(chosen)} {request} {_without_lines(program)}"
+        answer = cached(key, partial(compile_absent, request)) if cache else compile_absent(request)
     else:
         answer, depth = _compiled_here(jitted.lower(*shapes), chosen), "code"
     report = _report(chosen, depth, answer, jaxpr, leaves)
-    if chosen.absent:
-        report = dataclasses.replace(report, warnings=(*report.warnings, *query_notes(chosen, queries)))
     if "schedule" not in answer:
         return dataclasses.replace(report, no_timeline=answer["no_schedule"])
     names, provenance = [leaf.name for leaf in leaves], find_provenance(jaxpr, leaves)
@@ -178,46 +177,43 @@ def _report(
     chip: Chip, depth: Depth, answer: dict[str, Any], jaxpr: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]
 ) -> Report:
     products = count_products(jaxpr.jaxpr)
-    if "error" in answer:
-        peak = needed_bytes(answer["error"])
+    unless_told: dict[str, Any] = {"constant_bytes": 0, "collectives": [], "buffers": []}
+    answer = unless_told | answer
+    if said := answer.get("error"):
+        peak = needed_bytes(said)
         if peak is None:
-            said = answer["error"]
             raise RuntimeError(f"the compiler for {chip.name} refused the program: {said[:1500]}{remedy(said)}")
         arguments = sum(leaf.bytes for leaf in leaves if not leaf.on_host)
         outputs = sum(shard_bytes(out) for out in jaxpr.out_avals if not on_host(out))
         alias = sum(leaf.bytes for leaf in leaves if leaf.donated and not leaf.on_host)
-        answer = answer | {
-            "argument_bytes": arguments,
-            "output_bytes": outputs,
-            "alias_bytes": alias,
-            "temp_bytes": max(peak - arguments - outputs + alias, 0),
-            "host_bytes": 0,
-            "constant_bytes": 0,
+        temporaries = max(peak - arguments - outputs + alias, 0)
+        sizes = {
+            "argument": arguments,
+            "output": outputs,
+            "alias": alias,
+            "temp": temporaries,
+            "host": 0,
+            "constant": 0,
         }
-    # What the compilers lay out on the device, and what a TPU's holds against the chip's memory when it refuses. XLA's
-    # own peak is no such number: it ignores temporaries on a CPU, and counts the host's memory where arguments are.
+        answer |= {f"{name}_bytes": size for name, size in sizes.items()}
     else:
+        # What the compilers lay out on the device, and what a TPU's holds against the chip's memory when it refuses.
+        # XLA's own peak is no such number: it ignores temporaries on a CPU, and counts the host's memory where
+        # arguments are.
         held = answer["argument_bytes"] + answer["output_bytes"] - answer["alias_bytes"]
-        peak = held + answer["temp_bytes"] + answer.get("constant_bytes", 0)
-    names = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "host_bytes", "compile_seconds")
+        peak = held + answer["temp_bytes"] + answer["constant_bytes"]
+    names = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "host_bytes", "constant_bytes")
     report = Report(
         chip,
-        **{name: answer[name] for name in names},
-        constant_bytes=answer.get("constant_bytes", 0),
+        **{name: answer[name] for name in (*names, "compile_seconds")},
         peak_bytes=peak,
         depth=depth,
         matmul_flops=products.flops,
         kernels=products.kernels,
         compiled_matmul_flops=answer.get("compiled_matmul_flops"),
         xla_peak_bytes=answer.get("xla_peak_bytes"),
-        collectives=tuple(Collective(**row) for row in answer.get("collectives") or ()),
-        buffers=tuple(Buffer(**row) for row in answer.get("buffers", ())),
+        collectives=tuple(Collective(**row) for row in answer["collectives"] or ()),
+        buffers=tuple(Buffer(**row) for row in answer["buffers"]),
         refused="error" in answer,
     )
-    unknown = "collectives" in answer and answer["collectives"] is None
-    warnings = [
-        *program_notes(report, jaxpr, products, leaves, unknown),
-        *wrong_slice_notes(answer.get("wrong_slices", ())),
-    ]
-    warnings += [NO_TILES_NOTE] if "products_by_library" in answer else []
-    return dataclasses.replace(report, warnings=tuple(warnings))
+    return dataclasses.replace(report, warnings=tuple(program_notes(report, jaxpr, products, leaves, answer)))

@@ -14,14 +14,14 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.export
 
+from llamem.memory import compiler_process
 from llamem.memory.chips import Chip
-from llamem.memory.dump import NO_TILES, analysed_bytes, check_complete, check_room, memory_is_assigned, read_dump
+from llamem.memory.dump import NO_TILES, check_complete, check_room, memory_is_assigned, read_dump
 from llamem.memory.report import Depth
 
 _ENVIRONMENT = {
@@ -54,91 +54,74 @@ def export_for(
     return dataclasses.replace(exported, ordered_effects=(), unordered_effects=())
 
 
-def compile_absent(
-    chip: Chip,
-    program: bytes,
-    donated: Sequence[int],
-    axes: Mapping[str, int] | None,
-    depth: Depth,
-    hosted: Mapping[str, Sequence[int]],
-    options: Mapping[str, str | bool],
-    argument_bytes: int = 0,
-) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A program for a chip that is not there, and what its compiler is asked.
+
+    `program` is what `jax.export` serialises, `donated` the numbers of the arguments that it may overwrite, `axes` are
+    those of the mesh of several chips. Arguments and results of the numbers `hosted_*` lie in the host's memory.
+    `options` are the compiler's. With the `depth` "memory" it is ended once it has assigned memory.
+    """
+
+    chip: Chip
+    program: bytes = dataclasses.field(repr=False)
+    depth: Depth = "memory"
+    donated: tuple[int, ...] = ()
+    axes: Mapping[str, int] | None = None
+    hosted_arguments: tuple[int, ...] = ()
+    hosted_results: tuple[int, ...] = ()
+    options: Mapping[str, str | bool] = dataclasses.field(default_factory=dict)
+
+
+def compile_absent(request: Request) -> dict[str, Any]:
     """Return what the chip's compiler says: all of `read_dump`, in place of bytes `{"error": the compiler's message}`.
 
-    `axes` are those of the mesh of several chips; `hosted` are the numbers of the "arguments" and "results" that lie in
-    the host's memory; `options` are the compiler's, `argument_bytes` what
-    one chip holds of the arguments at least. With `depth="memory"` the compiler is ended once it has assigned
-    memory. Where a GPU's compiler finds no tiles for a matrix product, as it does where no GPU is there to try them on,
-    it is asked again with products by cuBLAS, which the answer says as "products_by_library". Raises RuntimeError where
-    the compiler died without an answer, OSError where the temporary folder is full.
+    Where a GPU's compiler finds no tiles for a matrix product, as it does where no GPU is there to try them on, it is
+    asked again with products by cuBLAS, which the answer says as "products_by_library". Raises RuntimeError where the
+    compiler died without an answer, OSError where the temporary folder is full.
     """
-    given = chip, program, donated, axes, depth, hosted
     try:
-        answer = _compile_in_child(*given, options, argument_bytes)
+        answer = _compile_in_child(request)
         if NO_TILES not in answer.get("error", ""):
             return answer
-        seconds, by_library = answer["compile_seconds"], {**options, "xla_gpu_enable_triton_gemm": False}
-        answer = _compile_in_child(*given, by_library, argument_bytes)
-        return answer | {"compile_seconds": seconds + answer["compile_seconds"], "products_by_library": True}
+        by_library = {**request.options, "xla_gpu_enable_triton_gemm": False}
+        again = _compile_in_child(dataclasses.replace(request, options=by_library))
+        seconds = answer["compile_seconds"] + again["compile_seconds"]
+        return again | {"compile_seconds": seconds, "products_by_library": True}
     except OSError as error:
         raise OSError(
-            f"the compiler for {chip.name} could not write its answer into the temporary folder "
+            f"the compiler for {request.chip.name} could not write its answer into the temporary folder "
             f"{tempfile.gettempdir()}: {error}. Free some space there, or set TMPDIR to a folder that has a GiB."
         ) from error
 
 
-def _compile_in_child(
-    chip: Chip,
-    program: bytes,
-    donated: Sequence[int],
-    axes: Mapping[str, int] | None,
-    depth: Depth,
-    hosted: Mapping[str, Sequence[int]],
-    options: Mapping[str, str | bool],
-    argument_bytes: int,
-) -> dict[str, Any]:
+def _compile_in_child(request: Request) -> dict[str, Any]:
+    chip, start = request.chip, time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="llamem-") as name:
-        folder, start = Path(name), time.perf_counter()
+        folder = Path(name)
         dump, file = folder / "dump", folder / "answer.json"
-        (folder / "program").write_bytes(program)
-        request = {
-            "topology": _topology(chip),
-            "donated": list(donated),
-            "axes": axes,
-            "hosted": dict(hosted),
-            "options": dict(options),
-        }
-        (folder / "request.json").write_text(json.dumps(request))
+        (folder / "program").write_bytes(request.program)
+        names = ("donated", "axes", "hosted_arguments", "hosted_results")
+        asked = {name: getattr(request, name) for name in names} | {"options": dict(request.options)}
+        (folder / "request.json").write_text(json.dumps(asked | {"topology": _topology(chip)}))
         wide = jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
         environment = {**os.environ, **_ENVIRONMENT, "JAX_ENABLE_X64": str(int(wide))}
         for flags in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):  # the answer would depend on them; the cache's key does not
             environment.pop(flags, None)
         # -P: the modules beside the script are not to be found under their bare names.
-        command = [sys.executable, "-P", str(Path(__file__).with_name("compiler_process.py")), str(folder)]
+        command = [sys.executable, "-P", compiler_process.__file__, str(folder)]
         # The child ends when its pipe does: with this process, however that ends.
         with (
             (folder / "words").open("w") as words,
             subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=words, stderr=words) as child,
         ):
             try:
-                while child.poll() is None and not (depth == "memory" and memory_is_assigned(dump)):
+                while child.poll() is None and not (request.depth == "memory" and memory_is_assigned(dump)):
                     time.sleep(0.05)
             finally:
                 child.kill()
-        if depth == "memory" and memory_is_assigned(dump):
-            check_complete(dump, argument_bytes)
-            answer = read_dump(dump, chip.platform)
-        elif file.exists():
-            answer = json.loads(file.read_text())
-            if "error" not in answer:
-                check_room(folder)
-                if memory_is_assigned(dump):
-                    check_complete(dump, argument_bytes)
-                answer = analysed_bytes(SimpleNamespace(**answer))
-            # Programs that are refused have a schedule too: it shows where they need too much.
-            answer = read_dump(dump, chip.platform) | answer
-        else:
+        assigned = request.depth == "memory" and memory_is_assigned(dump)
+        if not assigned and not file.exists():
             check_room(folder)
             died = f"signal {-child.returncode}" if child.returncode < 0 else f"exit status {child.returncode}"
             raise RuntimeError(
@@ -146,7 +129,11 @@ def _compile_in_child(
                 "Often an old compiler: upgrade libtpu or the CUDA plugin. Its last words: "
                 f"{(folder / 'words').read_text(errors='replace')[-800:]}"
             )
-        return answer | {"compile_seconds": time.perf_counter() - start}
+        answer = {} if assigned else json.loads(file.read_text())
+        if "error" not in answer:
+            check_complete(dump)
+        # Programs that are refused have a schedule too: it shows where they need too much.
+        return read_dump(dump, chip.platform) | answer | {"compile_seconds": time.perf_counter() - start}
 
 
 def _topology(chip: Chip) -> dict[str, Any]:

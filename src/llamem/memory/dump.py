@@ -19,7 +19,6 @@ from llamem.memory.timeline_schedule import read_schedule
 # program that a TPU's compiler refuses as too big never comes so far.
 _NEXT = ("*jit_call*after_optimizations_after_buffer_assignment.txt", "*jit_call*.ir-no-opt.ll")
 
-
 _TOTALS = "-memory-usage-report.txt"
 _ROOM = 2**20  # bytes that must be left where compilers write
 
@@ -46,20 +45,14 @@ def read_dump(folder: Path, platform: Platform) -> dict[str, Any]:
         return answer | {"no_schedule": str(error)}
 
 
-def check_complete(folder: Path, argument_bytes: int) -> None:
+def check_complete(folder: Path) -> None:
     """Raise OSError where the files of a program's memory are cut short, as they are where their file system is full.
 
-    What is set aside is compared with the totals that the compiler writes beside it, and with `argument_bytes`, which
-    the program's arguments have at least.
+    What is set aside is compared with the totals that the compiler writes beside it.
     """
     check_room(folder)
-    stem = program_stem(folder)
-    text, totals = (_text(stem + ending) for ending in (ASSIGNMENT, _TOTALS))
-    allocations = re.findall(r"^allocation \d+: size (\d+), (.*)$", text, re.MULTILINE)
-    arguments = sum(int(size) for size, words in allocations if "parameter " in words)
-    if arguments < argument_bytes:
-        raise OSError(f"the compiler wrote down {arguments:,} of at least {argument_bytes:,} bytes of arguments")
-    assigned = sum(int(size) for size, _ in allocations)
+    text, totals = (_text(program_stem(folder) + ending) for ending in (ASSIGNMENT, _TOTALS))
+    assigned = sum(map(int, re.findall(r"^allocation \d+: size (\d+), ", text, re.MULTILINE)))
     total = sum(map(int, re.findall(r"^Total bytes: (\d+)", totals, re.MULTILINE)))
     if assigned != total and (totals or jax.__version_info__ >= (0, 10)):  # old compilers write no totals
         raise OSError(f"the compiler wrote down {assigned:,} of {total:,} bytes of memory")
@@ -115,12 +108,3 @@ def assigned_bytes(allocations: Iterable[Allocation]) -> dict[str, int]:
             table["temp_bytes"] += one.size if one.kind == "temporaries" else 0
             table["constant_bytes"] += one.size if one.kind == "constant" else 0
     return table
-
-
-def analysed_bytes(analysis: Any) -> dict[str, int | None]:
-    """Return the same from JAX's `compiled.memory_analysis()`, and XLA's own peak, None where it does not say."""
-    names = ("argument", "output", "alias", "temp")
-    table = {f"{name}_bytes": int(getattr(analysis, f"{name}_size_in_bytes")) for name in names}
-    host = {name: int(getattr(analysis, f"host_{name}_size_in_bytes")) for name in names}
-    host_bytes = host["argument"] + host["output"] - host["alias"] + host["temp"]
-    return table | {"host_bytes": host_bytes, "xla_peak_bytes": getattr(analysis, "peak_memory_in_bytes", None)}

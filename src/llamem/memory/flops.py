@@ -1,6 +1,5 @@
 """FLOPs of the matrix products and convolutions of a traced program."""
 
-import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -12,19 +11,14 @@ from llamem.memory.control_flow import OnDevices
 from llamem.memory.jaxprs import KERNELS, control_flow, inner_jaxprs
 
 
-@dataclasses.dataclass(frozen=True)
-class Products:
+class Products(NamedTuple):
     """What was counted: `flops`; and what was not: calls of `kernels` that JAX does not see into, such as those of
     Pallas, and `loops` that do not say how often they run and hold products, counted once.
     """
 
-    flops: int = 0
-    kernels: int = 0
-    loops: int = 0
-
-    def times(self, runs: int) -> "Products":
-        """Return the same, run several times."""
-        return Products(self.flops * runs, self.kernels * runs, self.loops)
+    flops: int
+    kernels: int
+    loops: int
 
 
 class Window(NamedTuple):
@@ -50,24 +44,23 @@ def matmul_flops(jaxpr: jex_core.Jaxpr) -> int:
 
 def count_products(jaxpr: jex_core.Jaxpr) -> Products:
     """Count the products of a jaxpr as `matmul_flops` does, and what that leaves out."""
-    found = []
+    flops = kernels = loops = 0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if any(name.startswith(kernel) for kernel in KERNELS):
-            found.append(Products(kernels=1))
+        if name.startswith(KERNELS):
+            kernels += 1
             continue
-        found.append(Products(_own_flops(eqn)))
-        inner = [count_products(jaxpr) for jaxpr in inner_jaxprs(eqn)]
+        inside = [count_products(inner) for inner in inner_jaxprs(eqn)]
         if name == "cond":
-            found.append(max(inner, key=lambda one: one.flops, default=Products()))
-        elif name == "while":
-            whole = _sum(inner)
-            found.append(dataclasses.replace(whole, loops=whole.loops + bool(whole.flops or whole.kernels)))
-        elif isinstance(flow := control_flow(eqn), OnDevices):
-            found.append(_sum(inner).times(flow.devices))
-        else:
-            found.append(_sum(inner).times(eqn.params["length"] if name == "scan" else 1))
-    return _sum(found)
+            inside = [max(inside, key=lambda one: one.flops)]
+        runs = eqn.params["length"] if name == "scan" else 1
+        if isinstance(flow := control_flow(eqn), OnDevices):
+            runs = flow.devices
+        flops += _own_flops(eqn) + runs * sum(one.flops for one in inside)
+        kernels += runs * sum(one.kernels for one in inside)
+        loops += sum(one.loops for one in inside)
+        loops += name == "while" and any(one.flops or one.kernels for one in inside)
+    return Products(flops, kernels, loops)
 
 
 def convolution_flops(output: int, features: int, windows: Iterable[Window]) -> int:
@@ -83,11 +76,6 @@ def convolution_flops(output: int, features: int, windows: Iterable[Window]) -> 
         inside = (positions >= 0) & (positions <= (axis.input - 1) * axis.holes)
         products *= int(np.sum(inside & (positions % axis.holes == 0)))
     return 2 * products
-
-
-def _sum(parts: Iterable[Products]) -> Products:
-    parts = list(parts)
-    return Products(*(sum(getattr(one, field.name) for one in parts) for field in dataclasses.fields(Products)))
 
 
 def _own_flops(eqn: jex_core.JaxprEqn) -> int:
@@ -111,16 +99,10 @@ def _own_flops(eqn: jex_core.JaxprEqn) -> int:
 
 def _convolution(lhs: tuple[int, ...], kernel: tuple[int, ...], out: tuple[int, ...], params: dict[str, Any]) -> int:
     of_lhs, of_kernel, of_out = params["dimension_numbers"]
-    windows = [
-        Window(lhs[of_lhs[i + 2]], kernel[of_kernel[i + 2]], out[of_out[i + 2]], stride, dilation, holes, low)
-        for i, (stride, dilation, holes, (low, _)) in enumerate(
-            zip(
-                params["window_strides"],
-                params["rhs_dilation"],
-                params["lhs_dilation"],
-                params["padding"],
-                strict=True,
-            )
-        )
-    ]
+    spatial = (
+        [sizes[axis] for axis in axes[2:]] for sizes, axes in ((lhs, of_lhs), (kernel, of_kernel), (out, of_out))
+    )
+    names = ("window_strides", "rhs_dilation", "lhs_dilation")
+    low = [low for low, _ in params["padding"]]
+    windows = [Window(*one) for one in zip(*spatial, *(params[name] for name in names), low, strict=True)]
     return convolution_flops(out[of_out[0]] * out[of_out[1]], kernel[of_kernel[1]], windows)

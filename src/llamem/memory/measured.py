@@ -1,6 +1,5 @@
 """The peak memory of a call that really runs, as the device's allocator or the operating system counts it."""
 
-import contextlib
 import ctypes
 import dataclasses
 import gc
@@ -61,10 +60,6 @@ def measure(fn: Callable[..., Any], *args: Any, donate_argnums: tuple[int, ...] 
     return Measurement(_resident("VmHWM") - before, before, "resident set of this process")
 
 
-_GROUPS = (  # files that limit a container's memory: of version 2 and of version 1 of Linux's control groups
-    ("sys/fs/cgroup", "memory.max"),
-    ("sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-)
 PINNED_POOL_BYTES = 64 * 10**9  # what XLA sets aside on a GPU, unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise
 
 
@@ -74,27 +69,24 @@ def host_memory_limit(root: Path = Path("/")) -> int | None:
     The machine's memory, or less where the process's container or any above it is limited: a machine may show hundreds
     of GiB to a process that is killed at 12. `root` is where `/proc` and `/sys` lie.
     """
-    limits = []
-    with contextlib.suppress(OSError):
-        limits += [
-            1024 * int(kb) for kb in re.findall(r"^MemTotal:\s+(\d+) kB", (root / "proc/meminfo").read_text(), re.M)
-        ]
-    with contextlib.suppress(OSError):
-        own = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
-        for folder, name in _GROUPS:
-            kinds = ("",) if name == "memory.max" else ("memory",)
-            paths = [path for _, kind, path in own if set(kind.split(",")) & set(kinds)] or ["/"]
-            for group in (Path(path.lstrip("/")) for path in paths):
-                limits += [limit for part in (group, *group.parents) if (limit := _limit(root / folder / part / name))]
+    machine = re.search(r"^MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    limits = [1024 * int(machine[1])] if machine else []
+    # Linux's control groups: "0::/own" of version 2, "7:memory:/own" of version 1.
+    for kind, own in re.findall(r"^\d+:([^:]*):/(.*)$", _text(root / "proc/self/cgroup") or "0::/", re.MULTILINE):
+        folder, name = ("cgroup", "memory.max") if not kind else ("cgroup/memory", "memory.limit_in_bytes")
+        if kind in ("", "memory"):
+            groups = (Path(own), *Path(own).parents)
+            told = [_text(root / "sys/fs" / folder / group / name).strip() for group in groups]
+            limits += [int(text) for text in told if text.isdigit()]  # no limit is "max"
     return min(limits, default=None)
 
 
-def _limit(file: Path) -> int | None:
-    """Return the bytes in a control group's file; None for "max", or where there is no such file."""
+def _text(file: Path) -> str:
+    """Return what stands in a file; "" where there is none to be read."""
     try:
-        return int(file.read_text())
-    except (OSError, ValueError):
-        return None
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 def _give_back() -> None:

@@ -1,28 +1,19 @@
 """What a report warns of: where its numbers stop, and programs that are probably not what was meant."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.extend import core as jex_core
 
 from llamem.memory.arguments import Leaf, shard_bytes
-from llamem.memory.chips import Chip
 from llamem.memory.flops import Products
 from llamem.memory.jaxprs import constants_in, equations, inputs_used, moved_to_host
 from llamem.memory.report import Report
 from llamem.memory.show import size_text
+from llamem.memory.slice_notes import wrong_slice_notes
 
 _SMALL = 2**20  # bytes of which nothing is said
-_WORKSPACE = {  # operations of XLA's CPU libraries, with the resident memory over the report's peak
-    "conv_general_dilated": "1.6 times the peak for convolutions",
-    "fft": "1.25 times the peak for FFTs",
-}
-
-
-NO_TILES_NOTE = (
-    "compiled with all matrix products by cuBLAS: this compiler finds no tiles for one of them where no GPU is there "
-    "to try them on. On the GPU itself the compiler chooses for each, so that memory may differ a little."
-)
 
 
 def program_notes(
@@ -30,19 +21,17 @@ def program_notes(
     traced: jex_core.ClosedJaxpr,
     products: Products,
     leaves: Sequence[Leaf],
-    collectives_unknown: bool,
+    answer: Mapping[str, Any],
 ) -> Iterator[str]:
-    """Yield the warnings of a report on a traced program, its products and its arguments."""
+    """Yield the warnings of a report on a traced program, its products, its arguments, and the compiler's answer."""
     chip = report.chip
     yield from _state_notes(traced, leaves)
     yield from _constant_notes(report, traced)
     if products.loops:
         yield f"{products.loops} of its loops do not say how often they run: matrix products there count once."
-    if collectives_unknown:
+    if answer["collectives"] is None:
         yield "what chips send to each other cannot be counted: a loop does not say how often it runs."
     names = {eqn.primitive.name for eqn, _ in equations(traced.jaxpr)}
-    if chip.platform == "cpu" and (own := [words for name, words in _WORKSPACE.items() if name in names]):
-        yield f"a CPU's libraries take memory of their own that no compiler plans: measured were {' and '.join(own)}."
     if not chip.has_bf16 and _multiplies_bf16(traced):
         yield (
             f"bf16 is not native on {chip.name}: its matrix products run in f32, on f32 copies of their operands, "
@@ -65,16 +54,11 @@ def program_notes(
         )
     if chip.capacity_bytes and 0.85 * chip.capacity_bytes < report.peak_bytes <= chip.capacity_bytes:
         yield "close to the limit, where the compiler rematerialises on its own: judge your remat on a roomier chip."
-
-
-def query_notes(chip: Chip, queries: Mapping[str, str]) -> Iterator[str]:
-    """Yield warnings of lines that ask which devices are here, as `noted_queries` found them."""
-    if queries:
-        lines = ", ".join(f"{question} in {line}" for line, question in sorted(queries.items())[:3])
+    yield from wrong_slice_notes(answer.get("wrong_slices", ()))
+    if "products_by_library" in answer:
         yield (
-            f"while it was traced, the program asked which devices are here ({lines}), and was told of this machine's: "
-            f"what it chooses by that is not chosen for {chip.name}. `llamem.memory.compiling_for()` tells a model "
-            "which chip it is compiled for; or choose with an option of the model."
+            "compiled with all matrix products by cuBLAS: this compiler finds no tiles for one of them where no GPU is "
+            "there to try them on. On the GPU itself the compiler chooses for each, so that memory may differ a little."
         )
 
 

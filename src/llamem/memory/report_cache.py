@@ -23,22 +23,14 @@ def cached(program: str, compile_it: Callable[[], dict[str, Any]]) -> dict[str, 
     key = hashlib.sha256(f"{_reading_code()} {program}".encode()).hexdigest()
     file = cache_folder("reports") / f"{key[:32]}.json"
     with contextlib.suppress(OSError, ValueError):  # never compiled, not to be read
-        checksum, _, kept = file.read_text().partition("\n")
-        if checksum == _checksum(kept):  # else damaged, or cut short by a full disk
-            return json.loads(kept)
+        return json.loads(file.read_text())
     answer = compile_it()
-    if "error" in answer and needed_bytes(answer["error"]) is None:  # such as a full disk: it may go well next time
-        return answer
-    try:
-        kept = json.dumps(answer)
-        write_whole(file, f"{_checksum(kept)}\n{kept}")
-    except OSError as error:
-        _warn_once(str(file.parent), str(error))
+    if "error" not in answer or needed_bytes(answer["error"]) is not None:  # others may not be there next time
+        try:
+            write_whole(file, json.dumps(answer))
+        except OSError as error:
+            _warn_once(str(file.parent), str(error))
     return answer
-
-
-def _checksum(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @functools.cache
