@@ -171,10 +171,11 @@ def draw(rng: random.Random) -> Estimate | None:
 
 def question(number: int, found: Estimate) -> str:
     """How a line of the table begins: what the compiler is asked."""
-    what = f"{found.config.n_params / 1e9:.1f}B {jnp.dtype(found.config.param_dtype).name}"
-    if found.question.lora is not None:
-        what += f", adapters {found.question.lora.ranks}, {found.question.quantize or '16 bits'}"
-    return f"| {number} | {what} | {found.chip.name} | {found.batch_size} x {found.seq_len:,} | `{found.plan}`"
+    asked = found.question
+    what = f"{asked.config.n_params / 1e9:.1f}B {asked.config.param_dtype.name}"
+    if asked.lora is not None:
+        what += f", adapters {asked.lora.ranks}, {asked.quantize or '16 bits'}"
+    return f"| {number} | {what} | {found.chip.name} | {asked.batch_size} x {asked.seq_len:,} | `{found.plan}`"
 
 
 def compiled(found: Estimate) -> str:

@@ -33,7 +33,7 @@ def test_the_button_shows_the_compilers_answer(monkeypatch):
     asked = []
 
     def refuse(one):
-        asked.append((one.plan, one.chip.name, one.seq_len, one.batch_size))
+        asked.append((one.plan, one.chip.name, one.question.seq_len, one.question.batch_size))
         raise RuntimeError("the compiler died with signal 11")
 
     monkeypatch.setattr(explorer.Estimate, "compile", refuse)

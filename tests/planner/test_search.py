@@ -9,8 +9,9 @@ import pytest
 
 import llamem
 from llamem import LlamaConfig, NothingFits, Plan, Policy, find_plan, longest_context
-from llamem.planner import host, search
-from llamem.planner.question import Question
+from llamem.planner import search
+from llamem.planner.estimates import estimate_plan
+from llamem.planner.sizes import Question
 
 BF16 = {"param_dtype": jnp.bfloat16, "compute_dtype": jnp.bfloat16}
 ONE_B = LlamaConfig.from_name("llama3.2-1b", **BF16)
@@ -22,28 +23,24 @@ QUIETLY: dict[str, Any] = {"compiler": False, "progress": None}
 def finer(config, chip, seq_len, batch_size):
     """The fastest plan that fits, of a sample of a grid with tiles that the search does not try."""
     rng = random.Random(0)
-    remats = "nothing", "attn", "qkv_attn", "minimal", None, Policy(save=("attn_out",)), Policy(save=("attn", "up"))
-    loss: Any = [(None, "auto")] + [(n, axis) for n in (2, 5, 16, 60, 250) for axis in ("tokens", "vocab")]
-    best = None
+    choices: dict[str, Any] = {
+        "mode": ("scan", "nested"),
+        "remat": ("nothing", "attn", "qkv_attn", "minimal", None, Policy(save=("attn_out",)), Policy(save=("up",))),
+        "moments": ("device", "host"),
+        "head_groups": (1, 2, 4, 8),
+        "mlp_tiles": (1, 2, 3, 8, 20, 100),
+        "offload": ((), ("block_in",)),
+        "loss_tiles": (2, 5, 16, 60, 250),
+        "loss_axis": ("tokens", "vocab"),
+    }
+    found = []
     for _ in range(500):
-        tiles, axis = rng.choice(loss)
         try:
-            plan = Plan(
-                mode=rng.choice(("scan", "nested")),
-                remat=rng.choice(remats),
-                moments=rng.choice(("device", "host")),
-                head_groups=rng.choice((1, 2, 4, 8)),
-                mlp_tiles=rng.choice((1, 2, 3, 8, 20, 100)),
-                offload=rng.choice(((), ("block_in",))),
-                loss_tiles=tiles,
-                loss_axis=axis,
-            )
-            one = llamem.estimate(config, plan, chip, seq_len=seq_len, batch_size=batch_size)
+            plan = Plan(**{name: rng.choice(values) for name, values in choices.items()})
+            found.append(llamem.estimate(config, plan, chip, seq_len=seq_len, batch_size=batch_size))
         except ValueError:
             continue
-        if one.fits and (best is None or one.seconds.total < best.seconds.total):
-            best = one
-    return best
+    return min((one for one in found if one.fits), key=lambda one: one.seconds.total, default=None)
 
 
 def cases(count):
@@ -69,28 +66,23 @@ def test_the_found_plan_is_within_5_percent_of_a_finer_grids_best(count):
         assert best is None or found.estimate.seconds.total <= 1.05 * best.seconds.total, best.plan
 
 
-class Compiler:
-    """Stands in for a chip's: says that plans need `factor` times what was estimated, or dies."""
-
-    def __init__(self, factor: Any = 1.0, dies=()):
-        self.factor, self.dies, self.asked = factor, dies, []
-
-    def compile(self, question, plan):
-        self.asked.append(plan)
-        if len(self.asked) in self.dies:
-            raise RuntimeError("the compiler died with signal 11")
-        guess = llamem.planner.estimates.estimate_plan(question, plan)
-        factor = self.factor(plan) if callable(self.factor) else self.factor
-        return llamem.Report(question.chip, 0, 0, 0, 0, int(factor * guess.peak_bytes), 0, 0, 0.0)
-
-
 @pytest.fixture
 def compiler(monkeypatch):
-    def install(**how):
-        one = Compiler(**how)
-        monkeypatch.setattr(Question, "compile", lambda question, plan: one.compile(question, plan))
-        monkeypatch.setattr("llamem.planner.question.find_chip", lambda name: llamem.CHIPS[name])
-        return one
+    """Put in a compiler that says that plans need `factor` times what was estimated, or dies; what it is asked."""
+
+    def install(factor: Any = 1.0, dies=()):
+        asked = []
+
+        def compile_one(question, plan):
+            asked.append(plan)
+            if len(asked) in dies:
+                raise RuntimeError("the compiler died with signal 11")
+            peak = (factor(plan) if callable(factor) else factor) * estimate_plan(question, plan).peak_bytes
+            return llamem.Report(question.chip, 0, 0, 0, 0, int(peak), 0, 0, 0.0)
+
+        monkeypatch.setattr(Question, "compile", compile_one)
+        monkeypatch.setattr(search, "find_chip", lambda name: llamem.CHIPS[name])
+        return asked
 
     return install
 
@@ -99,11 +91,11 @@ def test_the_compiler_has_the_last_word(compiler):
     easy = compiler()
     told = []
     first = find_plan(ONE_B, "v5e-1", seq_len=32_768, progress=told.append)
-    assert len(easy.asked) == first.asked == 1 and first.report is not None and first.report.fits
+    assert len(easy) == first.asked == 1 and first.report is not None and first.report.fits
     assert "asking v5e-1's compiler" in told[0] and "fits" in told[1]
     strict = compiler(factor=1.25)
     second = find_plan(ONE_B, "v5e-1", seq_len=32_768, progress=None)
-    assert len(strict.asked) > 1 and second.plan != first.plan
+    assert len(strict) > 1 and second.plan != first.plan
     assert second.report is not None and second.report.fits
     assert second.estimate.seconds.total >= first.estimate.seconds.total
 
@@ -114,7 +106,7 @@ def test_a_peak_far_below_its_estimate_brings_faster_plans_back(compiler):
     loose = compiler(factor=0.6)
     second = find_plan(ONE_B, "v5e-1", seq_len=65_536, progress=None)
     assert second.estimate.seconds.total < first.estimate.seconds.total / 1.02
-    assert 1 < len(loose.asked) <= search.ASKS and not second.estimate.fits
+    assert 1 < len(loose) <= search.ASKS and not second.estimate.fits
     assert second.report is not None and second.report.fits
     # Where the faster one is refused after all, the one that was accepted stays.
     compiler(factor=lambda plan: 0.6 if plan == first.plan else 1.0)
@@ -126,11 +118,11 @@ def test_nothing_that_the_compiler_refuses_is_returned(compiler):
     refusing = compiler(factor=100.0)
     with pytest.raises(NothingFits, match="nothing fits: 1 x 32,768 tokens on v5e-1") as error:
         find_plan(ONE_B, "v5e-1", seq_len=32_768, progress=None)
-    assert 1 <= len(refusing.asked) <= search.ASKS
+    assert 1 <= len(refusing) <= search.ASKS
     assert error.value.closest is not None and "The least, by estimate" in str(error.value)
     dying = compiler(dies=(1,))
     found = find_plan(ONE_B, "v5e-1", seq_len=8192, progress=None)
-    assert len(dying.asked) == 2 and dying.asked[0] != found.plan
+    assert len(dying) == 2 and dying[0] != found.plan
     compiler(dies=range(10))
     with pytest.raises(RuntimeError, match=r"no answer.*signal 11"):
         find_plan(ONE_B, "v5e-1", seq_len=8192, progress=None)
@@ -143,20 +135,14 @@ def test_what_is_found_can_be_acted_on():
     assert costs == sorted(costs) and len(costs) > 2
     assert all(later[1] < earlier[1] for earlier, later in itertools.pairwise(costs)), "one is beaten in both"
     text = str(found)
-    for words in ("tokens/s", "hours for 1e9 tokens", "too many", "Found first"):
-        assert words in text
+    assert all(words in text for words in ("tokens/s", "hours for 1e9 tokens", "too many", "Found first"))
     assert "<table>" in found._repr_html_() and found.plot().axes[0].get_xlabel().startswith("GiB")
     made: dict[str, Any] = {}
-    settings, run = found.code.splitlines()
-    exec(settings, {"llamem": llamem}, made)
-    assert made["settings"].seq_len == 65_536 and eval(run.split("plan=")[1][:-1], {"llamem": llamem}) == found.plan
+    *settings, run = found.code.splitlines()
+    exec("\n".join(settings), {"llamem": llamem}, made)
+    assert made["settings"].seq_len == 65_536 and made["plan"] == found.plan and "plan=plan" in run
     short = find_plan(ONE_B, "v5p-1", seq_len=1024, **QUIETLY)
     assert "memory is no constraint" in short.why
-
-
-def test_memory_that_is_traded_for_speed_is_told_with_its_price():
-    found = find_plan(ONE_B, "v5p-1", seq_len=8192, **QUIETLY)
-    assert "takes memory for speed" in found.why and "GiB less, for" in found.why
 
 
 def test_where_attention_is_plain_jax_the_kernel_of_nvidia_is_told():
@@ -217,11 +203,11 @@ def test_hosts_hold_no_more_than_a_gpus_pool_or_a_container_lets_them(monkeypatc
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "200")
     found = find_plan(EIGHT_B, "l4", seq_len=8192, host_bytes=256 * 2**30, clip="layer", **QUIETLY)
     assert found.estimate.host_bytes > 64 * 2**30
-    monkeypatch.setattr(host, "host_memory_limit", lambda: 3_000_000_000)
+    monkeypatch.setattr(search, "host_memory_limit", lambda: 3_000_000_000)
     here = llamem.CHIPS["v5e-1"]
-    assert host.host_limit(here, 2**40)[0] == 2**40  # a chip that is elsewhere has another host
+    assert search.host_limit(here, 2**40)[0] == 2**40  # a chip that is elsewhere has another host
     at_hand = llamem.memory.Chip("local", "tpu", "TPU v5 lite", 2**34, absent=False)
-    assert host.host_limit(at_hand, 2**40)[0] == 3_000_000_000
+    assert search.host_limit(at_hand, 2**40)[0] == 3_000_000_000
 
 
 def test_several_chips_share_what_one_cannot_hold():
@@ -237,13 +223,6 @@ def test_several_chips_share_what_one_cannot_hold():
     assert few.plan.mesh.fsdp == 4 and few.plan.mesh.devices == 8
 
 
-@pytest.mark.weekly
-def test_a_mesh_is_chosen_for_a_pod():
-    seventy = LlamaConfig.from_name("llama3.1-70b", **BF16)
-    found = find_plan(seventy, "v5p:4x4x4", seq_len=8192, batch_size=16, **QUIETLY)
-    assert found.plan.mesh.devices == 64 and found.plan.mesh.fsdp == 16 and found.estimate.fits
-
-
 def test_a_mixture_of_experts_is_planned():
     mixture = LlamaConfig.from_name("qwen3-30b-a3b", **BF16)
     found = find_plan(mixture, "v5p-8", seq_len=8192, batch_size=4, **QUIETLY)
@@ -253,26 +232,19 @@ def test_a_mixture_of_experts_is_planned():
 BAD: dict[str, dict[str, Any]] = {
     "no chip is called 'v9'": {"chip": "v9"},
     "seq_len=-1": {"seq_len": -1},
-    "batch_size=True": {"batch_size": True},
-    "batch_size=0.5": {"batch_size": 0.5},
     "beyond this model's max_seq_len=131,072": {"seq_len": 200_000},
     "host_bytes=nan": {"host_bytes": float("nan")},
-    "host_bytes=inf": {"host_bytes": float("inf")},
-    "host_bytes=-1": {"host_bytes": -1},
     "clip='x'": {"clip": "x"},
+    r"expected a llamem\.LlamaConfig": {"config": "llama"},
 }
 
 
 def test_bad_questions_are_bad_input_and_never_nothing_fits(as_a_user):
     for complaint, change in BAD.items():
-        given: dict[str, Any] = {"chip": "v5e-1", "seq_len": 512, "compiler": False} | change
-        with pytest.raises(ValueError, match=complaint) as error:
-            find_plan(ONE_B, **given)
-        assert not isinstance(error.value, NothingFits)
-        if "seq_len" not in change:
-            with pytest.raises(ValueError, match=complaint) as error:
-                given.pop("seq_len")
-                longest_context(ONE_B, **given)
+        given: dict[str, Any] = {"config": ONE_B, "chip": "v5e-1", "seq_len": 512, "compiler": False} | change
+        for find in (find_plan, longest_context):
+            if find is longest_context and (given.pop("seq_len") != 512):
+                continue
+            with pytest.raises((ValueError, TypeError), match=complaint) as error:
+                find(**given)
             assert not isinstance(error.value, NothingFits)
-    with pytest.raises(TypeError, match=r"expected a llamem\.LlamaConfig"):
-        find_plan("llama", seq_len=512, **QUIETLY)  # pyrefly: ignore[bad-argument-type]

@@ -14,21 +14,26 @@ from llamem.course import plots
 from llamem.llama import PRESETS, LlamaConfig
 from llamem.llama.plan import Plan
 from llamem.memory import CHIPS, GiB
-from llamem.planner import LINES, Estimate, estimate
+from llamem.planner import Estimate, estimate
 
 __all__ = ["Explorer", "estimate_bars", "estimate_bars_alt"]
 
 # petroff10 as in timelines, and shades for three more; neighbours in the stack stay distinct for colour-blind readers.
-COLOURS = dict(
-    zip(
-        LINES,
-        (
-            "#3f90da", "#92dadd", "#d4b9da", "#b9ac70", "#e76300", "#ffa90e", "#a96b59",
-            "#d9b3a6", "#bd1f01", "#94a4a2", "#717581", "#333333", "#dddddd",
-        ),
-        strict=True,
-    )
-)  # fmt: skip
+COLOURS = {
+    "weights": "#3f90da",
+    "moments": "#92dadd",
+    "adapters": "#d4b9da",
+    "batch": "#b9ac70",
+    "layer weights": "#e76300",
+    "residuals": "#ffa90e",
+    "gradients": "#a96b59",
+    "head gradient": "#d9b3a6",
+    "loss tiles": "#bd1f01",
+    "attention": "#94a4a2",
+    "feed-forward": "#717581",
+    "stream": "#333333",
+    "margin": "#dddddd",
+}
 _LENGTHS = [n * 1024 for n in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)]
 
 
@@ -37,7 +42,7 @@ def estimate_bars(estimates: Mapping[str, Estimate]) -> Figure:
     fig, ax = plt.subplots(figsize=(8.5, 0.55 * len(estimates) + 1.9), layout="constrained")
     names = [f"{name}  {one.peak_bytes / GiB:.1f} GiB" for name, one in estimates.items()]
     left = [0.0] * len(names)
-    for i, line in enumerate(LINES):
+    for i, line in enumerate(COLOURS):
         sizes = [sum(part.bytes for part in one.lines if part.name == line) / GiB for one in estimates.values()]
         if max(sizes) > 0.002 * max(one.peak_bytes for one in estimates.values()) / GiB:  # a line that can be seen
             hatch = plots.HATCHES[i % len(plots.HATCHES)]

@@ -1,9 +1,6 @@
-"""`python -m llamem plan llama3.2-1b --chip v5e-1 --tokens 131072`: the planner for a shell, as a table or as JSON."""
+"""`python -m llamem plan llama3.2-1b --chip v5e-1 --tokens 131072`: the planner for a shell."""
 
 import argparse
-import dataclasses
-import json
-import math
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -11,12 +8,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from llamem.llama import LlamaConfig, LoraConfig, MeshShape, config_from_hf
-from llamem.memory import CHIPS, Chip, GiB
+from llamem.llama import LlamaConfig, LoraConfig, config_from_hf
+from llamem.memory import CHIPS, GiB
 from llamem.memory.show import Table
-from llamem.planner.asking import NothingFits
-from llamem.planner.question import chip_called
+from llamem.planner.fitting import NothingFits
 from llamem.planner.search import Found, find_plan, longest_context
+from llamem.planner.sizes import chip_called
 
 FITS, NOTHING_FITS, BAD_INPUT = 0, 1, 2
 _HEAD = ("model", "chip", "batch x tokens", "GiB", "of", "host GiB", "s a step, estimated", "tokens/s", "plan")
@@ -29,27 +26,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command is None:
         parser.print_help()
         return FITS
-    try:
-        configs = {name: _config(name) for name in given.models}
-        chips = [chip_called(name) for name in (_all(given.quantize) if given.chip == ["all"] else given.chip)]
-        stored = None if given.param_dtype is None else jnp.dtype(given.param_dtype)
-        lora = None if given.lora is None else LoraConfig(ranks=tuple(given.lora))
-    except (ValueError, TypeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    rows = [
-        _answer(model, config.replace(**_types(chip, lora, stored)), chip.name, lora, given)
-        for model, config in configs.items()
-        for chip in chips
-    ]
-    for row in rows:
-        if row["status"] == BAD_INPUT:
-            print(f"error: {row['model']} on {row['chip']}: {row['why']}", file=sys.stderr)
-    print(json.dumps(rows, indent=2) if given.json else _table(rows))
-    if not given.json:
-        for row in (row for row in rows if row["fits"]):
-            print(f"\n{row['model']} on {row['chip']}: {row['why']}\n{row['code']}")
-    return max(row["status"] for row in rows)
+    if given.chip == ["all"]:  # of single ones for blocks, which are not split
+        given.chip = [name for name, chip in CHIPS.items() if given.quantize is None or chip.devices == 1]
+    status, rows, texts = FITS, [], []
+    for model in given.models:
+        for chip in given.chip:
+            try:
+                found = _find(model, chip, given)
+                rows.append((model, chip, *_cells(found)))
+                texts.append(f"\n{model} on {chip}: {found.why}\n{found.code}")
+                continue
+            except NothingFits as error:
+                failed, why = NOTHING_FITS, error
+            except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
+                failed, why = BAD_INPUT, error
+            status = max(status, failed)
+            rows.append((model, chip, *[""] * 6, "nothing fits" if failed == NOTHING_FITS else "cannot be"))
+            print(f"{model} on {chip}: {why}", file=sys.stderr)
+    print(Table(_HEAD, rows), *texts, sep="\n")
+    return status
+
+
+def _find(model: str, chip: str, given: argparse.Namespace) -> Found:
+    """Return what is found for a model, its weights in 16 bits that the chip has units for where they are frozen."""
+    lora = LoraConfig(ranks=tuple(given.lora)) if given.lora else None
+    products = jnp.bfloat16 if lora is None or chip_called(chip).has_bf16 else jnp.float16
+    types = {"param_dtype": given.param_dtype or products, "compute_dtype": products}
+    config = config_from_hf(model) if model.endswith(".json") else LlamaConfig.from_name(model)
+    how: dict[str, Any] = {name: getattr(given, name) for name in ("batch_size", "host_bytes", "clip", "quantize")}
+    how |= {"lora": lora, "compiler": not given.estimate, "progress": lambda line: print(line, file=sys.stderr)}
+    if given.tokens is None:
+        return longest_context(config.replace(**types), chip, **how)
+    return find_plan(config.replace(**types), chip, seq_len=given.tokens, **how)
+
+
+def _cells(found: Found) -> tuple[str, ...]:
+    e = found.estimate
+    sizes = (f"{size / GiB:.2f}" for size in (found.peak_bytes, e.capacity_bytes or 0, e.host_bytes))
+    length = f"{e.question.batch_size} x {found.seq_len:,}"
+    return length, *sizes, f"{e.seconds.total:.2f}", f"{e.tokens_per_second:,.0f}", repr(found.plan)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,123 +76,17 @@ def _parser() -> argparse.ArgumentParser:
         description="Finds the fastest plan, by estimate, that a chip's compiler accepts for one AdamW step.",
         epilog="Exit status: 0 it fits, 1 nothing fits, 2 bad input.",
     )
-    plan.add_argument(
-        "models", nargs="+", metavar="MODEL", help="such as llama3.2-1b, or a config.json of Hugging Face"
-    )
+    add = plan.add_argument
+    add("models", nargs="+", metavar="MODEL", help="such as llama3.2-1b, or a config.json of Hugging Face")
     chips = f"{', '.join(CHIPS)}, a slice such as v5p:4x4x4, local, or all; default v5e-1"
-    plan.add_argument("--chip", nargs="+", default=["v5e-1"], help=chips)
-    plan.add_argument("--tokens", type=int, help="of one sequence; without it, the longest context that fits")
-    plan.add_argument("--batch", type=int, default=1, help="sequences of one step, over all chips; default 1")
-    plan.add_argument(
-        "--lora", nargs="+", type=int, metavar="RANK", help="train adapters of these ranks, not the model"
-    )
-    plan.add_argument("--quantize", metavar="KIND", help="of the frozen layers under adapters: q4_0, q4_1 or q8_0")
-    types = "of weights, and of their moments; default bfloat16 (under adapters float16 on chips without bfloat16)"
-    plan.add_argument("--param-dtype", help=types)
-    plan.add_argument("--host-gib", type=_gib, help="what the host can hold of a run: weights may wait there")
-    plan.add_argument(
-        "--clip", choices=("global", "layer"), default="global", help="gradients by the norm of all, or layer by layer"
-    )
-    plan.add_argument("--estimate", action="store_true", help="trust the estimate; ask no compiler")
-    plan.add_argument("--json", action="store_true", help="machine-readable, on standard output")
+    add("--chip", nargs="+", default=["v5e-1"], help=chips)
+    add("--tokens", type=int, help="of one sequence; without it, the longest context that fits")
+    add("--batch", dest="batch_size", type=int, default=1, help="sequences of one step, over all chips; default 1")
+    add("--lora", nargs="+", type=int, metavar="RANK", help="train adapters of these ranks, not the model")
+    add("--quantize", metavar="KIND", help="of the frozen layers under adapters: q4_0, q4_1 or q8_0")
+    add("--param-dtype", help="of weights, and of their moments; default bfloat16, or float16 where a chip lacks it")
+    gib = "GiB that the host can hold of a run: weights may wait there"
+    add("--host-gib", dest="host_bytes", type=lambda text: int(float(text) * GiB), metavar="GIB", help=gib)
+    add("--clip", choices=("global", "layer"), default="global", help="gradients by the norm of all, or by layer")
+    add("--estimate", action="store_true", help="trust the estimate; ask no compiler")
     return parser
-
-
-def _gib(text: str) -> int:
-    value = float(text)
-    if not math.isfinite(value) or value < 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of GiB, at least 0")
-    return int(value * GiB)
-
-
-def _config(name: str) -> LlamaConfig:
-    return config_from_hf(name) if name.endswith(".json") else LlamaConfig.from_name(name)
-
-
-def _all(quantize: str | None) -> list[str]:
-    """Return the names of all chips; of single ones for blocks, which are not split."""
-    return [name for name, chip in CHIPS.items() if quantize is None or chip.devices == 1]
-
-
-def _types(chip: Chip, lora: LoraConfig | None, stored: Any) -> dict[str, Any]:
-    """Return the types of weights and products: of 16 bits, which the chip has units for where the model is frozen."""
-    products = jnp.bfloat16 if lora is None or chip.has_bf16 else jnp.float16
-    return {"param_dtype": stored or products, "compute_dtype": products}
-
-
-def _answer(
-    model: str, config: LlamaConfig, chip: str, lora: LoraConfig | None, given: argparse.Namespace
-) -> dict[str, Any]:
-    """Return what was found for one model on one chip, as JSON has it. What cannot be asked is a row as well."""
-    how: dict[str, Any] = {
-        "batch_size": given.batch,
-        "compiler": not given.estimate,
-        "progress": _tell,
-        "host_bytes": given.host_gib,
-        "clip": given.clip,
-        "lora": lora,
-        "quantize": given.quantize,
-    }
-    row: dict[str, Any] = {"model": model, "chip": chip, "batch_size": given.batch, "seq_len": given.tokens}
-    try:
-        if given.tokens is None:
-            found = longest_context(config, chip, **how)
-        else:
-            found = find_plan(config, chip, seq_len=given.tokens, **how)
-    except NothingFits as error:
-        return row | {"status": NOTHING_FITS, "fits": False, "why": str(error)}
-    except (ValueError, TypeError, ImportError, RuntimeError) as error:
-        return row | {"status": BAD_INPUT, "fits": False, "why": str(error)}
-    return row | {"status": FITS, "fits": True, "seq_len": found.seq_len} | _described(found)
-
-
-def _described(found: Found) -> dict[str, Any]:
-    one = found.estimate
-    return {
-        "peak_bytes": found.peak_bytes,
-        "compiled": found.report is not None,
-        "capacity_bytes": one.capacity_bytes,
-        "estimated_bytes": one.peak_bytes,
-        "host_bytes": one.host_bytes,
-        "estimated_seconds": round(one.seconds.total, 4),
-        "tokens_per_second": round(one.tokens_per_second, 1),
-        "plan": {field.name: _plain(getattr(found.plan, field.name)) for field in dataclasses.fields(found.plan)},
-        "plan_in_words": repr(found.plan),
-        "why": found.why,
-        "code": found.code,
-        "alternatives": [
-            {
-                "plan": repr(e.plan),
-                "estimated_bytes": e.peak_bytes,
-                "host_bytes": e.host_bytes,
-                "estimated_seconds": round(e.seconds.total, 4),
-            }
-            for e in found.alternatives
-        ],
-    }
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, MeshShape):
-        return value.axes
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _table(rows: Sequence[dict[str, Any]]) -> Table:
-    verdicts = {NOTHING_FITS: "nothing fits", BAD_INPUT: "cannot be"}
-    cells: list[tuple[str, ...]] = []
-    for row in rows:
-        length = f"{row['batch_size']} x {row['seq_len']:,}" if row["seq_len"] else "any"
-        start = (row["model"], row["chip"], length)
-        if not row["fits"]:
-            cells.append((*start, "", "", "", "", "", verdicts[row["status"]]))
-            continue
-        sizes = (row["peak_bytes"], row["capacity_bytes"] or 0, row["host_bytes"])
-        shown = (f"{size / GiB:.2f}" for size in sizes)
-        speed = f"{row['estimated_seconds']:.2f}", f"{row['tokens_per_second']:,.0f}"
-        cells.append((*start, *shown, *speed, row["plan_in_words"]))
-    return Table(_HEAD, cells)

@@ -1,7 +1,7 @@
 """What a step will need and how long it will take, in closed form: bytes line by line, seconds part by part.
 
 Bytes are three sums and a margin (`llamem.planner.sums`). Seconds are a roofline with assumed efficiencies
-(`llamem.planner.seconds`): they rank plans and are no measurement.
+(`llamem.planner.roofline`): they rank plans and are no measurement.
 """
 
 import dataclasses
@@ -12,11 +12,9 @@ from llamem.llama.plan import Plan
 from llamem.llama.quantized import BlockKind
 from llamem.memory import Chip, GiB, Report
 from llamem.memory.show import Shown, Table
-from llamem.planner.host import host_bytes, link_bytes
-from llamem.planner.question import Question, ask
-from llamem.planner.seconds import Seconds, seconds_of
-from llamem.planner.share import share_of
-from llamem.planner.sums import Line, sums_of
+from llamem.planner.roofline import Seconds, seconds_of
+from llamem.planner.sizes import Question, Sizes, chip_called
+from llamem.planner.sums import Line, on_host, three_sums
 from llamem.train.optimizers import check_update
 from llamem.train.settings import Clip, TrainSettings
 
@@ -28,7 +26,7 @@ class Estimate(Shown):
     `moments` are the times at which memory can be fullest, each with its lines; `peak_bytes` is the largest of their
     sums and `lines` those of that moment, named `peak_at`. `host_bytes` lie in the host's memory, `link_bytes` cross
     the link to it in a step, both ways together. `seconds` are a roofline's, by part: an estimate with assumed
-    efficiencies, never a measurement.
+    efficiencies, never a measurement. `tokens_per_second` counts those of the whole batch, on all chips.
     """
 
     question: Question
@@ -37,41 +35,14 @@ class Estimate(Shown):
     host_bytes: int
     link_bytes: int
     seconds: Seconds
-
-    @property
-    def config(self) -> LlamaConfig:
-        """The model."""
-        return self.question.config
+    peak_at: str
+    lines: tuple[Line, ...]
+    peak_bytes: int
 
     @property
     def chip(self) -> Chip:
         """The chip, or the chips."""
         return self.question.chip
-
-    @property
-    def seq_len(self) -> int:
-        """Tokens of one sequence."""
-        return self.question.seq_len
-
-    @property
-    def batch_size(self) -> int:
-        """Sequences of one step, over all chips."""
-        return self.question.batch_size
-
-    @property
-    def peak_at(self) -> str:
-        """The moment at which memory is fullest."""
-        return max(self.moments, key=lambda name: _sum(self.moments[name]))
-
-    @property
-    def lines(self) -> tuple[Line, ...]:
-        """What is alive at the peak."""
-        return self.moments[self.peak_at]
-
-    @property
-    def peak_bytes(self) -> int:
-        """Bytes on the device where memory is fullest."""
-        return max(map(_sum, self.moments.values()))
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -86,7 +57,7 @@ class Estimate(Shown):
     @property
     def tokens_per_second(self) -> float:
         """Tokens of the whole batch, on all chips, over the estimated seconds."""
-        return self.batch_size * self.seq_len / self.seconds.total
+        return self.question.batch_size * self.question.seq_len / self.seconds.total
 
     def compile(self) -> Report:
         """Return what the chip's own compiler says of this step. See `llamem.compile_report`."""
@@ -96,17 +67,13 @@ class Estimate(Shown):
         """Return the verdict, the lines at the peak, and the parts of the seconds."""
         of = f" of {self.capacity_bytes / GiB:.2f}" if self.capacity_bytes else ""
         yield (
-            f"{self.chip.name}, {self.batch_size} x {self.seq_len:,} tokens, estimated: "
+            f"{self.chip.name}, {self.question.batch_size} x {self.question.seq_len:,} tokens, estimated: "
             f"{'fits' if self.fits else 'DOES NOT FIT'}, peak {self.peak_bytes / GiB:.2f}{of} GiB ({self.peak_at}), "
             f"host {self.host_bytes / GiB:.2f} GiB"
         )
         yield Table(("line", "GiB", "why"), [(x.name, f"{x.bytes / GiB:.2f}", x.why) for x in self.lines if x.bytes])
         parts = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.parts.items() if value >= 0.005)
         yield f"{self.seconds.total:.2f} s a step by a roofline, not measured: {parts}"
-
-
-def _sum(lines: tuple[Line, ...]) -> int:
-    return sum(line.bytes for line in lines)
 
 
 def estimate(
@@ -127,17 +94,18 @@ def estimate(
     one. Raises ValueError for an unknown chip, for sizes that do not divide, and for what that step would refuse, such
     as weights on the host under `clip="global"`; TypeError for what is no config, plan or `LoraConfig`.
     """
-    asked = ask(config, chip, seq_len, batch_size, compiler=False, clip=clip, lora=lora, quantize=quantize)
-    found = estimate_plan(asked, plan)
+    question = Question(config, chip_called(chip), seq_len, batch_size, None, clip, None, lora, quantize)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan={plan!r}: expected a llamem.Plan.")
+    found = estimate_plan(question, plan)
     if lora is None:
         check_update(plan, TrainSettings(clip=clip), config.param_dtype)
     return found
 
 
 def estimate_plan(question: Question, plan: Plan) -> Estimate:
-    """Return the estimate of a plan for a question. Raises as `estimate`."""
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan={plan!r}: expected a llamem.Plan.")
-    share = share_of(question, plan)
-    moved = link_bytes(share)
-    return Estimate(question, plan, sums_of(share), host_bytes(share), moved, seconds_of(share, moved))
+    """Return the estimate of a plan for a question. Raises ValueError for a plan that the step would refuse."""
+    sizes = Sizes(question, plan)
+    moments, (held, moved) = three_sums(sizes), on_host(sizes)
+    peak, at = max((sum(line.bytes for line in lines), name) for name, lines in moments.items())
+    return Estimate(question, plan, moments, held, moved, seconds_of(sizes, moved), at, moments[at], peak)

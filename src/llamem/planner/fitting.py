@@ -1,19 +1,29 @@
-"""Find which of several programs fits a chip: anyone's step, made in different ways."""
+"""Ask a chip's compiler about one program after the other, until one fits: anyone's step, made in different ways."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 from itertools import product
 from textwrap import shorten
-from typing import Any
+from typing import Any, TypeVar
 
 from llamem._checks import check_whole, show
 from llamem.memory import GiB, Report, compile_report
 from llamem.memory.chips import find_chip
 from llamem.memory.show import Shown, Table
-from llamem.planner.asking import Answer, NothingFits, Progress, ask_in_turn, fits, verdict
 
+Progress = Callable[[str], None] | None
+Answer = Report | str  # a string says why there is none
 Program = Callable[[], tuple[Any, ...]]  # returns a step and the shapes of its arguments
+Name = TypeVar("Name", bound=Hashable)
+
+
+class NothingFits(ValueError):
+    """Nothing that was tried fits; `closest` is what came nearest, an estimate or a report, None where nothing did."""
+
+    def __init__(self, message: str, closest: Any = None):
+        super().__init__(message)
+        self.closest = closest
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -38,15 +48,14 @@ def find_fitting(
     programs: Mapping[str, Program],
     chip: str = "local",
     *,
-    bisect: bool = False,
     donate_argnums: tuple[int, ...] = (0,),
     progress: Progress = print,
 ) -> Fitting:
     """Return the first of several programs that fits a chip, by that chip's own compiler. Nothing is computed.
 
     `programs`: by name, functions without arguments that return `(step, *arguments)`, the arguments as shapes, from the
-    fastest program to the one that needs least memory; `llamem.options` makes such a mapping. `bisect=True` asks about
-    fewer of them where each needs less than the one before. `donate_argnums`, `chip`: see `llamem.compile_report`.
+    fastest program to the one that needs least memory; `llamem.options` makes such a mapping. `donate_argnums`,
+    `chip`: see `llamem.compile_report`.
 
     Raises NothingFits, with the table of answers, and ValueError where no program could be compiled.
     """
@@ -55,20 +64,12 @@ def find_fitting(
             f"find_fitting({show(programs)}): expected programs by name, each a function that returns (step, "
             "*arguments): llamem.options(make_step, remat=['minimal', 'nothing']), or a dict of your own."
         )
-    names = list(programs)
 
-    def choose(answers: Mapping[str, Answer]) -> str | None:
-        high = min((i for i, name in enumerate(names) if fits(answers.get(name))), default=len(names))
-        low = max((i for i, name in enumerate(names[:high]) if name in answers), default=-1)
-        return None if high - low < 2 else names[(low + high) // 2 if bisect else low + 1]
-
-    def compile_one(name: str) -> Report:
-        step, *arguments = programs[name]()
-        return compile_report(step, *arguments, donate_argnums=donate_argnums, chip=chip)
-
-    answers = ask_in_turn(choose, compile_one, chip, progress)
-    name = next((name for name in names if fits(answers.get(name))), None)
-    return _fitting(name, getattr(programs[name], "keywords", {}) if name else {}, answers, chip)
+    answers: dict[str, Answer] = {}
+    for name, program in programs.items():
+        if report := ask(name, _compiling(program, chip, donate_argnums), answers, chip, progress):
+            return Fitting(name, getattr(program, "keywords", {}), report, answers)
+    raise _nothing_fits(answers, chip)
 
 
 def options(make_step: Callable[..., tuple[Any, ...]], **settings: Iterable[Any]) -> dict[str, Program]:
@@ -78,7 +79,8 @@ def options(make_step: Callable[..., tuple[Any, ...]], **settings: Iterable[Any]
     `options(make_step, batch=[8, 4], remat=["minimal", "nothing"])`.
     """
     ways = [dict(zip(settings, way, strict=True)) for way in product(*settings.values())]
-    return {_words(how): partial(make_step, **how) for how in ways}
+    named = {", ".join(f"{name}={show(value)}" for name, value in how.items()): how for how in ways}
+    return {name: partial(make_step, **how) for name, how in named.items()}
 
 
 def largest(
@@ -101,50 +103,65 @@ def largest(
     if find_chip(chip).capacity_bytes is None:
         raise ValueError(f"largest(..., chip={chip!r}): nothing limits this chip's memory, so that everything fits.")
 
-    def choose(answers: Mapping[int, Answer]) -> int | None:
-        low = max((count for count, answer in answers.items() if fits(answer)), default=0)
-        high = min((count for count, answer in answers.items() if not fits(answer)), default=2 * most + 1)
-        count = min(max(2 * low, 1), most) if high > most else (low + high) // 2
-        return None if count == low or count in answers else count
+    answers: dict[str, Answer] = {}
+    low, high, found = 0, 2 * most + 1, None
+    while (count := min(max(2 * low, 1), most) if high > most else (low + high) // 2) > low:
+        program = partial(make_step, **{setting: count * multiple_of})
+        name = f"{setting}={count * multiple_of}"
+        if report := ask(name, _compiling(program, chip, donate_argnums), answers, chip, progress):
+            low, found = count, Fitting(name, program.keywords, report, answers)
+        else:
+            high = count
+    if found is None:
+        raise _nothing_fits(answers, chip)
+    return found
 
-    def compile_one(count: int) -> Report:
-        step, *arguments = make_step(**{setting: count * multiple_of})
+
+def ask(
+    name: Name, compile_one: Callable[[], Report], answers: dict[Name, Answer], chip: str, progress: Progress
+) -> Report | None:
+    """Ask a chip's compiler about a program, and write down the answer; return the report if the program fits.
+
+    A program that cannot be traced, or that kills the compiler, is answered by the first line of its error.
+    """
+    tell = progress or (lambda text: None)
+    tell(f"asking {chip}'s compiler, {len(answers) + 1}: {name}")
+    try:
+        answers[name] = answer = compile_one()
+    except (RuntimeError, ValueError, TypeError) as error:
+        answers[name] = answer = (str(error).splitlines() or [type(error).__name__])[0]
+    tell(f"  {_verdict(answer)}")
+    return answer if isinstance(answer, Report) and answer.fits else None
+
+
+def _compiling(program: Program, chip: str, donate_argnums: tuple[int, ...]) -> Callable[[], Report]:
+    def compile_one() -> Report:
+        step, *arguments = program()
         return compile_report(step, *arguments, donate_argnums=donate_argnums, chip=chip)
 
-    answers = ask_in_turn(choose, compile_one, chip, progress, lambda count: f"{setting}={count * multiple_of}")
-    count = max((count for count, answer in answers.items() if fits(answer)), default=0)
-    named = {f"{setting}={one * multiple_of}": answer for one, answer in answers.items()}
-    name = f"{setting}={count * multiple_of}" if count else None
-    return _fitting(name, {setting: count * multiple_of}, named, chip)
+    return compile_one
 
 
-def _fitting(name: str | None, how: Mapping[str, Any], answers: Mapping[str, Answer], chip: str) -> Fitting:
-    table = _table(answers)
+def _verdict(answer: Answer) -> str:
+    if isinstance(answer, str):
+        return f"no answer: {answer}"
+    return f"{answer.peak_bytes / GiB:.2f} GiB: {'fits' if answer.fits else 'does not fit'}"
+
+
+def _nothing_fits(answers: Mapping[str, Answer], chip: str) -> ValueError:
     reports = [answer for answer in answers.values() if isinstance(answer, Report)]
     if not reports:
-        raise ValueError(f"none of these programs could be compiled for {chip}:\n{table}")
-    if name is None:
-        raise NothingFits(f"nothing fits on {chip}:\n{table}", min(reports, key=lambda report: report.peak_bytes))
-    found = answers[name]
-    assert isinstance(found, Report)
-    return Fitting(name, how, found, answers)
+        return ValueError(f"none of these programs could be compiled for {chip}:\n{_table(answers)}")
+    closest = min(reports, key=lambda report: report.peak_bytes)
+    return NothingFits(f"nothing fits on {chip}:\n{_table(answers)}", closest)
 
 
 def _table(answers: Mapping[str, Answer]) -> Table:
     rows = []
     for name, answer in answers.items():
-        known = isinstance(answer, Report)
-        largest = f"{answer.buffers[0].shape} {answer.buffers[0].source}" if known and answer.buffers else ""
-        rows.append(
-            (
-                name,
-                shorten(verdict(answer), 100, placeholder=" .."),
-                f"{answer.matmul_flops / 1e12:.2f}" if known else "",
-                largest,
-            )
-        )
+        of_report = ("", "")
+        if isinstance(answer, Report):
+            array = f"{answer.buffers[0].shape} {answer.buffers[0].source}" if answer.buffers else ""
+            of_report = (f"{answer.matmul_flops / 1e12:.2f}", array)
+        rows.append((name, shorten(_verdict(answer), 100, placeholder=" .."), *of_report))
     return Table(("program", "compiled", "TFLOP", "largest array"), rows)
-
-
-def _words(how: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={show(value)}" for name, value in how.items())

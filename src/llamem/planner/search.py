@@ -1,23 +1,26 @@
 """Find the plan for a model, a chip and a length: estimates propose, the chip's own compiler has the last word."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
 
-from llamem._checks import check_whole
-from llamem.llama import LlamaConfig, LoraConfig, Plan
+from llamem.llama import LlamaConfig, LoraConfig, MeshShape, Plan
 from llamem.llama.quantized import BlockKind
-from llamem.memory import GiB, Report
-from llamem.planner.asking import Answer, NothingFits, Progress, ask_in_turn, fits
-from llamem.planner.candidates import estimates, streamed_estimates
+from llamem.memory import Chip, GiB, Report, host_memory_limit
+from llamem.memory.chips import find_chip
+from llamem.memory.measured import PINNED_POOL_BYTES
+from llamem.planner.candidates import all_estimates
 from llamem.planner.estimates import Estimate
+from llamem.planner.fitting import Answer, NothingFits, Progress, ask
 from llamem.planner.found import ALIKE, Found, explain
-from llamem.planner.host import host_limit
-from llamem.planner.question import Question, ask
+from llamem.planner.sizes import Question, chip_called
 from llamem.train.settings import Clip
 
 ASKS = 5  # at most, of one search: an answer takes two to ten seconds on an idle machine
 FAR_BELOW = 0.9  # a compiled peak below this share of the estimate: faster plans deserve another look
 _STEP = 1024  # tokens: the longest context is a multiple
+_GPU_POOL_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # says more, or less, than XLA's own pool
 
 
 def find_plan(
@@ -53,99 +56,9 @@ def find_plan(
     Raises NothingFits, a ValueError that names what comes closest; ValueError for bad sizes or an unknown chip;
     ImportError as `llamem.find_chip` does.
     """
-    asked: dict[str, Any] = {"mesh": mesh, "clip": clip, "host_bytes": host_bytes, "lora": lora, "quantize": quantize}
-    question = ask(config, chip, seq_len, batch_size, compiler=compiler, **asked)
-    question.check_length()
+    found, shape = find_chip(chip) if compiler else chip_called(chip), None if mesh is None else MeshShape.of(mesh)
+    question = Question(config, found, seq_len, batch_size, shape, clip, host_bytes, lora, quantize)
     return best_plan(question, compiler, progress)
-
-
-def best_plan(question: Question, compiler: bool, progress: Progress, factor: float = 1.0) -> Found:
-    """Return what `find_plan` does; `factor` multiplies estimates until the compiler has been asked."""
-    limit, who = host_limit(question.chip, question.host_bytes)
-    try:
-        return _search(question, [e for e in estimates(question) if e.host_bytes <= limit], compiler, progress, factor)
-    except NothingFits as nothing:
-        streamed = [e for e in streamed_estimates(question) if e.fits]
-        if not streamed:
-            raise
-        closest = min(streamed, key=lambda e: e.host_bytes)
-        if closest.host_bytes > limit:
-            one_by_one = "layers updated one by one, and " if question.lora is None else ""
-            raise NothingFits(
-                f"{nothing} With {one_by_one}weights on the host it would fit, but {who} has "
-                f"{limit / GiB:.1f} GiB and would have to hold {closest.host_bytes / GiB:.1f}.",
-                closest,
-            ) from None
-        if question.clip == "global" and question.lora is None:
-            raise NothingFits(
-                f"{nothing} It would fit with layers updated one by one: {closest.plan}. Their gradients are clipped "
-                "one by one, too: say clip='layer'.",
-                closest,
-            ) from None
-        return _search(question, [e for e in streamed if e.host_bytes <= limit], compiler, progress, factor)
-
-
-def _search(question: Question, tried: Sequence[Estimate], compiler: bool, progress: Progress, first: float) -> Found:
-    capacity = question.chip.capacity_bytes or float("inf")
-    by_plan = {e.plan: e for e in tried}
-    if not compiler:
-        possible = [e for e in tried if e.fits]
-        if possible:
-            return explain(_fastest(possible), None, tried, 0)
-
-    def choose(answers: Mapping[Plan, Answer]) -> Plan | None:
-        if len(answers) == ASKS:
-            return None
-        best = [by_plan[plan].seconds.total for plan, answer in answers.items() if fits(answer)]
-        limit = min(best, default=float("inf")) / ALIKE
-        factor = _correction(answers, by_plan) if answers else first
-        fitting = [
-            e for e in tried if e.plan not in answers and e.peak_bytes * factor <= capacity and e.seconds.total <= limit
-        ]
-        return _fastest(fitting).plan if fitting else None
-
-    answers = ask_in_turn(choose, question.compile, question.chip.name, progress) if compiler else {}
-    found = [by_plan[plan] for plan, answer in answers.items() if fits(answer)]
-    if found:
-        best = _fastest(found)
-        report = answers[best.plan]
-        assert isinstance(report, Report)
-        return explain(best, report, tried, len(answers))
-    errors = [answer for answer in answers.values() if isinstance(answer, str)]
-    if errors and len(errors) == len(answers):
-        raise RuntimeError(
-            f"{question.chip.name}'s compiler gave no answer to any of {len(errors)} plans: {errors[-1]}"
-        )
-    closest = min(tried, key=lambda e: e.peak_bytes, default=None)
-    least = f" The least, by estimate: {closest.peak_bytes / GiB:.2f} GiB, {closest.plan}." if closest else ""
-    raise NothingFits(
-        f"nothing fits: {question.batch_size} x {question.seq_len:,} tokens on {question.chip.name} "
-        f"({capacity / GiB:.2f} GiB), {len(tried)} plans estimated, {len(answers)} of them compiled.{least} Choose "
-        "fewer tokens, a larger chip or more of them.",
-        closest,
-    )
-
-
-def _correction(answers: Mapping[Plan, Answer], estimated: Mapping[Plan, Estimate]) -> float:
-    """Return what to multiply estimates by, after the compiler's answers: above 1 where one was refused that should
-    have fitted; below 1 where the last peak was far below its estimate.
-    """
-    ratios = [
-        (answer.peak_bytes / estimated[plan].peak_bytes, answer.fits)
-        for plan, answer in answers.items()
-        if isinstance(answer, Report)
-    ]
-    refused = max((ratio for ratio, good in ratios if not good), default=None)
-    if refused is not None:
-        return max(1.0, refused)
-    return ratios[-1][0] if ratios and ratios[-1][0] < FAR_BELOW else 1.0
-
-
-def _fastest(fitting: Sequence[Estimate]) -> Estimate:
-    """Return the plainest of those that are as fast as the fastest: fewest tools, then the least memory."""
-    limit = ALIKE * min(e.seconds.total for e in fitting)
-    alike = [e for e in fitting if e.seconds.total <= limit]
-    return min(alike, key=lambda e: (len(e.plan.changes), e.peak_bytes))
 
 
 def longest_context(
@@ -166,53 +79,131 @@ def longest_context(
     Bisection by estimate, then the compiler; what it refuses shortens the sequence, and a peak far below its estimate
     lengthens it. Arguments and errors as `find_plan`.
     """
-    check_whole("batch_size", batch_size)
-    asked: dict[str, Any] = {"mesh": mesh, "clip": clip, "host_bytes": host_bytes, "lora": lora, "quantize": quantize}
-    first = ask(config, chip, _STEP, batch_size, compiler=compiler, **asked)
-    unit = _STEP * (first.mesh.context if first.mesh is not None else 1)
-    most = max(1, config.max_seq_len // unit)
+    found, shape = find_chip(chip) if compiler else chip_called(chip), None if mesh is None else MeshShape.of(mesh)
+    unit = _STEP * (shape.context if shape else 1)
+    first = Question(config, found, unit, batch_size, shape, clip, host_bytes, lora, quantize)
+    limit, _ = host_limit(found, host_bytes)
 
     def of(count: int) -> Question:
-        return first.replace(seq_len=count * unit)
+        return dataclasses.replace(first, seq_len=count * unit)
 
-    def longest_by_estimate(low: int, high: int, factor: float) -> int:
-        capacity = (first.chip.capacity_bytes or float("inf")) / factor
-        limit = host_limit(first.chip, host_bytes)[0]
+    def possible(count: int) -> bool:
+        tried = all_estimates(of(count))
+        if clip == "layer" or lora is not None:
+            tried += all_estimates(of(count), streamed=True)
+        room = found.capacity_bytes or float("inf")
+        return any(e.peak_bytes * factor <= room and e.host_bytes <= limit for e in tried)
 
-        def possible(count: int) -> bool:
-            may_stream = clip == "layer" or lora is not None
-            tried = estimates(of(count)) + (streamed_estimates(of(count)) if may_stream else ())
-            return any(e.peak_bytes <= capacity and e.host_bytes <= limit for e in tried)
-
-        return bisect(possible, low, high)
-
-    count, too_long, factor = longest_by_estimate(0, most + 1, 1.0), most + 1, 1.0
-    best, shorter_by = None, 32  # an estimate that was too low is first taken to be so by little, then by more
-    while count >= 1:
+    best, factor, doubt = None, 1.0, 1 / 32  # an estimate too low is first taken to be so by little, then by more
+    fitting, too_long = 0, config.max_seq_len // unit + 1
+    while True:
+        count, high = fitting, too_long
+        while high - count > max(1, count // 64):
+            middle = (count + high) // 2
+            count, high = (middle, high) if possible(middle) else (count, middle)
+        if count - fitting <= fitting // 32:
+            break
         try:
-            best = best_plan(of(count), compiler, progress, factor)
+            best, fitting = best_plan(of(count), compiler, progress, factor), count
         except NothingFits:
-            too_long, shorter = count, count - max(1, count // shorter_by)
-            shorter_by = max(2, shorter_by // 2)
-            if best is not None and shorter <= best.seq_len // unit:
-                break
-            count = shorter
+            too_long, factor, doubt = count, factor * (1 + doubt), 2 * doubt
             continue
-        if best.report is None or (ratio := best.report.peak_bytes / best.estimate.peak_bytes) >= factor * FAR_BELOW:
+        if best.report is None or best.report.peak_bytes >= factor * FAR_BELOW * best.estimate.peak_bytes:
             break
-        factor = ratio
-        longer = longest_by_estimate(count, too_long, factor)
-        if longer - count <= max(1, count // 32):
-            break
-        count = longer
+        factor = best.report.peak_bytes / best.estimate.peak_bytes
     if best is None:
-        raise NothingFits(f"nothing fits on {first.chip.name}: not even {unit:,} tokens.")
+        raise NothingFits(f"nothing fits on {found.name}: not even {unit:,} tokens.")
     return best
 
 
-def bisect(possible: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the largest count from `low`, which is possible, to below `high`, which is not, to about 1.5 %."""
-    while high - low > max(1, low // 64):
-        middle = (low + high) // 2
-        low, high = (middle, high) if possible(middle) else (low, middle)
-    return low
+def best_plan(question: Question, compiler: bool, progress: Progress, factor: float = 1.0) -> Found:
+    """Return what `find_plan` does; `factor` multiplies estimates until the compiler has been asked."""
+    limit, who = host_limit(question.chip, question.host_bytes)
+
+    def search(estimates: Sequence[Estimate]) -> Found:
+        return _search(question, [e for e in estimates if e.host_bytes <= limit], compiler, progress, factor)
+
+    try:
+        return search(all_estimates(question))
+    except NothingFits as nothing:
+        streamed = [e for e in all_estimates(question, streamed=True) if e.fits]
+        if not streamed:
+            raise
+        closest = min(streamed, key=lambda e: e.host_bytes)
+        if closest.host_bytes > limit:
+            one_by_one = "layers updated one by one, and " if question.lora is None else ""
+            why = (
+                f"With {one_by_one}weights on the host it would fit, but {who} has {limit / GiB:.1f} GiB and would "
+                f"have to hold {closest.host_bytes / GiB:.1f}."
+            )
+        elif question.clip == "global" and question.lora is None:
+            why = (
+                f"It would fit with layers updated one by one: {closest.plan}. Their gradients are clipped one by one, "
+                "too: say clip='layer'."
+            )
+        else:
+            return search(streamed)
+        raise NothingFits(f"{nothing} {why}", closest) from None
+
+
+def host_limit(chip: Chip, given: int | None) -> tuple[float, str]:
+    """Return how many bytes a run may keep on a chip's host, and what says so; infinity where nothing does.
+
+    `given` is what the user says that the host holds. On GPUs XLA's pool of pinned memory is a bound, and for the chip
+    at hand this machine's memory, or its container's.
+    """
+    limits = [(float(given), "the host")] if given is not None else []
+    if chip.platform == "cuda":
+        says = os.environ.get(_GPU_POOL_GB, "")
+        pool = int(says) * 10**9 if says.isdigit() else PINNED_POOL_BYTES
+        limits.append((float(pool), f"XLA's pool of host memory for GPUs, unless {_GPU_POOL_GB} says more,"))
+    if not chip.absent and chip.platform != "cpu" and (here := host_memory_limit()):
+        limits.append((float(here), "this machine, or its container,"))
+    return min(limits, default=(float("inf"), ""))
+
+
+def _search(question: Question, tried: Sequence[Estimate], compiler: bool, progress: Progress, first: float) -> Found:
+    """Return the fastest that fits of the estimated plans: by estimate, or by the compiler, asked in turn."""
+    capacity = question.chip.capacity_bytes or float("inf")
+    by_plan = {e.plan: e for e in tried}
+
+    answers: dict[Plan, Answer] = {}
+    accepted: dict[Plan, Report] = {}
+
+    def next_one() -> Estimate | None:
+        ratios = [one.peak_bytes / by_plan[plan].peak_bytes for plan, one in answers.items() if isinstance(one, Report)]
+        factor = max(1.0, *ratios) if ratios else first  # estimates were too low, or by far too high
+        if ratios and max(ratios) < FAR_BELOW:
+            factor = ratios[-1]
+        limit = min((by_plan[plan].seconds.total for plan in accepted), default=float("inf")) / ALIKE
+        new = [e for e in tried if e.plan not in answers and e.seconds.total <= limit]
+        fitting = [e for e in new if e.peak_bytes * factor <= capacity]
+        return _fastest(fitting) if fitting and len(answers) < ASKS else None
+
+    while compiler and (one := next_one()):
+        if report := ask(one.plan, partial(question.compile, one.plan), answers, question.chip.name, progress):
+            accepted[one.plan] = report
+    found = [e for e in tried if (e.plan in accepted if compiler else e.fits)]
+    if found:
+        best = _fastest(found)
+        return explain(best, accepted.get(best.plan), tried, len(answers))
+    errors = [answer for answer in answers.values() if isinstance(answer, str)]
+    if errors and len(errors) == len(answers):
+        raise RuntimeError(
+            f"{question.chip.name}'s compiler gave no answer to any of {len(errors)} plans: {errors[-1]}"
+        )
+    closest = min(tried, key=lambda e: e.peak_bytes, default=None)
+    least = f" The least, by estimate: {closest.peak_bytes / GiB:.2f} GiB, {closest.plan}." if closest else ""
+    raise NothingFits(
+        f"nothing fits: {question.batch_size} x {question.seq_len:,} tokens on {question.chip.name} "
+        f"({capacity / GiB:.2f} GiB), {len(tried)} plans estimated, {len(answers)} of them compiled.{least} Choose "
+        "fewer tokens, a larger chip or more of them.",
+        closest,
+    )
+
+
+def _fastest(fitting: Sequence[Estimate]) -> Estimate:
+    """Return the plainest of those that are as fast as the fastest: fewest tools, then the least memory."""
+    limit = ALIKE * min(e.seconds.total for e in fitting)
+    alike = [e for e in fitting if e.seconds.total <= limit]
+    return min(alike, key=lambda e: (len(e.plan.changes), e.peak_bytes))

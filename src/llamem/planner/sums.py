@@ -8,26 +8,11 @@ the programs of benchmarks/estimates.md.
 
 import dataclasses
 
-from llamem.planner.share import Share
+from llamem.planner.sizes import Sizes
 
 _F32 = 4
 # Of what is not the state. TPUs leave gaps between arrays, and GPUs zero some gradients before they need them.
 MARGIN = {"tpu": 0.07, "cuda": 0.06, "cpu": 0.06}
-LINES = (
-    "weights",
-    "moments",
-    "adapters",
-    "batch",
-    "layer weights",
-    "residuals",
-    "gradients",
-    "head gradient",
-    "loss tiles",
-    "attention",
-    "feed-forward",
-    "stream",
-    "margin",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,230 +24,192 @@ class Line:
     why: str
 
 
-def sums_of(share: Share) -> dict[str, tuple[Line, ...]]:
+def three_sums(s: Sizes) -> dict[str, tuple[Line, ...]]:
     """Return the moments at which a step's memory can peak, by name, each with its lines."""
-    state = held(share)
     moments = {
-        "the loss": [*copies(share), left_by_forward(share), *loss(share)],
-        "a layer's backward pass": [*copies(share), residuals(share), *gradients(share), *layer(share)],
-        "the optimizer": optimizer(share),
+        "the loss": [copies(s), residuals(s, at_loss=True), *loss(s)],
+        "a layer's backward pass": [copies(s), residuals(s), *gradients(s), *layer(s)],
+        "the optimizer": optimizer(s),
     }
-    return {name: (*state, *lines, _margin(share, lines)) for name, lines in moments.items()}
+    share, why = MARGIN[s.chip.platform], "what compilers were seen to need more than these sums"
+    return {
+        name: (*state(s), *lines, Line("margin", int(share * sum(line.bytes for line in lines)), why))
+        for name, lines in moments.items()
+    }
 
 
-def _margin(share: Share, lines: list[Line]) -> Line:
-    size = int(MARGIN[share.chip.platform] * sum(line.bytes for line in lines))
-    return Line("margin", size, "what compilers were seen to need more than these sums")
-
-
-def held(share: Share) -> list[Line]:
-    """Return what is there from the first moment to the last: weights, moments, the batch."""
-    p, plan = share.param_bytes, share.plan
-    batch = Line("batch", 2 * _F32 * share.B * share.T * share.mesh.context, "tokens and targets, int32")
-    weights = p * share.vectors + (share.matrix_bytes if plan.weights == "device" else 0)
-    if not share.trained:
-        return [
-            Line("weights", weights, f"frozen, layers in {share.question.quantize or share.config.param_dtype.name}"),
-            Line("adapters", 3 * _F32 * share.adapters, f"{share.adapters:,} numbers and two moments of each, f32"),
-            batch,
-        ]
-    moments = share.params if plan.moments == "device" else share.vectors
+def state(s: Sizes) -> list[Line]:
+    """Return what is there from the first moment to the last: weights, moments, adapters, the batch."""
+    p, plan = s.param_bytes, s.plan
+    weights = p * s.vectors + (s.matrix_bytes if plan.weights == "device" else 0)
+    moments = (s.params if plan.moments == "device" else s.vectors) if s.trained else 0
+    kind = s.question.quantize
     return [
-        Line("weights", weights, f"of {p} bytes each"),
+        Line("weights", weights, f"layers in {kind}" if kind else f"of {p} bytes each"),
         Line("moments", 2 * p * moments, "two of AdamW's for each weight that is not on the host"),
-        batch,
+        Line("adapters", 3 * _F32 * s.adapters, f"{s.adapters:,} numbers and two moments of each, f32"),
+        Line("batch", 2 * _F32 * s.N * s.mesh.context, "tokens and targets, int32"),
     ]
 
 
-def copies(share: Share) -> list[Line]:
+def copies(s: Sizes) -> Line:
     """Return weights in the type of the products, where they are stored in a wider one."""
-    if share.param_bytes <= share.compute_bytes:
-        return []
-    if share.plan.layer_by_layer:
-        return [Line("layer weights", share.compute_bytes * share.layer_weights, "of a layer, to be multiplied")]
-    one_by_one = share.question.quantize or not (share.tpu or share.kept)  # a GPU narrows a layer when it needs it
-    layers = share.layer_weights if one_by_one else share.stack
-    size = share.compute_bytes * (layers + share.head // share.split)
-    return [Line("layer weights", size, "in the type of the products")]
+    size = 0
+    if s.param_bytes > s.compute_bytes:
+        one_by_one = s.question.quantize or not (s.tpu or s.kept)  # a GPU narrows a layer when it needs it
+        size = (s.layer_weights if one_by_one else s.stack) + s.head // s.split
+        if s.plan.layer_by_layer:
+            size = s.layer_weights
+    return Line("layer weights", s.compute_bytes * size, "in the type of the products")
 
 
-def residuals(share: Share) -> Line:
-    """Return what the forward pass leaves on the device for the backward one, with those of one group at work."""
-    inputs = group_inputs(share)
-    if share.kept:
-        size = share.layers_at_work * share.N * _kept_per_token(share)
-        size *= share.groups if share.groups > 1 else 1
-        return Line("residuals", size + inputs, f"everything of {share.L} layers")
-    names = sorted(share.saved - {"mlp_out"} | ({"block_in"} - share.offloaded))  # nothing reads what "mlp_out" adds
-    size = share.layers_at_work * sum(map(share.activation_bytes, names))
-    layers = f"{share.L} layers" if share.groups == 1 else f"{share.groups} groups and {share.layers_at_work} layers"
-    return Line("residuals", size + inputs, f"{', '.join(names) or 'nothing'} of {layers}")
+def residuals(s: Sizes, at_loss: bool = False) -> Line:
+    """Return what the forward pass leaves on the device for the backward one.
+
+    Of groups of layers these are their inputs, and in the backward pass what the layers of one group leave.
+    """
+    names = sorted(s.saved - {"mlp_out"} | ({"block_in"} - s.offloaded))  # nothing reads what "mlp_out" adds
+    layer, what = sum(map(s.activation_bytes, names)), ", ".join(names) or "nothing"
+    layers = s.L if s.groups == 1 else 0 if at_loss else s.L // s.groups
+    if s.kept:
+        layer, what, layers = s.N * _kept_per_token(s), "everything", s.L
+    inputs = s.groups * s.activation_bytes("block_in") if s.groups > 1 and not s.offloaded else 0
+    in_groups = f" in {s.groups} groups" if s.groups > 1 else ""
+    return Line("residuals", layers * layer + inputs, f"{what} of {s.L} layers{in_groups}")
 
 
-def left_by_forward(share: Share) -> Line:
-    """Return the same at the loss: of groups of layers their inputs alone, the rest is computed again later."""
-    if share.groups == 1 or share.kept:
-        return residuals(share)
-    return Line("residuals", group_inputs(share), f"inputs of {share.groups} groups of layers")
-
-
-def group_inputs(share: Share) -> int:
-    """Return the bytes of what enters the groups of a nested stack; 0 where they wait on the host."""
-    return share.groups * share.activation_bytes("block_in") if share.groups > 1 and not share.offloaded else 0
-
-
-def _kept_per_token(share: Share) -> int:
+def _kept_per_token(s: Sizes) -> int:
     """Return the bytes of one token in one layer without rematerialisation: what each operation's derivative reads."""
-    c = share.compute_bytes
-    in_tiles = share.plan.mlp_tiles > 1, share.plan.head_groups > 1  # what is made inside of a tile is not kept
-    norms = 1 if in_tiles[0] else 2
-    stream = (3 * _F32 * norms + 2 * c) * share.D  # the norms' f32 factors, and what they read and made
-    inner = 6 * c * share.F * share.mlp_rows(share.N) // share.N  # gate, up, and the parts of silu
-    heads = c * share.lanes * (3 * share.H + 2 * share.K) + _F32 * share.H
-    if share.config.qk_norm:
-        heads += 3 * _F32 * share.lanes * (share.H + share.K)
-    if share.attention == "xla":  # its scores, f32, and their softmax
-        heads += (_F32 + c) * share.H * share.T * share.mesh.context
-    return stream + (0 if in_tiles[0] else inner) + (0 if in_tiles[1] else heads)
+    c = s.compute_bytes
+    norm = 3 * _F32 * s.D  # its f32 factors
+    inner = norm + 6 * c * s.F * s.mlp_rows(s.N) // s.N  # gate, up, and the parts of silu
+    heads = c * s.lanes * (3 * s.H + 2 * s.K) + _F32 * s.H
+    if s.attention == "xla":  # its scores, f32, and their softmax
+        heads += (_F32 + c) * s.H * s.T * s.mesh.context
+    # What is made inside of a tile, or of a group of heads, is not kept.
+    in_full = (inner if s.plan.mlp_tiles == 1 else 0) + (heads if s.plan.head_groups == 1 else 0)
+    return 2 * c * s.D + norm + in_full
 
 
-def loss(share: Share) -> list[Line]:
+def loss(s: Sizes) -> list[Line]:
     """Return a tile of logits with its gradient, the head's gradient, and the stream around them."""
-    c, stream, head = share.compute_bytes, share.N * share.D, share.head if share.trained else 0
-    logits = share.loss_rows * share.loss_columns
-    if share.plan.loss_tiles is None and share.mesh.tensor == 1:
-        both = 1 if share.tpu and not share.trained else 2  # a TPU multiplies the gradient as it makes it
-        return [
-            Line("loss tiles", both * _F32 * logits, "all logits and their gradient, f32"),
-            Line("head gradient", c * head, "in the type of the products"),
-            Line("stream", 2 * c * stream, "the last layer's output, and its norm"),
-        ]
-    narrowed = 0 if share.tpu and (share.loss_axis == "vocab" or share.loss_rows <= 1024) else c
-    tile = Line(
-        "loss tiles", (_F32 + narrowed) * logits, f"logits of {share.loss_rows:,} x {share.loss_columns:,}, f32"
-    )
-    if share.loss_axis == "vocab":
-        return [
-            Line("head gradient", c * head, "written tile by tile"),
-            tile,
-            Line("stream", (2 * c + _F32) * stream, "the last output, its norm, its f32 gradient"),
-        ]
+    c = s.compute_bytes
+    # A TPU narrows the gradient of the logits as it multiplies it, but not for tiles of many rows.
+    narrowed = 0 if s.tpu and (s.loss_axis == "vocab" or s.loss_rows <= 1024) else c
+    logit, of_head, stream = _F32 + narrowed, _F32, 3 * c  # tiles of tokens: sums of the head's gradient in f32
+    if s.plan.loss_tiles is None and s.mesh.tensor == 1:
+        # A TPU multiplies the gradient as it makes it, where it is read once.
+        logit, of_head, stream = _F32 if s.tpu and not s.trained else 2 * _F32, c, 2 * c
+    elif s.loss_axis == "vocab":  # a tile's rows of the head's gradient are finished; that of the stream is a sum
+        of_head, stream = c, 2 * c + _F32
+    tile = f"logits of {s.loss_rows:,} x {s.loss_columns:,}, f32, and their gradient"
     return [
-        Line("head gradient", _F32 * head, "summed over tiles in f32"),
-        tile,
-        Line("stream", 3 * c * stream, "the last output, its norm, the norm's gradient"),
+        Line("head gradient", of_head * s.head if s.trained else 0, f"{of_head} bytes each"),
+        Line("loss tiles", logit * s.loss_rows * s.loss_columns, tile),
+        Line("stream", stream * s.N * s.D, "the last output, its norm, gradients"),
     ]
 
 
-def gradients(share: Share) -> list[Line]:
+def gradients(s: Sizes) -> list[Line]:
     """Return the gradients that exist while the backward pass goes over the layers, and weights of the one at work."""
-    c, p, layer = share.compute_bytes, share.param_bytes, share.layer_weights
-    if not share.trained:
-        blocks, in_loops = share.question.quantize, share.plan.mlp_tiles > 1 or share.plan.head_groups > 1
-        at_work = 2 * share.mlp_weights // 3  # two matrices of the feed-forward
-        if in_loops or share.plan.weights == "host":  # loops over tiles and groups copy what they read
-            at_work = layer if share.tpu or blocks else 2 * layer
-        size = c * at_work
-        if share.groups > 1:  # a group's weights, sliced out for its loop
-            size += share.layers_at_work * (share.matrix_bytes - p * share.tables * share.head) // share.L
-        if share.kept and blocks:  # what they stand for is kept for the backward pass
-            size += c * share.stack
+    c, p, weights = s.compute_bytes, s.param_bytes, s.layer_weights
+    head = Line("head gradient", c * s.head, "as the loss left it, until the optimizer takes it")
+    if s.plan.layer_by_layer and s.trained:  # updated at once: its weights and moments come and go
+        homes = (s.plan.weights == "host") + 2 * (s.plan.moments == "host")
+        used = s.tables > 1 or s.plan.weights == "host"  # updated already, or on the host till the embedding's comes
         return [
-            Line("gradients", _F32 * share.adapters, "of the adapters, f32"),
-            Line("layer weights", size, "of the layer at work"),
+            Line("gradients", p * weights, "of one layer"),
+            Line("layer weights", homes * p * weights, "and moments, of the layer at work, on their way"),
+            *([] if used else [head]),
         ]
-    head = Line("head gradient", c * share.head, "as the loss left it, until the optimizer takes it")
-    if share.plan.layer_by_layer:  # updated at once: its weights and moments come and go
-        homes = (share.plan.weights == "host") + 2 * (share.plan.moments == "host")
-        if (
-            share.tables > 1 or share.plan.weights == "host"
-        ):  # updated before, or on the host until the embedding's comes
-            head = dataclasses.replace(head, bytes=0)
-        return [
-            Line("gradients", p * layer, "of one layer"),
-            Line("layer weights", homes * p * layer, "and moments, of the layer at work, on their way"),
-            head,
-        ]
-    at_work = (c + p) * layer if share.split > 1 else c * layer
-    if share.groups > 1:  # a group's weights, sliced out for its loop, and their gradients
-        at_work += 2 * p * share.layers_at_work * layer // share.split
+    if not s.trained:  # of layers that are kept whole also what their blocks stand for
+        size = c * weights + (c * s.stack if s.kept and s.question.quantize else 0)
+        adapters = Line("gradients", _F32 * s.adapters, "of the adapters, f32")
+        return [adapters, Line("layer weights", size, "of the layer at work")]
+    at_work = (c + p) * weights if s.split > 1 else c * weights
+    if s.groups > 1:  # a group's weights, sliced out for its loop, and their gradients
+        at_work += 2 * p * (s.L // s.groups) * weights // s.split
     return [
-        Line("gradients", p * share.stack, "of all layers, from the backward loop's start"),
+        Line("gradients", p * s.stack, "of all layers, from the backward loop's start"),
         Line("layer weights", at_work, "of the layer at work"),
         head,
     ]
 
 
-def layer(share: Share) -> list[Line]:
+def layer(s: Sizes) -> list[Line]:
     """Return what one layer's backward pass works on: its feed-forward, then its attention, and the stream.
 
     What attention's forward pass, run again, has left waits for the feed-forward, unless it is in groups of heads.
     """
-    groups, wide = share.plan.head_groups, share.N * share.D
-    c = share.compute_bytes
-    size = 4 * c + (_F32 if groups > 1 else c)  # of several groups the sum, f32
-    tables = 2 * _F32 * share.T * share.h
-    stream = Line("stream", size * wide + tables, "residual stream, its gradient, norms; rope's tables")
+    c, groups, (left, more) = s.compute_bytes, s.plan.head_groups, attention(s)
+    stream = (4 * c + (_F32 if groups > 1 else c)) * s.N * s.D + 2 * _F32 * s.T * s.h  # of several groups the sum, f32
     why = "queries, keys, values, output"
-    left = 0 if share.kept or groups > 1 else attention_left(share)
-    first = [Line("attention", left, why), feed_forward(share)]
-    both = (attention_left(share) + attention_gradients(share)) // groups
-    then = [Line("attention", both, f"{why}, their gradients")]
-    return [*max((first, then), key=lambda lines: sum(line.bytes for line in lines)), stream]
+    first = [Line("attention", 0 if s.kept or groups > 1 else left, why), feed_forward(s)]
+    then = [Line("attention", (left + more) // groups, f"{why}, their gradients")]
+    at_work = max((first, then), key=lambda lines: sum(line.bytes for line in lines))
+    return [*at_work, Line("stream", stream, "residual stream, its gradient, norms; rope's tables")]
 
 
-def feed_forward(share: Share) -> Line:
+def feed_forward(s: Sizes) -> Line:
     """Return gate, up and a gradient for the rows of one tile, and where there are several the sums over them."""
-    c, tiles = share.compute_bytes, share.plan.mlp_tiles
-    rows = share.mlp_rows(-(-share.N // tiles))
-    wide = 3 if share.trained else 4 if share.tpu else 5  # what adapters add is made by itself
-    size = wide * c * rows * share.F
-    if share.config.compute_dtype == "bfloat16" and not share.question.chip.has_bf16:  # as on a T4
-        size += _F32 * (2 * rows * share.F + share.mlp_weights // 3)  # f32 copies of a product's operands
-    if share.config.n_experts:
-        size += 3 * c * rows * share.D
-    if share.trained and (tiles > 1 or share.config.n_experts):
-        size += _F32 * share.mlp_weights
+    c, tiles = s.compute_bytes, s.plan.mlp_tiles
+    rows = s.mlp_rows(-(-s.N // tiles))
+    size = (3 if s.trained else 5) * c * rows * s.F  # what adapters add is made by itself
+    if s.config.n_experts:
+        size += 3 * c * rows * s.D
+    if s.trained and (tiles > 1 or s.config.n_experts):
+        size += _F32 * s.mlp_weights
     return Line("feed-forward", size, f"gate, up, a gradient of {rows:,} rows")
 
 
-def attention_left(share: Share) -> int:
-    """Return the bytes that attention's forward pass leaves for its backward one, of all heads."""
-    c, N = share.compute_bytes, share.N
-    if share.attention == "xla":
-        return c * N * share.lanes * (share.H + 2 * share.K) + (_F32 + c) * scores(share)
-    return c * N * share.lanes * (2 * share.H + 2 * share.K) + _F32 * N * share.H
+def attention(s: Sizes) -> tuple[int, int]:
+    """Return the bytes that attention's forward pass leaves for its backward one, and those that this adds."""
+    c, queries, keys = s.compute_bytes, s.N * s.lanes * s.H, s.N * s.lanes * s.K
+    both = 2 * c * (queries + keys)
+    if s.attention == "xla":  # with scores and their softmax, and with their gradient
+        return both - c * queries + (_F32 + c) * scores(s), both + 5 * scores(s)
+    if s.attention == "splash":  # 128 copies of each query's logsumexp, f32
+        gradients = max(both, _F32 * 128 * s.N * s.H)
+    else:  # three sums, f32
+        gradients = c * queries + _F32 * (queries + 2 * keys)
+    return both + _F32 * s.N * s.H, gradients
 
 
-def attention_gradients(share: Share) -> int:
-    """Return the bytes that attention's backward pass adds, of all heads."""
-    c, N = share.compute_bytes, share.N
-    size = c * N * share.lanes * (2 * share.H + 2 * share.K)
-    if share.attention == "xla":
-        return size + (_F32 + 1) * scores(share)
-    if share.attention == "splash":  # 128 copies of each query's logsumexp, f32
-        return max(size, _F32 * 128 * N * share.H)
-    return c * N * share.h * share.H + _F32 * N * share.h * (share.H + 2 * share.K)  # three sums, f32
-
-
-def scores(share: Share) -> int:
+def scores(s: Sizes) -> int:
     """Return how many scores a layer's attention has where it writes them down."""
-    return share.B * share.H * share.T * share.T * share.mesh.context
+    return s.B * s.H * s.T * s.T * s.mesh.context
 
 
-def optimizer(share: Share) -> list[Line]:
+def optimizer(s: Sizes) -> list[Line]:
     """Return all gradients, whose norm comes first, and of moments on the host one layer's, there and back.
 
     Where layers are updated one by one, the embedding is left: the pieces of its gradient, and their sum.
     """
-    p, c = share.param_bytes, share.compute_bytes
-    if not share.trained:
-        return [Line("gradients", _F32 * share.adapters, "of the adapters, f32")]
-    if share.plan.layer_by_layer:
-        stream = Line("stream", 2 * c * share.N * share.D, "what the embedding's gradient is made of")
-        return [Line("head gradient", (2 * p + c) * share.head, "the embedding's, its pieces, its table"), stream]
-    numbers = share.stack + share.tables * share.head // share.split
-    lines = [Line("gradients", p * numbers, "of everything")]
-    if share.plan.moments == "host":
-        lines.append(Line("moments", 4 * p * share.stack // max(share.L, 1), "of one layer, there and back"))
-    return lines
+    p, c = s.param_bytes, s.compute_bytes
+    if not s.trained:
+        return [Line("gradients", _F32 * s.adapters, "of the adapters, f32")]
+    if s.plan.layer_by_layer:
+        stream = Line("stream", 2 * c * s.N * s.D, "what the embedding's gradient is made of")
+        return [Line("head gradient", (2 * p + c) * s.head, "the embedding's, its pieces, its table"), stream]
+    moments = 4 * p * s.stack // max(s.L, 1) if s.plan.moments == "host" else 0
+    return [
+        Line("gradients", p * (s.stack + s.tables * s.head // s.split), "of everything"),
+        Line("moments", moments, "of one layer, there and back"),
+    ]
+
+
+def on_host(s: Sizes) -> tuple[int, int]:
+    """Return the bytes in the host's memory, and those that cross the link to it in a step, both ways."""
+    plan, p, matrices, tables = s.plan, s.param_bytes, s.matrix_bytes, s.param_bytes * s.tables * s.head
+    away = sum(map(s.activation_bytes, s.offloaded))
+    inputs = s.groups * s.activation_bytes("block_in") if s.offloaded and s.groups > 1 else 0
+    held, moved = s.L // s.groups * away + inputs, 2 * (s.L * away + inputs)
+    if plan.moments == "host":  # there and back
+        held, moved = held + 2 * matrices, moved + 4 * matrices
+    if plan.weights == "host":  # read forward and backward, in groups twice; written once; tables are read once more
+        reads = 3 if s.groups > 1 else 2
+        held, moved = held + matrices, moved + (reads + s.trained) * (matrices - tables) + 2 * p * s.head
+    if plan.weights == "host" and s.trained:  # a tied head's gradient waits there for the embedding's
+        waits = s.compute_bytes * s.head if s.tables == 1 else 0
+        held, moved = held + waits, moved + 2 * tables + 2 * waits
+    return held, moved

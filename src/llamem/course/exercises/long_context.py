@@ -11,7 +11,7 @@ from llamem.course.exercises import grade
 from llamem.llama import PRESETS, LlamaConfig, Plan
 from llamem.memory.jaxprs import equations
 from llamem.planner import Estimate, estimate
-from llamem.planner.share import share_of
+from llamem.planner.sizes import Sizes
 from llamem.planner.sums import feed_forward, residuals
 
 GiB = 2**30
@@ -47,8 +47,8 @@ def check_ledger_lines(fn: Callable[..., Any]) -> None:
             found = fn(config, tokens, plan)
             if not isinstance(found, dict) or set(found) != {"residuals", "feed-forward"}:
                 raise AssertionError("return a dictionary of two numbers of bytes, 'residuals' and 'feed-forward'")
-            share = share_of(estimate(config, plan, CHIP, seq_len=tokens).question, plan)
-            for line in (residuals(share), feed_forward(share)):
+            sizes = Sizes(estimate(config, plan, CHIP, seq_len=tokens).question, plan)
+            for line in (residuals(sizes), feed_forward(sizes)):
                 if found[line.name] != line.bytes:
                     questions = _residuals if line.name == "residuals" else _feed_forward
                     hint = questions(config, tokens, plan, line.bytes).get(found[line.name])

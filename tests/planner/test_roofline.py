@@ -8,7 +8,7 @@ import pytest
 
 from llamem import LlamaConfig
 from llamem.losses import choose_tiles
-from llamem.planner import INSIDE, NETWORK, pace
+from llamem.planner import pace
 
 PODS = Path(__file__).parents[2] / "benchmarks" / "pods.md"
 BF16 = {"param_dtype": jnp.bfloat16, "compute_dtype": jnp.bfloat16}
@@ -74,10 +74,9 @@ def test_one_chip_by_hand():
     # Half of the scores; a kernel's backward pass makes them twice: 1 + 1 + 3.5 forward passes of two products.
     scores = 5.5 * 32 * 4 * 2 * 1024 * 1024 / 2 * D / (0.5 * 197e12)
     assert found.products == pytest.approx(products + scores)
-    assert found.links == {} and found.seconds == found.products
-    assert found.tokens_per_second == pytest.approx(2048 / found.seconds)
+    assert found.links == {} and found.tokens == 2048
     asked = 3 * (2 * N * (32 * layer / 15 * 4 + 128_256 * D)) / 197e12  # of four passes one is the rematerialisation's
-    assert found.mfu == pytest.approx(asked / found.seconds, rel=0.1)
+    assert found.mfu == pytest.approx(asked / found.products, rel=0.1)
 
 
 def test_the_network_is_used_where_the_fast_links_end():
@@ -100,9 +99,3 @@ def test_what_is_wrong_is_said(as_a_user):
     ):
         with pytest.raises(ValueError, match=words):
             pace(LlamaConfig.from_name("tiny"), chip, mesh, batch_size=batch, seq_len=128)
-
-
-def test_every_chip_has_both_links():
-    assert set(INSIDE) == set(NETWORK)
-    for chip in INSIDE:
-        assert pace(LlamaConfig.from_name("tiny"), chip, {"fsdp": 8}, batch_size=8, seq_len=128).mfu > 0
