@@ -72,7 +72,9 @@ class Estimate(Shown):
             f"host {self.host_bytes / GiB:.2f} GiB"
         )
         yield Table(("line", "GiB", "why"), [(x.name, f"{x.bytes / GiB:.2f}", x.why) for x in self.lines if x.bytes])
-        parts = ", ".join(f"{name} {value:.2f}" for name, value in self.seconds.parts.items() if value >= 0.005)
+        names = ("matrix products", "attention", "memory traffic", "host link", "between chips")
+        seconds = zip(names, dataclasses.astuple(self.seconds), strict=True)
+        parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds if value >= 0.005)
         yield f"{self.seconds.total:.2f} s a step by a roofline, not measured: {parts}"
 
 

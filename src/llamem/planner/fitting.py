@@ -19,11 +19,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class NothingFits(ValueError):
-    """Nothing that was tried fits; `closest` is what came nearest, an estimate or a report, None where nothing did."""
-
-    def __init__(self, message: str, closest: Any = None):
-        super().__init__(message)
-        self.closest = closest
+    """Nothing that was tried fits; the message says what came nearest."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -149,11 +145,9 @@ def _verdict(answer: Answer) -> str:
 
 
 def _nothing_fits(answers: Mapping[str, Answer], chip: str) -> ValueError:
-    reports = [answer for answer in answers.values() if isinstance(answer, Report)]
-    if not reports:
+    if all(isinstance(answer, str) for answer in answers.values()):
         return ValueError(f"none of these programs could be compiled for {chip}:\n{_table(answers)}")
-    closest = min(reports, key=lambda report: report.peak_bytes)
-    return NothingFits(f"nothing fits on {chip}:\n{_table(answers)}", closest)
+    return NothingFits(f"nothing fits on {chip}:\n{_table(answers)}")
 
 
 def _table(answers: Mapping[str, Answer]) -> Table:

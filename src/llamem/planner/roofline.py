@@ -11,7 +11,6 @@ from llamem._checks import check_one_of
 from llamem.llama import LlamaConfig, MeshShape, Plan
 from llamem.memory import CHIPS
 from llamem.planner.sizes import Question, Sizes, has_cudnn
-from llamem.planner.sums import scores
 
 # Assumptions, each a share of the chip's peak, and where it comes from. They make no plan fit; they rank plans.
 PRODUCTS = 0.60  # well-fed matrix products: MaxText reports 55 to 65 % of peak for Llama models on v5e and v5p
@@ -55,12 +54,6 @@ class Seconds:
     def total(self) -> float:
         """The sum of the parts."""
         return sum(dataclasses.astuple(self))
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The parts by their names in a table."""
-        names = ("matrix products", "attention", "memory traffic", "host link", "between chips")
-        return dict(zip(names, dataclasses.astuple(self), strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +168,7 @@ def _attention(s: Sizes, peak: float, bandwidth: float) -> float:
     and on a GPU each pair of tiles is launched by itself.
     """
     times = s.L * runs(s)["attention"]
-    made = times * scores(s) * (1.0 if s.attention == "xla" else 0.5)  # half are masked, and only "xla" makes those
+    made = times * s.scores * (1.0 if s.attention == "xla" else 0.5)  # half are masked, and only "xla" makes those
     seconds = 4 * made * s.lanes / (peak * ATTENTION)
     if s.attention in ("splash", "cudnn"):
         return seconds

@@ -143,7 +143,7 @@ def best_plan(question: Question, compiler: bool, progress: Progress, factor: fl
             )
         else:
             return search(streamed)
-        raise NothingFits(f"{nothing} {why}", closest) from None
+        raise NothingFits(f"{nothing} {why}") from None
 
 
 def host_limit(chip: Chip, given: int | None) -> tuple[float, str]:
@@ -197,8 +197,7 @@ def _search(question: Question, tried: Sequence[Estimate], compiler: bool, progr
     raise NothingFits(
         f"nothing fits: {question.batch_size} x {question.seq_len:,} tokens on {question.chip.name} "
         f"({capacity / GiB:.2f} GiB), {len(tried)} plans estimated, {len(answers)} of them compiled.{least} Choose "
-        "fewer tokens, a larger chip or more of them.",
-        closest,
+        "fewer tokens, a larger chip or more of them."
     )
 
 

@@ -100,7 +100,8 @@ class Sizes:
     """One device's part, in numbers unless a name says bytes: `N` tokens `B x T`, of heads `H` and `K`, of `F`, of `V`.
 
     `D`, `L` and `h` (the width of the stream, layers, channels of a head) are whole on every device; `lanes` is `h` as
-    it lies in memory. `trained`: whether the model is, and not `adapters`, whose numbers are f32.
+    it lies in memory, `scores` those that a layer's attention has where it writes them down. `trained`: whether the
+    model is, and not `adapters`, whose numbers are f32.
 
     `layer_weights` and `mlp_weights` are a layer's matrices, `head` this device's rows of the head, each whole along D,
     of which a device stores one part of `split`. `vectors` are the scales of all norms. What is stored: `stack`, all
@@ -139,6 +140,7 @@ class Sizes:
         self.F = _divided("d_ff", config.moe_d_ff if config.n_experts else config.d_ff, mesh.tensor, "tensor")
         self.V = _divided("vocab_size", config.vocab_size, mesh.tensor, "tensor")
         self.attention = _implementation(config, plan, chip, self.T)
+        self.scores = self.B * self.H * self.T * self.T * mesh.context
         self.lanes = -(-self.h // _LANES) * _LANES if self.attention == "splash" else self.h
 
         self.split = mesh.fsdp * mesh.context

@@ -167,17 +167,12 @@ def attention(s: Sizes) -> tuple[int, int]:
     c, queries, keys = s.compute_bytes, s.N * s.lanes * s.H, s.N * s.lanes * s.K
     both = 2 * c * (queries + keys)
     if s.attention == "xla":  # with scores and their softmax, and with their gradient
-        return both - c * queries + (_F32 + c) * scores(s), both + 5 * scores(s)
+        return both - c * queries + (_F32 + c) * s.scores, both + 5 * s.scores
     if s.attention == "splash":  # 128 copies of each query's logsumexp, f32
         gradients = max(both, _F32 * 128 * s.N * s.H)
     else:  # three sums, f32
         gradients = c * queries + _F32 * (queries + 2 * keys)
     return both + _F32 * s.N * s.H, gradients
-
-
-def scores(s: Sizes) -> int:
-    """Return how many scores a layer's attention has where it writes them down."""
-    return s.B * s.H * s.T * s.T * s.mesh.context
 
 
 def optimizer(s: Sizes) -> list[Line]:
