@@ -1,4 +1,4 @@
-"""What the programs of these tests share: a small stack of layers, its data, and how a failure is written down."""
+"""What the programs of these tests share: a small stack of layers, its data, and two tables to enter in."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,12 +6,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import linen
 from jax.ad_checkpoint import checkpoint_name
 
 import llamem
 from llamem.verify import Proof, Title
 from llamem.verify.proofs import PROOFS
 
+POLICIES = jax.checkpoint_policies
 L, N, D = 6, 512, 32
 KEYS = jax.random.split(jax.random.key(0), 8)
 WEIGHTS = {
@@ -19,10 +22,53 @@ WEIGHTS = {
     "down": jax.random.normal(KEYS[1], (L, 4 * D, D)) / (4 * D) ** 0.5,
 }
 X = jax.random.normal(KEYS[2], (N, D))
+BATCH = {"x": X, "key": KEYS[7]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A loss with its data: the proof that must fail and the words of its cause, or how it is computed and options."""
+
+    loss: Callable
+    params: Any
+    batch: Any
+    title: Title = Title.OPTIONS
+    cause: str = ""
+    how: Any = True
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+BROKEN: dict[str, Program] = {}
+SOUND: dict[str, Program] = {}
+
+
+def broken(title: Title, cause: str = "", params: Any = WEIGHTS, batch: Any = X, **options: Any) -> Callable:
+    """Enter a loss in the table under its name: this proof must fail, with these words in what it says."""
+
+    def enter(loss: Callable) -> Callable:
+        BROKEN[loss.__name__.replace("_", " ")] = Program(loss, params, batch, title, cause, options=options)
+        return loss
+
+    return enter
+
+
+def sound(params: Any = WEIGHTS, batch: Any = X, how: Any = True, **options: Any) -> Callable:
+    """Enter a loss in the table under its name: no proof may fail."""
+
+    def enter(loss: Callable) -> Callable:
+        SOUND[loss.__name__.replace("_", " ")] = Program(loss, params, batch, how=how, options=options)
+        return loss
+
+    return enter
 
 
 def half(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
+
+
+def normal(i: int, *shape: int) -> Any:
+    values = np.random.default_rng(i).normal(size=shape) / shape[-2 if len(shape) > 1 else 0] ** 0.5
+    return jnp.asarray(values, jnp.float32)
 
 
 def layer(w: Any, x: Any) -> Any:
@@ -30,14 +76,37 @@ def layer(w: Any, x: Any) -> Any:
     return x + jnp.sin(jnp.tanh(h)) @ w["down"]
 
 
+def dropout(w: Any, x: Any, key: Any) -> Any:
+    return layer(w, x) * jax.random.bernoulli(key, 0.8, x.shape) / 0.8
+
+
+def standardised(x: Any) -> Any:
+    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
 def scanned(layer: Callable, w: Any, x: Any) -> Any:
+    """JAX's own scan, and the mean of the squares."""
     return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0] ** 2)
 
 
-def unrolled(layer: Callable, w: Any, x: Any) -> Any:
-    for i in range(L):
-        x = layer(jax.tree.map(lambda leaf, i=i: leaf[i], w), x)
+def unrolled(layer: Callable | list[Any], w: Any, x: Any, n: int = L) -> Any:
+    for i in range(n):
+        x = (layer[i] if isinstance(layer, list) else layer)(jax.tree.map(lambda leaf, i=i: leaf[i % L], w), x)
     return jnp.mean(x**2)
+
+
+def stack(body: Callable, w: Any, x: Any, how: Any, *inputs: Any, **options: Any) -> Any:
+    """The package's scan; `how`: a policy, or a flag."""
+    remat = {True: "nothing", False: None}[how] if isinstance(how, bool) else how
+    return llamem.apply_stack(body, w, x, *inputs, remat=remat, **options)
+
+
+def stacked(body: Callable, w: Any, x: Any, how: Any, *inputs: Any, **options: Any) -> Any:
+    return jnp.mean(stack(body, w, x, how, *inputs, **options) ** 2)
+
+
+def in_mode(mode: str) -> Callable:
+    return lambda w, x, how: stacked(layer, w, x, how, mode=mode)
 
 
 def by_policy(policy: Any, layer: Callable = layer, **options: Any) -> Callable:
@@ -49,14 +118,47 @@ def by_policy(policy: Any, layer: Callable = layer, **options: Any) -> Callable:
     return loss
 
 
-def dropout(w: Any, x: Any, key: Any) -> Any:
-    return layer(w, x) * jax.random.bernoulli(key, 0.8, x.shape) / 0.8
+def offloaded(place: str) -> Any:
+    return POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst=place
+    )
 
 
-def with_dropout(w: Any, batch: Any, remat: Any) -> Any:
-    """Right: every layer has a key of its own."""
-    keys = jax.random.split(batch["key"], L)
-    return jnp.mean(llamem.apply_stack(dropout, w, batch["x"], keys, remat=remat) ** 2)
+def with_keys(make: Callable[[Any], Any]) -> Callable:
+    """A stack with dropout whose layers have the keys that `make` makes of the step's."""
+    return lambda w, batch, how: stacked(dropout, w, batch["x"], how, make(batch["key"]))
+
+
+def split(key: Any) -> Any:
+    return jax.random.split(key, L)
+
+
+with_dropout = with_keys(split)
+
+
+class Block(linen.Module):
+    """A block of flax linen with dropout, scanned and rematerialised by linen's own transforms."""
+
+    @linen.compact
+    def __call__(self, x: Any, _: None) -> tuple[Any, None]:
+        h = jnp.sin(jnp.tanh(linen.Dense(4 * D)(linen.LayerNorm()(x))))
+        return x + linen.Dropout(0.1, deterministic=False)(linen.Dense(D)(h)), None
+
+
+def linen_stack(how: Any, dropout: bool) -> linen.Module:
+    block = linen.remat(Block, prevent_cse=False) if how else Block
+    return linen.scan(block, variable_axes={"params": 0}, split_rngs={"params": True, "dropout": dropout}, length=L)()
+
+
+LINEN = linen_stack(False, True).init(KEYS[2], X, None)
+
+
+def linen_transforms(dropout: bool) -> Callable:
+    def loss(w: Any, batch: Any, how: Any) -> Any:
+        x: Any = linen_stack(how, dropout).apply(w, batch["x"], None, rngs={"dropout": batch["key"]})
+        return jnp.mean(x[0] ** 2)
+
+    return loss
 
 
 def proved(
@@ -67,15 +169,3 @@ def proved(
     answer = llamem.verify_remat(loss, params, batch, remat=remat, baseline=baseline, skip=others, **more)
     (proof,) = (one for one in answer.proofs if not one.skipped)
     return proof
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A failure: the program, the words of the cause that must be named, and the proof that should name it."""
-
-    loss: Callable
-    cause: str
-    proof: Title = Title.OPTIONS
-    params: Any = None
-    batch: Any = None
-    evaluate: Callable | None = None
