@@ -280,19 +280,6 @@ def test_batch_shapes(shape):
     np.testing.assert_allclose(summed, rows.sum(), rtol=2e-5)
 
 
-@BOTH_AXES
-def test_normalizer_of_a_larger_batch(axis):
-    """Halves of a batch, each divided by the count of both, add up to the whole."""
-    hidden, head = arrays(HIDDEN, HEAD)
-    targets, count = jnp.asarray(TARGETS), jnp.float32((TARGETS >= 0).sum())
-
-    def fn(hidden, targets, count=None):
-        return tiled_cross_entropy(hidden, head, targets, axis=axis, num_tiles=3, normalizer=count)
-
-    halves = fn(hidden[:20], targets[:20], count) + fn(hidden[20:], targets[20:], count)
-    np.testing.assert_allclose(halves, fn(hidden, targets), rtol=1e-6)
-
-
 def test_sum_of_ignored_ids_other_than_minus_100():
     hidden, head = arrays(HIDDEN, HEAD)
     renamed = jnp.asarray(np.where(TARGETS < 0, 2, TARGETS))

@@ -1,12 +1,10 @@
 """Policy gradients and preferences against float64, against TRL's formulas, and what they cost and refuse."""
 
 import gc
-import re
 import weakref
 from functools import partial
 from typing import Any
 
-import fuzz
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,13 +93,6 @@ def test_loss_and_both_gradients(case):
         if case == "all":
             close(jax.grad(lambda x: fn(x, W))(X), outer * expected[0])
             close(jax.grad(lambda w: fn(X, w))(W), outer * expected[1])
-
-
-@pytest.mark.parametrize("tiles", [1, 64])
-def test_any_number_of_tiles(tiles):
-    grads = jax.jit(jax.grad(partial(policy, num_tiles=tiles, **ALL), argnums=(0, 1)))(X, W)
-    for actual, wanted in zip(grads, reference(HIDDEN, HEAD, **ALL)[1], strict=True):
-        close(actual, wanted)
 
 
 @jax.custom_vjp
@@ -291,24 +282,6 @@ def test_masked_tokens_are_silent_whatever_they_hold():
     assert jnp.isnan(tiled_policy_loss(X, W, IDS.at[0, 0].set(V), adv))
 
 
-def test_parts_of_a_batch_with_its_normalizer():
-    """What devices of a data axis do: each its part, and the count of all; their gradients add up."""
-    count = float(MASK.sum())
-
-    def parts(x, w):
-        adv, old, mask = f32(ADVANTAGES, OLD, MASK)
-        one = partial(tiled_policy_loss, head=w, normalizer=count, num_tiles=2)
-        return sum(
-            one(x[i], targets=IDS[i], advantages=adv[i], old_logprobs=old[i], mask=mask[i])
-            for i in (slice(0, 1), slice(1, 4))
-        )
-
-    value, grads = jax.value_and_grad(parts, argnums=(0, 1))(X, W)
-    loss, expected = reference(HIDDEN, HEAD)
-    np.testing.assert_allclose(value, loss, rtol=2e-5)
-    jax.tree.map(close, grads, expected)
-
-
 def test_dpo():
     hidden, ids, mask = (np.asarray(a).reshape(2, 2, T, *a.shape[2:]) for a in (HIDDEN, TARGETS, np.ones((B, T))))
     mask[0, 1, 6:] = 0
@@ -340,25 +313,13 @@ def test_dpo():
 ADV = jnp.ones((B, T))
 BAD: list[tuple[Any, dict[str, Any], str]] = [
     (tiled_policy_loss, {"objective": "ppo"}, "objective='ppo': expected one of 'clip', 'importance', 'reinforce'"),
-    (tiled_policy_loss, {"kl": "k4"}, "kl='k4': expected one of"),
-    (tiled_policy_loss, {"normalize": "mean"}, "normalize='mean': expected one of"),
     (tiled_policy_loss, {"kl_weight": 0.1}, "ref_logprobs and kl_weight belong together, got kl_weight=0.1 and no ref"),
-    (tiled_policy_loss, {"ref_logprobs": ADV}, "belong together, got kl_weight=0 and ref_logprobs"),
     (tiled_policy_loss, {"objective": "reinforce", "old_logprobs": ADV}, "has no use for old_logprobs"),
     (tiled_policy_loss, {"advantages": jnp.ones(3)}, r"advantages must be one for each target \(4, 13\), or one for"),
     (tiled_policy_loss, {"old_logprobs": ADV[0]}, r"old_logprobs must have hidden's batch shape \(4, 13\), got"),
-    (tiled_policy_loss, {"clip_low": 1.5}, "clip_low=1.5: expected a number between 0 and 1"),
-    (tiled_policy_loss, {"clip_high": -1.0}, "clip_high=-1.0: expected a finite number of at least 0"),
-    (tiled_policy_loss, {"mask": ADV[:2]}, "weights must have hidden's batch shape"),
-    (tiled_policy_loss, {"head": jnp.dot}, r"head must be an array \[V, D\], or a tuple"),
-    (tiled_policy_loss, {"temperature": 0.0}, "temperature=0.0: expected a finite number above 0"),
-    (tiled_policy_loss, {"num_tiles": 0}, "num_tiles=0: expected a whole number"),
-    (tiled_token_loss, {"fn": 3}, "fn must be a function of"),
     (tiled_token_loss, {"fn": lambda a, b, c: jnp.ones(2)}, "fn must return one real number for one token"),
     (tiled_token_loss, {"extras": jnp.ones(5)}, r"Each array of extras must begin with.*\(4, 13\), got \(5,\)"),
-    (tiled_token_loss, {"extras": "none"}, "extras must be an array"),
     (tiled_dpo_loss, {}, r"targets must be \[2, ..., T\].*got shape \(4, 13\)"),
-    (tiled_dpo_loss, {"beta": 0.0}, "beta=0.0: expected a finite number above 0"),
     (group_advantages, {"rewards": jnp.ones((3, 1))}, "G of at least 2 answers"),
 ]
 
@@ -369,8 +330,8 @@ def test_bad_input_is_named(fn, changes, message):
     given: dict[str, Any] = {"hidden": X, "head": W, "targets": IDS}
     given |= {tiled_policy_loss: {"advantages": ADV}, tiled_dpo_loss: {"ref_logprobs": jnp.ones(4)}}.get(fn, {})
     given |= {"fn": lambda logp, entropy, extras: -logp} if fn is tiled_token_loss else {}
-    arguments = changes if fn is group_advantages else given | changes
-    assert re.search(message, fuzz.refused(lambda: fn(**arguments)), re.DOTALL)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        fn(**(changes if fn is group_advantages else given | changes))
 
 
 def test_what_a_policy_loss_is_given_is_data():

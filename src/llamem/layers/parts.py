@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from llamem.layers.trees import add_to, by_gradient, by_mark, cast_like, combine, wide_zeros, with_zeros
+from llamem.layers.trees import add_to, cast_like, vjp_of, wide_zeros, with_rule
 
 
 def sum_parts(fn: Callable[[Any, Any, Any], Array], shared: PyTree, parts: PyTree, dtype: Any) -> Float[Array, "..."]:
@@ -25,22 +25,17 @@ def sum_parts(fn: Callable[[Any, Any, Any], Array], shared: PyTree, parts: PyTre
     """
     wide = jnp.promote_types(dtype, jnp.float32)
 
-    @jax.custom_vjp
-    def total(shared: Any, parts: Any) -> Array:
+    def value(shared: Any, parts: Any) -> Array:
         first = jax.eval_shape(lambda parts: fn(shared, jax.tree.map(lambda a: a[0], parts), wide), parts)
         start = jnp.zeros(first.shape, wide)
         return jax.lax.scan(lambda out, part: (out + fn(shared, part, wide), None), start, parts)[0].astype(dtype)
 
-    def forward(shared: Any, parts: Any) -> tuple[Array, Any]:
-        values, asked = by_gradient((shared, parts))
-        return total(*values), (values, asked)
-
-    def backward(residuals: Any, d_out: Array) -> Any:
-        (shared, parts), (frozen_shared, frozen_parts) = by_mark(*residuals)
+    def backward(wanted: Any, frozen: Any, d_out: Array) -> Any:
+        (shared, parts), (frozen_shared, frozen_parts) = wanted, frozen
 
         def add(total: Any, part: Any) -> tuple[Any, Any]:
             part, frozen_part = part
-            _, pull = jax.vjp(lambda s, p: fn(combine(s, frozen_shared), combine(p, frozen_part), dtype), shared, part)
+            _, pull = vjp_of(lambda s, p: fn(s, p, dtype), (shared, part), (frozen_shared, frozen_part))
             # What `pull` keeps lies in memory as it is, and not as a wider array that it is a part of.
             d_shared, d_part = jax.lax.optimization_barrier(pull)(d_out)
             return add_to(total, d_shared), d_part
@@ -48,10 +43,9 @@ def sum_parts(fn: Callable[[Any, Any, Any], Array], shared: PyTree, parts: PyTre
         # Not before d_out is here: else the compiler lays the zeros out while the forward pass still runs again.
         start, d_out = jax.lax.optimization_barrier((wide_zeros(shared), d_out))
         d_shared, d_parts = jax.lax.scan(add, start, (parts, frozen_parts))
-        return with_zeros((cast_like(d_shared, shared), d_parts), residuals[0])
+        return cast_like(d_shared, shared), d_parts
 
-    total.defvjp(forward, backward, symbolic_zeros=True)
-    return total(shared, parts)
+    return with_rule(value, backward)(shared, parts)
 
 
 @jax.custom_vjp

@@ -21,18 +21,64 @@ def combine(one: PyTree, other: PyTree) -> PyTree:
     return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda a: a is None)
 
 
-def by_gradient(args: PyTree) -> tuple[PyTree, Array]:
-    """Return the values of the arguments of a `custom_vjp` forward rule with `symbolic_zeros=True`, and a mark.
+def with_rule(
+    value: Callable[..., Any],
+    backward: Callable[[PyTree, PyTree, Any], PyTree],
+    forward: Callable[[PyTree, PyTree], tuple[Any, PyTree]] | None = None,
+) -> Callable[..., Any]:
+    """Return `value` with gradients of its own in reverse mode, computed for those arguments alone that are asked for.
 
-    The mark says whose gradients are asked for, to `by_mark` in the backward rule. It says so by its shape, an empty
-    array's: JAX keeps one tree of residuals for each traced program, that of its last differentiation, and a tree that
-    depends on what is differentiated would be taken for that of another (seen with 0.10.2: zeros, without an error).
+    Args:
+        value: function of trees of arrays.
+        backward: takes what was kept and the result's cotangent; returns a tuple of gradients like `value`'s arguments,
+            None where none is asked for. Kept are the arguments, in two trees as from `partition`: whose gradients are
+            asked for, and the others.
+        forward: takes the arguments in two trees like that, returns the result and what `backward` is given as its
+            first tree instead of the arguments.
     """
-    return jax.tree.map(lambda arg: arg.value, args), mark(arg.perturbed for arg in jax.tree.leaves(args))
+
+    def call(*args: PyTree) -> Any:
+        types = jax.tree.map(jax.typeof, args)
+
+        @jax.custom_vjp
+        def ruled(*args: PyTree) -> Any:
+            return value(*args)
+
+        def rule_forward(*args: PyTree) -> tuple[Any, Any]:
+            asked = mark(arg.perturbed for arg in jax.tree.leaves(args))
+            values = jax.tree.map(lambda arg: arg.value, args)
+            if forward is None:
+                return value(*values), (values, asked)
+            result, kept = forward(*by_mark(values, asked))
+            kept = iter(jax.tree.leaves(kept))
+            return result, (jax.tree.map(lambda arg: next(kept) if arg.perturbed else jnp.zeros(0), args), asked)
+
+        def rule_backward(residuals: Any, cotangent: Any) -> PyTree:
+            return with_zeros(backward(*by_mark(*residuals), jax.tree.map(_dense, cotangent)), types)
+
+        ruled.defvjp(rule_forward, rule_backward, symbolic_zeros=True)
+        return ruled(*args)
+
+    return call
+
+
+def _dense(cotangent: Any) -> Array:
+    none_asked: Any = cotangent
+    return jnp.zeros(none_asked.shape, none_asked.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
+
+
+def vjp_of(fn: Callable[..., Any], wanted: PyTree, frozen: PyTree) -> tuple[Any, Callable[[Any], PyTree]]:
+    """Return `jax.vjp` of `fn(*args)` for the leaves of its arguments that are in `wanted`; the others are `frozen`."""
+    return jax.vjp(lambda *wanted: fn(*combine(wanted, frozen)), *wanted)
 
 
 def mark(flags: Iterable[bool]) -> Array:
-    """Return an empty array whose shape says these flags: `[0, ...]`, sixteen of them in each further size."""
+    """Return an empty array whose shape says these flags: `[0, ...]`, sixteen of them in each further size.
+
+    Among the residuals of a rule it says whose gradients are asked for. JAX keeps one tree of residuals for each traced
+    program, that of its last differentiation, and a tree that depends on what is differentiated would be taken for that
+    of another (seen with 0.10.2: zeros, without an error).
+    """
     flags = list(flags)
     parts = [flags[start : start + 16] for start in range(0, len(flags), 16)]
     return jnp.zeros((0, *(sum(flag << i for i, flag in enumerate(part)) for part in parts)), jnp.int8)
@@ -44,7 +90,7 @@ def flags_of(mark: Array, count: int) -> list[bool]:
 
 
 def by_mark(values: PyTree, mark: Array) -> tuple[PyTree, PyTree]:
-    """Return the values whose gradients are asked for, and the others, as from `partition`. See `by_gradient`."""
+    """Return the values whose gradients a mark asks for, and the others, as from `partition`."""
     leaves, tree = jax.tree.flatten(values)
     flags = flags_of(mark, len(leaves))
     parts = [[leaf if flag == wanted else None for leaf, flag in zip(leaves, flags, strict=True)] for wanted in (1, 0)]

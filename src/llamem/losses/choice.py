@@ -6,13 +6,16 @@ A tile must be large enough that its matrix products outlast its memory traffic,
 import dataclasses
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from llamem._checks import check_one_of, check_whole
-from llamem.layers.tiling import floating_type
+from llamem.losses.arguments import Batch
+from llamem.losses.rows import Softmax
+from llamem.losses.vocab_tiles import Tiles
 from llamem.memory.chips import CHIPS, Chip, compiling_for, find_chip
 
-__all__ = ["TileChoice", "choose_tiles"]
+__all__ = ["TileChoice", "choose_for", "choose_tiles"]
 
 # A CPU with a few cores, to the order of magnitude. Its exponentials take longer than its memory, hence few bytes per
 # second: the faster axis is then the one measured from D = 64 (vocabulary) to 1,024 (tokens); at 256 they are equal.
@@ -102,7 +105,7 @@ def choose_tiles(
     trained = check_one_of("head", head, ("trained", "frozen")) == "trained"
     check_one_of("axis", axis, ("auto", "tokens", "vocab"))
     device = _chip(chip)
-    size = floating_type("dtype", dtype).itemsize
+    size = jax.dtypes.canonicalize_dtype(dtype).itemsize
     assert device.capacity_bytes  # `_chip` sees to it
     budget = int(device.capacity_bytes * _BUDGET_SHARE)
     if memory_budget is not None:
@@ -128,6 +131,22 @@ def choose_tiles(
             f"{option.workspace_bytes / 2**20:.0f} MiB, time {option.relative_time:.2f} -> {verdict}"
         )
     return dataclasses.replace(best, reason="\n".join(lines))
+
+
+def choose_for(
+    batch: Batch, head: list, softmax: Softmax, axis: Any, num_tiles: Any, mesh_axis: str | None = None, *, frozen=False
+) -> Tiles:
+    """Return the tiles of a loss, where the head is frozen or not: those given, or what `choose_tiles` finds."""
+    if num_tiles != "auto":
+        return Tiles("vocab" if axis == "vocab" else "tokens", check_whole("num_tiles", num_tiles), mesh_axis)
+    N, D, V = batch.targets.size, batch.hidden.shape[-1], head[0].shape[0]
+    how: dict[str, Any] = {"dtype": softmax.dtype, "axis": axis}
+    if frozen:
+        # The tile is then all that is large: a quarter of the head's own bytes is enough for it.
+        how |= {"head": "frozen", "memory_budget": max(1, V * D * softmax.dtype.itemsize // 4)}
+        how["axis"] = "tokens" if axis == "auto" else axis
+    found = choose_tiles(N, D, V, **how)
+    return Tiles(found.axis, found.num_tiles, mesh_axis)
 
 
 def _option(

@@ -11,12 +11,10 @@ from jaxtyping import Array, Float, Integer
 
 from llamem._checks import check_one_of, check_whole
 from llamem.layers.varying import partitioned
-from llamem.losses import arguments
-from llamem.losses.choice import choose_tiles
-from llamem.losses.masks import known_targets, masked_weights, normalized_weights
-from llamem.losses.rows import Rows, Softmax
-from llamem.losses.vocab_tiles import VocabTiles, vocab_rows
-from llamem.losses.weighted_sum import quiet, sum_over_tokens, sum_over_vocab
+from llamem.losses.arguments import check_batch, check_head, static_number, static_share
+from llamem.losses.choice import choose_for
+from llamem.losses.rows import Rows, Softmax, quiet
+from llamem.losses.weighted_sum import reduce_losses
 
 __all__ = ["tiled_cross_entropy", "tiled_logprobs"]
 
@@ -28,14 +26,12 @@ Scalar = Float[Array, ""] | float
 class CrossEntropy:
     """The cross-entropy of some tokens from their rows. Hashable: it keys the jit cache."""
 
-    label_smoothing: float
     z_loss: float
 
-    def __call__(self, rows: Rows, extras: Any = ()) -> Array:
+    def __call__(self, rows: Rows, weights_T: Array, extras: Any) -> Array:
         """Return losses `[T]`."""
-        loss_T = rows.logsumexp - (1 - self.label_smoothing) * rows.target
-        if rows.mean is not None:
-            loss_T -= self.label_smoothing * rows.mean
+        rows = quiet(rows, weights_T)
+        loss_T = rows.logsumexp - rows.target
         return loss_T + self.z_loss * rows.logsumexp**2 if self.z_loss else loss_T
 
 
@@ -105,63 +101,31 @@ def tiled_cross_entropy(
     """
     check_one_of("axis", axis, ("auto", "tokens", "vocab"))
     check_one_of("reduction", reduction, ("mean", "sum", "none"))
-    batch = arguments.check_batch(hidden, targets, weights)
-    leaves = arguments.check_head(head, bias, batch.hidden)
-    divisor = arguments.check_normalizer(normalizer, reduction)
-    if reduction == "none":
-        axis = arguments.check_rows_axis(axis)
-    if vocab_axis_name is not None:
-        axis = arguments.check_split_axis(vocab_axis_name, axis)
-    loss_of = CrossEntropy(
-        arguments.static_share("label_smoothing", label_smoothing),
-        arguments.static_number("z_loss", z_loss),
-    )
+    batch = check_batch(hidden, targets, weights)
+    leaves = check_head(head, bias, batch.hidden)
+    if normalizer is not None and reduction != "mean":
+        raise ValueError(f'normalizer belongs to reduction="mean", not to {reduction!r}.')
+    if axis == "tokens" and (reduction == "none" or vocab_axis_name is not None):
+        raise ValueError(
+            'reduction="none" and vocab_axis_name go with axis="vocab" or "auto": tiles of tokens make gradients '
+            "before the cotangents of their losses are known, and in each tile devices would have to meet."
+        )
     softmax = Softmax(
         jnp.result_type(batch.hidden, *leaves),
-        scale=arguments.static_number("logit_scale", logit_scale),
-        softcap=None if logit_softcap is None else arguments.static_number("logit_softcap", logit_softcap, above=0),
-        with_mean=loss_of.label_smoothing > 0,
+        scale=static_number("logit_scale", logit_scale),
+        softcap=None if logit_softcap is None else static_number("logit_softcap", logit_softcap, above=0),
+        smoothing=static_share("label_smoothing", label_smoothing),
     )
-    if num_tiles == "auto":
-        N, D = batch.targets.size, batch.hidden.shape[-1]
-        choice = choose_tiles(N, D, leaves[0].shape[0], dtype=softmax.dtype, axis=axis)
-        axis, num_tiles = choice.axis, choice.num_tiles
-    compute = partial(
-        _reduced,
-        loss_of,
-        softmax,
-        "vocab" if axis == "vocab" else "tokens",
-        VocabTiles(check_whole("num_tiles", num_tiles), vocab_axis_name),
-        reduction,
-        arguments.check_ignore_index(ignore_index),
-    )
+    only = "vocab" if reduction == "none" or vocab_axis_name is not None else axis
+    tiles = choose_for(batch, leaves, softmax, only, num_tiles, vocab_axis_name)
+    ignore_index = check_whole("ignore_index", ignore_index, at_least=-(2**31))
+    loss_of = CrossEntropy(static_number("z_loss", z_loss))
+    compute = partial(_reduce, loss_of, softmax, (tiles, tiles), reduction, ignore_index)
     out_spec = jax.typeof(batch.targets).sharding.spec if reduction == "none" else PartitionSpec()
-    return partitioned(compute, out_spec, batch, leaves, divisor)
+    return partitioned(compute, out_spec, batch, leaves, (), normalizer)
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))  # so that eager calls compile once
-def _reduced(
-    loss_of: CrossEntropy,
-    softmax: Softmax,
-    axis: str,
-    tiles: VocabTiles,
-    reduction: str,
-    ignore_index: int,
-    batch: arguments.Operands,
-    head: list,
-    normalizer: Any,
-) -> Array:
-    x_ND = batch.hidden.reshape(-1, batch.hidden.shape[-1])
-    targets_N, counts_N, unknown_N = known_targets(batch.targets.reshape(-1), ignore_index, tiles.vocab(head))
-    weights_N = masked_weights(batch.weights, counts_N, unknown_N, softmax.wide)
-    if reduction == "none":
-        rows = quiet(vocab_rows(softmax, tiles, x_ND, head, targets_N), weights_N)
-        return (weights_N * loss_of(rows)).reshape(batch.targets.shape)
-    if reduction == "mean":
-        weights_N = normalized_weights(weights_N, normalizer)
-    if axis == "tokens":
-        return sum_over_tokens(loss_of, softmax, tiles.num_tiles, x_ND, head, targets_N, weights_N)
-    return sum_over_vocab(loss_of, softmax, tiles, x_ND, head, targets_N, weights_N)
+_reduce = jax.jit(reduce_losses, static_argnums=(0, 1, 2, 3, 4))  # so that eager calls compile once
 
 
 def tiled_logprobs(
@@ -190,6 +154,6 @@ def tiled_logprobs(
         axis="vocab",
         reduction="none",
         ignore_index=ignore_index,
-        logit_scale=1 / arguments.static_number("temperature", temperature, above=0),
+        logit_scale=1 / static_number("temperature", temperature, above=0),
         vocab_axis_name=vocab_axis_name,
     )

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from llamem._checks import check_one_of
+from llamem._checks import check_one_of, check_whole
 from llamem.losses import arguments
 from llamem.losses.cross_entropy import Head, Scalar
-from llamem.losses.masks import known_targets
 from llamem.losses.token_loss import Mask, tiled_token_loss
+from llamem.losses.weighted_sum import known_targets
 
 __all__ = ["group_advantages", "tiled_policy_loss"]
 
@@ -130,7 +130,7 @@ def tiled_policy_loss(
         arguments.static_number("entropy_weight", entropy_weight),
     )
     check_one_of("normalize", normalize, ("tokens", "sequences"))
-    ignore_index = arguments.check_ignore_index(ignore_index)
+    ignore_index = check_whole("ignore_index", ignore_index, at_least=-(2**31))
     if (ref_logprobs is None) != (chosen.kl_weight == 0):
         raise ValueError(
             f"ref_logprobs and kl_weight belong together, got kl_weight={chosen.kl_weight:g} and "
@@ -181,7 +181,7 @@ def _check_advantages(value: Any, rows: tuple[int, ...]) -> Array:
     return jnp.broadcast_to(found[..., None], rows)
 
 
-def _weights_by_sequence(batch: arguments.Operands, ignore_index: int) -> Array:
+def _weights_by_sequence(batch: arguments.Batch, ignore_index: int) -> Array:
     """Return the mask, divided by its sum over each sequence."""
     if batch.targets.ndim == 0:
         raise ValueError('normalize="sequences" needs sequences: targets [..., T], got a single id.')

@@ -1,4 +1,4 @@
-"""Logits of a few tokens, and the four numbers per token that losses are made of, in ordinary JAX.
+"""Logits of a few tokens, and the three numbers per token that losses are made of, in ordinary JAX.
 
 This is the whole computation on the token side, where a tile of tokens sees all of the vocabulary, and what
 `vocab_tiles.py` computes a tile of the vocabulary at a time.
@@ -28,7 +28,7 @@ class Softmax:
     dtype: Any  # of the factors of matrix products
     scale: float = 1.0
     softcap: float | None = None
-    with_mean: bool = False
+    smoothing: float = 0.0  # the share of a target that is spread over all ids
     with_entropy: bool = False
 
     @property
@@ -38,12 +38,11 @@ class Softmax:
 
 
 class Rows(NamedTuple):
-    """What a loss needs to know of each token's logits, `[N]` each; None where it was not asked for."""
+    """What a loss needs to know of each token's logits, `[N]` each."""
 
     logsumexp: Array
-    target: Array  # the logit of the token's target
-    mean: Array | None = None  # of all logits
-    entropy: Array | None = None  # of their softmax, in nats
+    target: Array  # the logit of the token's target, or where labels are smoothed the mean logit of the targets
+    entropy: Array | None = None  # of the softmax, in nats; None where it was not asked for
 
     @property
     def logprob(self) -> Array:
@@ -81,17 +80,26 @@ def slope(softmax: Softmax, z: Array) -> Array | float:
 def rows_of(softmax: Softmax, z_TV: Array, targets_T: Array) -> Rows:
     """Return the rows of whole logits."""
     hit_TV = jnp.arange(z_TV.shape[1]) == targets_T[:, None]
+    target_T = jnp.sum(target_logits(softmax, z_TV, hit_TV, z_TV.shape[1]), -1)
     logsumexp_T = jax.nn.logsumexp(z_TV, -1)
     entropy_T = None
     if softmax.with_entropy:
         finite_TV = jnp.where(jnp.isneginf(z_TV), 0, z_TV)  # an id that a bias took out has a probability of 0
         entropy_T = logsumexp_T - jnp.sum(jax.nn.softmax(z_TV) * finite_TV, -1)
-    return Rows(
-        logsumexp_T,
-        jnp.sum(jnp.where(hit_TV, z_TV, 0), -1),
-        jnp.mean(z_TV, -1) if softmax.with_mean else None,
-        entropy_T,
-    )
+    return Rows(logsumexp_T, target_T, entropy_T)
+
+
+def target_logits(softmax: Softmax, z_TV: Array, hit_TV: Array, vocab: int) -> Array:
+    """Return logits times the target distribution, of whose ids `hit_TV` says which is the label."""
+    of_label_TV = jnp.where(hit_TV, z_TV, 0)
+    if not softmax.smoothing:
+        return of_label_TV
+    return (1 - softmax.smoothing) * of_label_TV + softmax.smoothing / vocab * z_TV
+
+
+def quiet(rows: Rows, weights_N: Array) -> Rows:
+    """Return the rows with 0 for those that are not finite and have a weight of 0, which add nothing to a sum."""
+    return jax.tree.map(lambda r_N: jnp.where((weights_N == 0) & ~jnp.isfinite(r_N), 0, r_N), rows)
 
 
 def power_of_two(softmax: Softmax, *weights_N: Array) -> Array | float:
@@ -116,7 +124,7 @@ def _product(x_TD: Array, w_VD: Array, dtype: Any) -> Array:
 
 def _product_forward(x, w, dtype):
     z_TV = _dot(x.value, w.value, (1, 1), dtype, x.value.dtype)
-    # What no gradient needs is not kept. Its place is: see `llamem.layers.trees.by_gradient`.
+    # What no gradient needs is not kept. Its place is: see `llamem.layers.trees.mark`.
     return z_TV, (x.value if w.perturbed else x.value[:0], w.value if x.perturbed else w.value[:0])
 
 

@@ -10,15 +10,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from llamem._checks import check_one_of, check_whole
-from llamem.layers.trees import flags_of, mark, with_zeros
-from llamem.layers.varying import partitioned, vary_together
-from llamem.losses import arguments
-from llamem.losses.choice import choose_tiles
+from llamem.layers.varying import partitioned
+from llamem.losses.arguments import check_batch, check_head, static_number
+from llamem.losses.choice import choose_for
 from llamem.losses.cross_entropy import Head, Scalar
-from llamem.losses.masks import known_targets, masked_weights, normalized_weights
 from llamem.losses.rows import Rows, Softmax
-from llamem.losses.vocab_tiles import VocabTiles
-from llamem.losses.weighted_sum import sum_over_tokens, sum_over_vocab
+from llamem.losses.weighted_sum import reduce_losses
 
 __all__ = ["tiled_token_loss"]
 
@@ -69,120 +66,36 @@ def tiled_token_loss(
 
     Source: gradients in the forward pass are Liger-Kernel's (arXiv 2410.10989), there for fixed losses and by autodiff.
     """
-    if not callable(fn):
-        raise TypeError(f"fn must be a function of (logprob, entropy, extras), got {fn!r}.")
     check_one_of("axis", axis, ("auto", "tokens", "vocab"))
-    batch = arguments.check_batch(hidden, targets, weights)
-    leaves = arguments.check_head(head, None, batch.hidden)
-    divisor = arguments.check_normalizer(normalizer, "mean")
+    batch = check_batch(hidden, targets, weights)
+    leaves = check_head(head, None, batch.hidden)
     extras = jax.tree.map(partial(_check_extra, batch.targets.shape), extras)
     softmax = Softmax(
         jnp.result_type(batch.hidden, *leaves),
-        scale=1 / arguments.static_number("temperature", temperature, above=0),
-        softcap=None if logit_softcap is None else arguments.static_number("logit_softcap", logit_softcap, above=0),
+        scale=1 / static_number("temperature", temperature, above=0),
+        softcap=None if logit_softcap is None else static_number("logit_softcap", logit_softcap, above=0),
         with_entropy=True,
     )
     _check_token_loss(fn, extras, batch.targets.ndim, softmax.wide)
-    sums = _sums(partial(_losses, fn), softmax, axis, num_tiles, batch, leaves[0].shape[0])
+    trained, frozen = (choose_for(batch, leaves, softmax, axis, num_tiles, frozen=f) for f in (False, True))
+    ignore_index = check_whole("ignore_index", ignore_index, at_least=-(2**31))
     # A program of its own for each call: kept by its function, each lambda would stay compiled for ever.
-    compute = jax.jit(partial(_mean, sums, softmax, arguments.check_ignore_index(ignore_index)))
-    return partitioned(compute, PartitionSpec(), batch, leaves, extras, divisor)
+    compute = jax.jit(partial(reduce_losses, partial(_losses, fn), softmax, (trained, frozen), "mean", ignore_index))
+    return partitioned(compute, PartitionSpec(), batch, leaves, extras, normalizer)
 
 
-def _sums(
-    loss_of: Callable, softmax: Softmax, axis: Any, num_tiles: Any, batch: arguments.Operands, vocab: int
-) -> tuple[Callable, Callable]:
-    """Return the weighted sum to take where the head is differentiated, and the one where it is frozen."""
-    N, D = batch.targets.size, batch.hidden.shape[-1]
-
-    def over(axis: str, num_tiles: int) -> Callable:
-        if axis == "vocab":
-            return partial(sum_over_vocab, loss_of, softmax, VocabTiles(num_tiles))
-        return partial(sum_over_tokens, loss_of, softmax, num_tiles)
-
-    if num_tiles != "auto":
-        given = over(axis, check_whole("num_tiles", num_tiles))
-        return given, given
-    trained = choose_tiles(N, D, vocab, dtype=softmax.dtype, axis=axis)
-    # Without a gradient of the head the tile is all that is large: a quarter of the head's own bytes is enough for it.
-    small = max(1, D * vocab * softmax.dtype.itemsize // 4)
-    axis = "tokens" if axis == "auto" else axis
-    frozen = choose_tiles(N, D, vocab, dtype=softmax.dtype, axis=axis, head="frozen", memory_budget=small)
-    return over(trained.axis, trained.num_tiles), over(frozen.axis, frozen.num_tiles)
-
-
-def _losses(fn: TokenLoss, rows: Rows, extras: tuple) -> Array:
+def _losses(fn: TokenLoss, rows: Rows, weights_T: Array, extras: Any) -> Array:
     """Return losses `[T]`; tokens that do not count reach `fn` as zeros, and what it makes of them reaches nothing."""
-    counts_T, extras = extras
-    assert rows.entropy is not None  # `tiled_token_loss` asks for it
 
     def masked(leaf: Array) -> Array:
-        return jnp.where(counts_T.reshape(-1, *[1] * (leaf.ndim - 1)), leaf, jnp.zeros((), leaf.dtype))
+        counts = (weights_T != 0).reshape(-1, *[1] * (leaf.ndim - 1))
+        return jnp.where(counts, leaf, jnp.zeros((), leaf.dtype))
 
-    return masked(jax.vmap(fn)(masked(rows.logprob), masked(rows.entropy), jax.tree.map(masked, extras)))
-
-
-def _mean(
-    sums: tuple[Callable, Callable],
-    softmax: Softmax,
-    ignore_index: int,
-    batch: arguments.Operands,
-    head: list,
-    extras: Any,
-    normalizer: Any,
-) -> Array:
-    dims = batch.targets.ndim
-    x_ND = batch.hidden.reshape(-1, batch.hidden.shape[-1])
-    extras = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[dims:]), extras)
-    targets_N, counts_N, unknown_N = known_targets(batch.targets.reshape(-1), ignore_index, len(head[0]))
-    weights_N = masked_weights(batch.weights, counts_N, unknown_N, softmax.wide)
-    # Divided before, not after: hidden's gradient is rounded once to its type, while it waits for the cotangent.
-    shares_N = normalized_weights(weights_N, normalizer)
-    head, others = vary_together(head, (x_ND, targets_N, shares_N, (weights_N != 0, extras)))
-    return by_head(*sums, head, others)
-
-
-def by_head(trained: Callable, frozen: Callable, head: list, others: tuple) -> Array:
-    """Return `trained(x, head, *rest)` where the head is differentiated, else `frozen(x, head, *rest)`."""
-
-    def call(fn: Callable, head: list, others: tuple) -> Array:
-        x_ND, *rest = others
-        return fn(x_ND, head, *rest)
-
-    # What is kept depends on what is differentiated: its tree by that, its arrays in as many places as may be needed.
-    # See `llamem.layers.trees.by_gradient`.
-    trees: dict[tuple[bool, ...], Any] = {}
-    given, types = jax.tree.structure((head, others)), jax.tree.map(jax.typeof, (head, others))
-    places = 32 + 4 * given.num_leaves
-
-    @jax.custom_vjp
-    def total(head: list, others: tuple) -> Array:
-        return call(frozen, head, others)
-
-    def forward(head: Any, others: Any) -> tuple[Array, Any]:
-        fn = trained if any(leaf.perturbed for leaf in head) else frozen
-        args, tree = jax.tree.flatten((head, others), is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
-
-        def of_wanted(wanted: list) -> Array:
-            leaves = [arg.value if leaf is None else leaf for arg, leaf in zip(args, wanted, strict=True)]
-            return call(fn, *tree.unflatten(leaves))
-
-        result, pull = jax.vjp(of_wanted, [arg.value if arg.perturbed else None for arg in args])
-        wanted = tuple(arg.perturbed for arg in args)
-        kept, trees[wanted] = jax.tree.flatten(pull)
-        return result, (kept + [jnp.zeros(0)] * (places - len(kept)), mark(wanted))
-
-    def backward(residuals: Any, cotangent: Any) -> Any:
-        kept, asked = residuals
-        own = trees[tuple(flags_of(asked, given.num_leaves))]
-        return with_zeros(given.unflatten(own.unflatten(kept[: own.num_leaves])(cotangent)[0]), types)
-
-    total.defvjp(forward, backward, symbolic_zeros=True)
-    return total(head, others)
+    return masked(jax.vmap(fn)(*jax.tree.map(masked, (rows.logprob, rows.entropy, extras))))
 
 
 def _check_extra(rows: tuple[int, ...], leaf: Any) -> Array:
-    leaf = arguments.as_array("extras", leaf, "[...], a row for each target")
+    leaf = jnp.asarray(leaf)
     if leaf.shape[: len(rows)] != rows:
         raise ValueError(
             f"Each array of extras must begin with hidden's batch shape {rows}, got {leaf.shape}. Broadcast what all "

@@ -11,8 +11,9 @@ The gradient needs the finished sum, so a trained head makes its logits twice:
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +24,21 @@ from jaxtyping import Array
 from llamem.layers.tiling import fold_tiles
 from llamem.layers.trees import flags_of, mark, with_zeros
 from llamem.layers.varying import axes_of, vary, varying_axes
-from llamem.losses.rows import Rows, Softmax, make_logits, matrices_of, power_of_two, slope
+from llamem.losses.rows import Rows, Softmax, make_logits, matrices_of, power_of_two, slope, target_logits
 
 # A TPU's compiler lays the whole head out anew, in a copy, where tiles are no multiple of this.
 _ALIGN = 128
 
 
 @dataclasses.dataclass(frozen=True)
-class VocabTiles:
-    """How many tiles, and the mesh axis whose devices hold some rows of the head each. Hashable: keys the jit cache."""
+class Tiles:
+    """What is tiled, into how many tiles, and the mesh axis whose devices hold some rows of the head each.
 
-    num_tiles: int
+    Hashable: it keys the jit cache.
+    """
+
+    axis: Literal["tokens", "vocab"]
+    count: int
     mesh_axis: str | None = None
 
     def first_id(self, head: list) -> Any:
@@ -47,19 +52,17 @@ class VocabTiles:
     def fold(self, step: Any, init: Any, head: list) -> tuple[Any, Any]:
         """Fold `step(carry, (leaves, ids_U))` over tiles of the head's rows and their ids."""
         ids_V = self.first_id(head) + jnp.arange(head[0].shape[0])
-        return fold_tiles(step, init, (head, ids_V), self.num_tiles, align=_ALIGN)
+        return fold_tiles(step, init, (head, ids_V), self.count, align=_ALIGN)
 
 
 class _Sums(NamedTuple):
     """What one sweep over the vocabulary adds up for each token; None where it is not wanted."""
 
     max_N: Array
-    exp_N: Array  # exp(z - max), summed; so is what follows, but for the mean
+    exp_N: Array  # exp(z - max)
     exp_logit_N: Array | None  # exp(z - max) z
     exp_head_ND: Array | None  # exp(z - max) dz/dx
     target_N: Array
-    mean_N: Array | None
-    mean_head: Array | None  # dz/dx, summed: [D], or [N, D] under a soft-cap
 
 
 class _Residuals(NamedTuple):
@@ -83,20 +86,20 @@ class _Residuals(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rows(softmax: Softmax, tiles: VocabTiles, x_ND: Array, head: list, targets_N: Array) -> Rows:
-    return _rows_of_sums(softmax, tiles, head, _sweep(softmax, tiles, x_ND, head, targets_N))
+def _rows(softmax: Softmax, tiles: Tiles, x_ND: Array, head: list, targets_N: Array) -> Rows:
+    return _rows_of_sums(_sweep(softmax, tiles, x_ND, head, targets_N))
 
 
-def vocab_rows(softmax: Softmax, tiles: VocabTiles, x_ND: Array, head: list, targets_N: Array) -> Rows:
+def vocab_rows(softmax: Softmax, tiles: Tiles, x_ND: Array, head: list, targets_N: Array) -> Rows:
     """Return the rows of all tokens, differentiable for hidden and head. A row without cotangent adds nothing."""
     x_ND, head = vary((x_ND, head), axes_of((x_ND, head, targets_N)))
     return _rows(softmax, tiles, x_ND, head, targets_N)
 
 
 def _sweep(
-    softmax: Softmax, tiles: VocabTiles, x_ND: Array, head: list, targets_N: Array, *, frozen: bool = False
+    softmax: Softmax, tiles: Tiles, x_ND: Array, head: list, targets_N: Array, *, with_gradient: bool = False
 ) -> _Sums:
-    """Sum over the vocabulary, of all devices but for what is `[N, D]`. One matrix product, two where `frozen`."""
+    """Sum over the vocabulary, of all devices but for what is `[N, D]`. One product, two with hidden's gradient."""
 
     def step(old: _Sums, tile: tuple) -> tuple[_Sums, tuple]:
         leaves, ids_U = tile
@@ -104,31 +107,22 @@ def _sweep(
         max_N = jnp.maximum(old.max_N, jnp.max(z_NU, -1))
         finite_N = jnp.where(jnp.isneginf(max_N), 0, max_N)  # -inf before the first id that a bias leaves in
         exp_NU, shrink_N = jnp.exp(z_NU - finite_N[:, None]), jnp.exp(old.max_N - finite_N)
-        exp_logit_N, exp_head_ND, mean_N, mean_head = old.exp_logit_N, old.exp_head_ND, old.mean_N, old.mean_head
+        exp_logit_N, exp_head_ND = old.exp_logit_N, old.exp_head_ND
         if exp_logit_N is not None:
             exp_logit_N = exp_logit_N * shrink_N + jnp.sum(jnp.where(exp_NU == 0, 0, exp_NU * z_NU), -1)
         if exp_head_ND is not None:
             exp_head_ND = exp_head_ND * shrink_N[:, None] + pull(exp_NU)[0]
-        if mean_N is not None:
-            mean_N += jnp.sum(z_NU, -1)
-        if mean_head is not None and softmax.softcap is None:
-            mean_head += softmax.scale * jnp.sum(_side_by_side(leaves), 0, dtype=softmax.wide)
-        elif mean_head is not None:
-            mean_head += pull(jnp.ones_like(z_NU))[0]
         exp_N = old.exp_N * shrink_N + jnp.sum(exp_NU, -1)
-        target_N = old.target_N + jnp.sum(jnp.where(ids_U == targets_N[:, None], z_NU, 0), -1)
-        return _Sums(max_N, exp_N, exp_logit_N, exp_head_ND, target_N, mean_N, mean_head), ()
+        target_NU = target_logits(softmax, z_NU, ids_U == targets_N[:, None], tiles.vocab(head))
+        return _Sums(max_N, exp_N, exp_logit_N, exp_head_ND, old.target_N + jnp.sum(target_NU, -1)), ()
 
-    N, D = x_ND.shape
-    zero_N, zero_ND = jnp.zeros(N, softmax.wide), jnp.zeros((N, D), softmax.wide)
+    zero_N = jnp.zeros(len(x_ND), softmax.wide)
     start = _Sums(
         jnp.full_like(zero_N, -jnp.inf),
         zero_N,
         zero_N if softmax.with_entropy else None,
-        zero_ND if frozen else None,
+        jnp.zeros(x_ND.shape, softmax.wide) if with_gradient else None,
         zero_N,
-        zero_N if softmax.with_mean else None,
-        (zero_ND[0] if softmax.softcap is None else zero_ND) if frozen and softmax.with_mean else None,
     )
     sums, _ = tiles.fold(step, start, head)
     return sums if tiles.mesh_axis is None else _joined(sums, tiles.mesh_axis)
@@ -138,27 +132,26 @@ def _joined(own: _Sums, mesh_axis: str) -> _Sums:
     """Return the sums of all devices, each of which swept over its own rows of the head; `[N, D]` stay its own."""
     max_N = lax.pmax(own.max_N, mesh_axis)
     shrink_N = jnp.exp(own.max_N - max_N)
-    per_token = own.exp_N * shrink_N, own.target_N, own.mean_N
-    exp_N, target_N, mean_N = lax.psum(per_token, mesh_axis)
+    exp_N, target_N = lax.psum((own.exp_N * shrink_N, own.target_N), mesh_axis)
     exp_logit_N = None if own.exp_logit_N is None else lax.psum(own.exp_logit_N * shrink_N, mesh_axis)
     exp_head_ND = None if own.exp_head_ND is None else own.exp_head_ND * shrink_N[:, None]
-    return _Sums(max_N, exp_N, exp_logit_N, exp_head_ND, target_N, mean_N, own.mean_head)
+    return _Sums(max_N, exp_N, exp_logit_N, exp_head_ND, target_N)
 
 
-def _rows_of_sums(softmax: Softmax, tiles: VocabTiles, head: list, sums: _Sums) -> Rows:
+def _rows_of_sums(sums: _Sums) -> Rows:
     logsumexp_N = sums.max_N + jnp.log(sums.exp_N)
-    mean_N = None if sums.mean_N is None else sums.mean_N / tiles.vocab(head)
     entropy_N = None if sums.exp_logit_N is None else logsumexp_N - sums.exp_logit_N / sums.exp_N
-    return Rows(logsumexp_N, sums.target_N, mean_N, entropy_N)
+    return Rows(logsumexp_N, sums.target_N, entropy_N)
 
 
 def _forward(softmax, tiles, x, head, targets):
     # With symbolic_zeros a forward rule is told which arguments are being differentiated.
     leaves, head_wanted = [leaf.value for leaf in head], tuple(leaf.perturbed for leaf in head)
-    sums = _sweep(softmax, tiles, x.value, leaves, targets.value, frozen=not any(head_wanted))
-    rows = _rows_of_sums(softmax, tiles, leaves, sums)
-    if any(head_wanted):  # places that are empty: see `by_gradient`
-        sums = sums._replace(exp_head_ND=jnp.zeros(0), mean_head=jnp.zeros(0) if softmax.with_mean else None)
+    sums_up = _sums_up_gradient(softmax, head_wanted)
+    sums = _sweep(softmax, tiles, x.value, leaves, targets.value, with_gradient=sums_up)
+    rows = _rows_of_sums(sums)
+    if not sums_up:  # a place that is empty: see `mark`
+        sums = sums._replace(exp_head_ND=jnp.zeros(0))
     return rows, _Residuals(x.value, leaves, targets.value, sums, mark((x.perturbed, *head_wanted)))
 
 
@@ -167,15 +160,23 @@ def _backward(softmax, tiles, residuals, cotangents):
     if not given:
         return with_zeros((None, None, None), residuals[:3])
     silent_N = jnp.all(jnp.stack([g == 0 for g in given.values()]), 0)
-    if any(residuals.head_wanted) or "entropy" in given:
-        dx_ND, d_head = _gradients(softmax, tiles, residuals, given, silent_N)
-    else:
+    if _sums_up_gradient(softmax, residuals.head_wanted) and "entropy" not in given:
         dx_ND, d_head = _scaled_gradients(softmax, tiles, residuals, given), None
         dx_ND = jnp.where(silent_N[:, None], 0, dx_ND).astype(residuals.x_ND.dtype)
+    else:
+        dx_ND, d_head = _gradients(softmax, tiles, residuals, given, silent_N)
     return with_zeros((_over_devices(tiles, dx_ND), d_head, None), residuals[:3])
 
 
-def _scaled_gradients(softmax: Softmax, tiles: VocabTiles, residuals: _Residuals, given: dict) -> Array:
+def _sums_up_gradient(softmax: Softmax, head_wanted: Sequence[bool]) -> bool:
+    """Whether the forward pass sums up hidden's gradient: one for the head needs the logits again, which give both.
+
+    So does the gradient of a mean over all logits that a soft-cap has bent.
+    """
+    return not any(head_wanted) and (softmax.softcap is None or not softmax.smoothing)
+
+
+def _scaled_gradients(softmax: Softmax, tiles: Tiles, residuals: _Residuals, given: dict) -> Array:
     """Return hidden's gradient from those of the rows that the forward pass summed up."""
     head, targets_N, sums = residuals.head, residuals.targets_N, residuals.sums
     dx_ND = jnp.zeros((), softmax.wide)
@@ -185,14 +186,16 @@ def _scaled_gradients(softmax: Softmax, tiles: VocabTiles, residuals: _Residuals
         own_N = targets_N - tiles.first_id(head)
         here_N = (own_N >= 0) & (own_N < head[0].shape[0])
         g_N = jnp.where(here_N, given["target"] * slope(softmax, sums.target_N), 0)
-        dx_ND += g_N[:, None] * _side_by_side([leaf[jnp.where(here_N, own_N, 0)] for leaf in matrices_of(head)])
-    if "mean" in given:
-        dx_ND += (given["mean"] / tiles.vocab(head))[:, None] * sums.mean_head
+        of_label_ND = _side_by_side([leaf[jnp.where(here_N, own_N, 0)] for leaf in matrices_of(head)])
+        dx_ND += (1 - softmax.smoothing) * g_N[:, None] * of_label_ND
+        if softmax.smoothing:
+            sum_D = _side_by_side([jnp.sum(leaf, 0, dtype=softmax.wide) for leaf in matrices_of(head)], axis=0)
+            dx_ND += (softmax.smoothing * softmax.scale / tiles.vocab(head) * given["target"])[:, None] * sum_D
     return dx_ND
 
 
 def _gradients(
-    softmax: Softmax, tiles: VocabTiles, residuals: _Residuals, given: dict, silent_N: Array
+    softmax: Softmax, tiles: Tiles, residuals: _Residuals, given: dict, silent_N: Array
 ) -> tuple[Array | None, list]:
     """Return the wanted gradients: one product each, and one for the logits, which are made again.
 
@@ -203,7 +206,7 @@ def _gradients(
     x_ND = lax.optimization_barrier(residuals.x_ND)
     scale = power_of_two(softmax, *given.values())
     given = {name: g_N * scale for name, g_N in given.items()}
-    entropy_N = _rows_of_sums(softmax, tiles, head, sums).entropy
+    entropy_N = _rows_of_sums(sums).entropy
     log_N = jnp.log(sums.exp_N)
 
     def step(dx_ND: Array | None, tile: tuple) -> tuple[Any, list]:
@@ -226,9 +229,8 @@ def _gradients(
             surprise_NU = jnp.where(p_NU == 0, 0, below_NU + (entropy_N - log_N)[:, None])
             d_NU -= p_NU * surprise_NU * given["entropy"][:, None]
         if "target" in given:
-            d_NU += jnp.where(ids_U == targets_N[:, None], given["target"][:, None], 0)
-        if "mean" in given:
-            d_NU += (given["mean"] / tiles.vocab(head))[:, None]
+            g_NU = jnp.broadcast_to(given["target"][:, None], z_NU.shape)
+            d_NU += target_logits(softmax, g_NU, ids_U == targets_N[:, None], tiles.vocab(head))
         d_NU = jnp.where(silent_N[:, None], 0, d_NU)
         dx_tile_ND, d_leaves = pull(jnp.broadcast_to(d_NU, z_NU.shape))
         rows = [None if d is None else (d / scale).astype(leaf.dtype) for d, leaf in zip(d_leaves, head, strict=True)]
@@ -249,7 +251,7 @@ def _silence(x_ND: Array, silent_N: Array) -> Array:
 _silence.defjvp(lambda primals, tangents: (_silence(*primals), tangents[0]))
 
 
-def _over_devices(tiles: VocabTiles, dx_ND: Array | None) -> Array | None:
+def _over_devices(tiles: Tiles, dx_ND: Array | None) -> Array | None:
     """Return hidden's gradient, the sum of what devices find that hold some rows of the head each.
 
     With `check_vma=True` JAX takes the sum: hidden is said to differ over that axis, which it does not.
@@ -259,9 +261,8 @@ def _over_devices(tiles: VocabTiles, dx_ND: Array | None) -> Array | None:
     return lax.psum(dx_ND, tiles.mesh_axis)
 
 
-def _side_by_side(leaves: list) -> Array:
-    matrices = matrices_of(leaves)
-    return matrices[0] if len(matrices) == 1 else jnp.concatenate(matrices, axis=1)
+def _side_by_side(parts: list, axis: int = 1) -> Array:
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis)
 
 
 _rows.defvjp(_forward, _backward, symbolic_zeros=True)

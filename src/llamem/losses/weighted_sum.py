@@ -1,4 +1,4 @@
-"""The weighted sum of any loss of a token's rows, over tiles of tokens or of the vocabulary."""
+"""The weighted sum of any loss of a token's rows, over tiles of tokens or of the vocabulary; which tokens count."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,38 +7,78 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from llamem.layers.tiling import tiled_sum
+from llamem.layers.tiling import scaled, tiled_sum
+from llamem.layers.trees import combine, with_rule
+from llamem.layers.varying import vary_together
+from llamem.losses.arguments import Batch
 from llamem.losses.rows import Rows, Softmax, make_logits, power_of_two, rows_of
-from llamem.losses.vocab_tiles import VocabTiles, vocab_rows
+from llamem.losses.vocab_tiles import Tiles, vocab_rows
 
-RowLoss = Callable[[Rows, Any], Array]  # the rows of some tokens and what else belongs to them, to losses `[T]`
+RowLoss = Callable[[Rows, Array, Any], Array]  # the rows of some tokens, their weights and extras, to losses `[T]`
 
 
-def sum_over_tokens(
+def reduce_losses(
     loss_of: RowLoss,
     softmax: Softmax,
-    num_tiles: int,
-    x_ND: Array,
+    tiles: tuple[Tiles, Tiles],
+    reduction: str,
+    ignore_index: int,
+    batch: Batch,
     head: list,
+    extras: Any,
+    normalizer: Any,
+) -> Array:
+    """Return the losses of a batch, weighted and reduced. `tiles`: where the head is differentiated, and where not."""
+    dims = batch.targets.ndim
+    x_ND, targets_N = batch.hidden.reshape(-1, batch.hidden.shape[-1]), batch.targets.reshape(-1)
+    extras = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[dims:]), extras)
+    targets_N, counts_N, unknown_N = known_targets(targets_N, ignore_index, tiles[0].vocab(head))
+    # 0 / 0 for an id that does not exist: there `jax.debug_nans` and NaN checks find it.
+    known_N = (~unknown_N).astype(softmax.wide)
+    weights_N = jnp.ones_like(known_N) if batch.weights is None else batch.weights.reshape(-1).astype(softmax.wide)
+    weights_N = jnp.where(counts_N, weights_N, 0) * known_N / known_N
+    if reduction == "none":
+        rows = vocab_rows(softmax, tiles[0], x_ND, head, targets_N)
+        return (weights_N * loss_of(rows, weights_N, extras)).reshape(batch.targets.shape)
+    if reduction == "mean":
+        # Divided before, not after: hidden's gradient is rounded once to its type, while it waits for the cotangent.
+        divisor = jnp.sum(weights_N) if normalizer is None else normalizer
+        nothing_counts = jnp.all(weights_N == 0) & (divisor == 0)
+        weights_N = weights_N / jnp.where(nothing_counts, 1, divisor)
+    scale = power_of_two(softmax, weights_N)
+    args = head, x_ND, targets_N, weights_N * scale, extras
+    if tiles[0] == tiles[1]:
+        return weighted_sum(loss_of, softmax, tiles[0], *args) / scale
+    return _sum_by_head(loss_of, softmax, tiles, vary_together(*args)) / scale
+
+
+def weighted_sum(
+    loss_of: RowLoss,
+    softmax: Softmax,
+    tiles: Tiles,
+    head: list,
+    x_ND: Array,
     targets_N: Array,
     weights_N: Array,
-    extras: Any = (),
+    extras: Any,
 ) -> Array:
-    """Return `sum(weights * loss_of(rows, extras))` over tiles of tokens: 3 matrix products, 2 with a frozen head.
+    """Return `sum(weights * loss_of(rows, weights, extras))`.
 
-    A tile sees the whole vocabulary, so `tiled_sum` makes its gradients while its logits are there.
+    Over tiles of the vocabulary: 4 matrix products, and no sum in the shape of the head. A tile of tokens sees the
+    whole vocabulary, so `tiled_sum` makes its gradients while its logits are there: 3 products. A frozen head: 2.
     """
-    scale = power_of_two(softmax, weights_N)
+    if tiles.axis == "vocab":
+        rows = vocab_rows(softmax, tiles, x_ND, head, targets_N)
+        return jnp.sum(weights_N * loss_of(rows, weights_N, extras))
 
     def tile(head: list, xs: tuple) -> Array:
         x_TD, targets_T, w_T, extras = xs
         silent_T = (w_T == 0) & ~jnp.all(jnp.isfinite(x_TD), -1)  # 0 * NaN would be NaN
         x_TD = jnp.where(silent_T[:, None], 0, x_TD)
-        rows = rows_of(softmax, make_logits(softmax, x_TD, head), targets_T)
-        return jnp.sum(w_T * loss_of(quiet(rows, w_T), extras))
+        return jnp.sum(w_T * loss_of(rows_of(softmax, make_logits(softmax, x_TD, head), targets_T), w_T, extras))
 
-    xs = _whole_tiles((x_ND, targets_N, weights_N * scale, extras), num_tiles)
-    return tiled_sum(tile, head, xs, num_tiles, accumulate_dtype=softmax.wide) / scale
+    xs = _whole_tiles((x_ND, targets_N, weights_N, extras), tiles.count)
+    return tiled_sum(tile, head, xs, tiles.count)
 
 
 def _whole_tiles(xs: Any, num_tiles: int) -> Any:
@@ -49,21 +89,34 @@ def _whole_tiles(xs: Any, num_tiles: int) -> Any:
     return jax.tree.map(lambda a: jnp.pad(a, [(0, missing)] + [(0, 0)] * (a.ndim - 1)), xs) if missing else xs
 
 
-def sum_over_vocab(
-    loss_of: RowLoss,
-    softmax: Softmax,
-    tiles: VocabTiles,
-    x_ND: Array,
-    head: list,
-    targets_N: Array,
-    weights_N: Array,
-    extras: Any = (),
-) -> Array:
-    """Return the same over tiles of the vocabulary: 4 matrix products, and no sum in the shape of the head."""
-    rows = vocab_rows(softmax, tiles, x_ND, head, targets_N)
-    return jnp.sum(weights_N * loss_of(quiet(rows, weights_N), extras))
+def _sum_by_head(loss_of: RowLoss, softmax: Softmax, tiles: tuple[Tiles, Tiles], args: tuple) -> Array:
+    """Return the weighted sum over the first tiles where the head is differentiated, else over the second.
+
+    Gradients are made in the forward pass, where it is known which are asked for.
+    """
+
+    def value(*args: Any) -> Array:
+        return weighted_sum(loss_of, softmax, tiles[1], *args)
+
+    def forward(wanted: tuple, frozen: tuple) -> tuple[Array, Any]:
+        chosen = tiles[0] if jax.tree.leaves(wanted[0]) else tiles[1]
+        return jax.value_and_grad(lambda w: weighted_sum(loss_of, softmax, chosen, *combine(w, frozen)))(wanted)
+
+    types = jax.tree.map(jax.typeof, args)
+    return with_rule(value, lambda *kept: scaled(types, *kept), forward)(*args)
 
 
-def quiet(rows: Rows, weights_N: Array) -> Rows:
-    """Return the rows with 0 for those that are not finite and have a weight of 0, which add nothing to a sum."""
-    return jax.tree.map(lambda r_N: jnp.where((weights_N == 0) & ~jnp.isfinite(r_N), 0, r_N), rows)
+def known_targets(targets_N: Array, ignore_index: int, vocab: int) -> tuple[Array, Array, Array]:
+    """Return targets as int32 ids inside the vocabulary, which of them count, and which are no ids at all.
+
+    Targets are compared in their own type, whatever it is: a number that it does not hold equals none of them, but
+    would wrap around.
+    """
+    limits = jnp.iinfo(targets_N.dtype)
+    counts_N = jnp.ones(targets_N.shape, bool)
+    if limits.min <= ignore_index <= limits.max:
+        counts_N = targets_N != ignore_index
+    inside_N = targets_N >= 0
+    if vocab <= limits.max:
+        inside_N &= targets_N < vocab
+    return jnp.where(inside_N, targets_N, 0).astype(jnp.int32), counts_N, counts_N & ~inside_N
