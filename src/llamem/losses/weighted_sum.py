@@ -48,11 +48,11 @@ def reduce_losses(
     scale = power_of_two(softmax, weights_N)
     args = head, x_ND, targets_N, weights_N * scale, extras
     if tiles[0] == tiles[1]:
-        return weighted_sum(loss_of, softmax, tiles[0], *args) / scale
+        return sum_losses(loss_of, softmax, tiles[0], *args) / scale
     return _sum_by_head(loss_of, softmax, tiles, vary_together(*args)) / scale
 
 
-def weighted_sum(
+def sum_losses(
     loss_of: RowLoss,
     softmax: Softmax,
     tiles: Tiles,
@@ -96,11 +96,11 @@ def _sum_by_head(loss_of: RowLoss, softmax: Softmax, tiles: tuple[Tiles, Tiles],
     """
 
     def value(*args: Any) -> Array:
-        return weighted_sum(loss_of, softmax, tiles[1], *args)
+        return sum_losses(loss_of, softmax, tiles[1], *args)
 
     def forward(wanted: tuple, frozen: tuple) -> tuple[Array, Any]:
         chosen = tiles[0] if jax.tree.leaves(wanted[0]) else tiles[1]
-        return jax.value_and_grad(lambda w: weighted_sum(loss_of, softmax, chosen, *combine(w, frozen)))(wanted)
+        return jax.value_and_grad(lambda w: sum_losses(loss_of, softmax, chosen, *combine(w, frozen)))(wanted)
 
     types = jax.tree.map(jax.typeof, args)
     return with_rule(value, lambda *kept: scaled(types, *kept), forward)(*args)
