@@ -36,18 +36,6 @@ def test_every_layer_runs_forward_in_order_and_backward_in_reverse_with_everythi
     assert all(not one.stored[step + 1 :, layer].any() for layer, step in last.items())  # freed for good
 
 
-def test_a_policy_that_keeps_more_has_a_higher_peak_with_checkpoints_and_the_same_without():
-    for way in grids.WAYS:
-        more, less = (grids.play(way).live(kept, 11).max() for kept in (2, 1))
-        assert more > less if way in ("each layer", "nested") else more == less
-
-
-def test_a_group_keeps_its_input_alone_whatever_the_policy():
-    one = grids.play("nested", 64, 8)
-    # Seven groups' inputs, seven layers as the policy has it, one at work.
-    assert one.live(3, 20).max() == 7 + 7 * 3 + 20
-
-
 def test_the_figure_shows_the_peaks_of_its_arguments():
     fig = grids.layer_grid(8, 2, kept=3, everything=20)
     titles = [ax.get_title() for ax in fig.axes]
@@ -59,21 +47,6 @@ def test_the_figure_shows_the_peaks_of_its_arguments():
     assert np.asarray(at_work.get_paths()[0].vertices)[:, 1].max() == 8 * 20
     inputs = fig.axes[5].collections[0].get_paths()[0].vertices  # eight have run forward, each kept its own
     assert np.asarray(inputs)[:, 1].max() == 8 * 3
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: grids.play("every layer"), "the ways are"),
-        (lambda: grids.play("nested", 0), "at least one layer"),
-        (lambda: grids.layer_grid(kept=12, everything=11), "no more than everything"),
-        (lambda: explore(grids.layer_grid), "name the arguments"),
-        (lambda: explore(grids.layer_grid, n_layers=()), "name the arguments"),
-    ],
-)
-def test_what_cannot_be_drawn_is_refused(call, says):
-    with pytest.raises(ValueError, match=says):
-        call()
 
 
 def test_a_moved_slider_draws_again_with_its_value():

@@ -1,7 +1,6 @@
 """Figures: alternative text goes with them, and they show the numbers they were given."""
 
 import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ from matplotlib.patches import Rectangle
 
 import llamem
 from llamem.course import mesh_figure, plots
-from llamem.course.tile_figure import TWO_CUTS_ALT, ledger_drawn, two_cuts
+from llamem.course.tile_figure import ledger_drawn
 
 
 @pytest.fixture
@@ -44,17 +43,6 @@ def test_bars_add_up_to_the_peak():
     plt.close(fig)
 
 
-def test_residual_bars_name_each_array_and_its_line():
-    kept = llamem.saved_residuals(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2), jnp.ones((64, 32)), jnp.ones((16, 64)))
-    fig = plots.residual_bars(kept, most=2)
-    ax = fig.axes[0]
-    widths = sorted(bar.get_bbox().width for bar in ax.patches if isinstance(bar, Rectangle))
-    assert widths == pytest.approx(sorted(row.bytes / 2**20 for row in kept.rows[:2]))
-    labels = [label.get_text() for label in ax.get_yticklabels()]
-    assert labels[0] == "float32[64,32]  [0]" and "smaller ones hold" in ax.get_xlabel()
-    plt.close(fig)
-
-
 def test_loss_curves_show_each_step_and_name_their_bars():
     metrics = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "val_loss": 2.5}]
     fig = plots.loss_curves(metrics, "held-out text", {"only counts": 2.2})
@@ -80,25 +68,3 @@ def test_lines_of_a_program_are_its_collectives_and_loops_with_their_trips():
   %while.3 = (s32[], f32[8]{0}) while(%t), body=%b, backend_config={"known_trip_count":{"n":"12"}}"""
     assert list(mesh_figure.lines_of(program)) == ["%sum.1 = f32[8]{0} all-reduce-start(%a), channel_id=1"]
     assert list(mesh_figure.lines_of(program, ("while",))) == ["%while.3 = (...) while(%t), body=%b ... runs 12 times"]
-
-
-def test_a_reduce_scatter_leaves_each_device_one_part_of_the_sum():
-    fig = mesh_figure.collectives_drawn()
-    sums = {ax.get_title(): [text.get_text() for text in ax.texts].count("Σ") for ax in fig.axes}
-    assert sums == {"all-gather": 0, "reduce-scatter": 4, "all-reduce": 16}
-    plt.close(fig)
-
-
-def test_the_two_cuts_finish_one_gradient_each_and_add_to_the_other():
-    fig = two_cuts()
-    for ax, finished, whole in zip(fig.axes, ((1, 1), (1.5, 1)), ((6, 1), (1, 4)), strict=True):
-        sizes = {
-            patch.get_hatch(): (patch.get_width(), patch.get_height())
-            for patch in ax.patches
-            if isinstance(patch, Rectangle)
-        }
-        assert sizes["//"] == finished and sizes["xx"] == whole
-        assert "a tile" in [text.get_text() for text in ax.texts]
-    assert {text.get_text() for legend in fig.legends for text in legend.get_texts()} >= {"reads", "finishes"}
-    assert "adds to all of dW" in TWO_CUTS_ALT
-    plt.close(fig)

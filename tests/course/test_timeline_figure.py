@@ -47,16 +47,6 @@ def test_panels_stand_on_equal_axes_with_passes_loops_and_capacity(four):
     assert [ax.get_title(loc="left") for ax in four.axes][:2] == titles
 
 
-def test_a_short_schedule_beside_a_long_one_fills_its_panel():
-    short = handmade()
-    long = dataclasses.replace(short, steps=31)
-    figure = plots.timeline({"short": short, "long": long})
-    assert [ax.get_xlim() for ax in figure.axes] == [(0, 10), (0, 31)]
-    assert len({ax.get_ylim() for ax in figure.axes}) == 1
-    assert all(ax.get_xlabel() == "step of the compiled schedule" for ax in figure.axes)
-    plt.close(figure)
-
-
 def test_the_peak_names_its_three_largest_buffers(four):
     said = next(text.get_text() for text in four.axes[0].texts if "at the peak" in text.get_text())
     assert re.findall(r"[\d.]+ (\w+) ", said.partition("\n")[2]) == ["logits", "residuals"]
@@ -77,11 +67,6 @@ def test_the_words_are_made_from_the_data():
     assert plain.startswith("plain: highest at 12.0 in the forward pass, of it logits 5.0, weights 4.0, residuals 3.0")
     assert "set aside 13.0; within the 13.00 that v5e-1 offers" in plain and "more than the 13.00" in larger
     assert "offers" not in anywhere
-
-
-def test_no_report_and_one_without_a_timeline_are_refused():
-    with pytest.raises(ValueError, match=r"timeline\(\{\}\): give at least one report"):
-        plots.timeline({})
 
 
 def test_the_slider_tells_what_lies_in_memory_at_its_step():
@@ -108,24 +93,6 @@ def test_the_slider_tells_what_lies_in_memory_at_its_step():
     assert "in a loop of an unknown number of turns" in shown.value
 
 
-def test_the_slider_stands_over_the_hill_of_the_whole_schedule():
-    made = handmade().buffers[1]
-    spans = tuple(
-        dataclasses.replace(made, first=10 * i, last=999, allocation=1, offset=i * made.bytes) for i in range(100)
-    )
-    timeline = dataclasses.replace(handmade(), steps=1000, buffers=spans, passes=(), loops=(), operations=("x",) * 999)
-    box = plots.timeline_slider(timeline)
-    slider, shown = box.children[0].children[0], box.children[1]
-    slider.value = 999  # what the program puts out is alive after its last operation
-    assert "what the program puts out" in shown.value and "90 smaller ones hold 270.00 MiB" in shown.value
-    path = re.search(r'<path d="M0 120 ([^"]*) L640 120 Z"', shown.value)
-    assert path
-    x, y = np.array(re.findall(r"L([\d.]+) ([\d.]+)", path[1]), float).T
-    columns = np.searchsorted(x, 640 * np.array([0.05, 0.35, 0.75, 0.995]), side="right")
-    np.testing.assert_allclose(1 - y[columns] / 120, np.array([6, 36, 76, 100]) / 100 / 1.05, atol=0.011)
-    assert (x[0], x[-1]) == (0, 640) and len(path[1]) < 20_000
-
-
 def test_every_category_has_a_colour_of_its_own():
     assert list(COLOURS) == list(CATEGORIES) and len(set(COLOURS.values())) == len(CATEGORIES)
 
@@ -150,9 +117,3 @@ def test_the_page_holds_every_byte_and_asks_no_network():
     assert not re.search(r"https?://|src=|@import|url\(", page.html)
     shown = page._repr_html_()
     assert shown.startswith("<iframe srcdoc=") and "</script> & co" not in shown and 'sandbox="allow-scripts"' in shown
-
-
-def test_a_page_is_written_to_a_file(tmp_path):
-    page = plots.timeline_page({"one": handmade()})
-    page.write(tmp_path / "page.html")
-    assert (tmp_path / "page.html").read_text() == page.html
