@@ -146,7 +146,8 @@ def config_of(gguf: Gguf) -> LlamaConfig:
         raise ValueError(f"{gguf.file} has RoPE scaling of the type {scaling!r}: only Llama 3's is computed here.")
     fields = {ours: gguf.get(f"{name}.{theirs}") for theirs, ours in _FIELDS.items()}
     default = check_whole("embedding_length", fields["d_model"]) // check_whole("head_count", fields["n_heads"])
-    told = {gguf.get(f"{name}.{field}", default) for field in _HEAD_DIM if f"{name}.{field}" in gguf.fields}
+    head_dim = gguf.get(f"{name}.{_HEAD_DIM[0]}", default)
+    told = {gguf.get(f"{name}.{field}", head_dim) for field in _HEAD_DIM}
     if len(told) > 1:
         raise ValueError(
             f"{', '.join(_HEAD_DIM)} in {gguf.file} are {sorted(told)}: only equal ones are computed here."
@@ -158,7 +159,7 @@ def config_of(gguf: Gguf) -> LlamaConfig:
             **fields,
             vocab_size=gguf.get(f"{name}.vocab_size", n_tokens),
             n_kv_heads=gguf.get(f"{name}.attention.head_count_kv", fields["n_heads"]),
-            head_dim=told.pop() if told else default,
+            head_dim=head_dim,
             rope_theta=_shortest(gguf.get(f"{name}.rope.freq_base", 10_000.0)),
             norm_eps=_shortest(gguf.get(f"{name}.{_EPS}")),
             tied_head="output.weight" not in gguf.tensors,
