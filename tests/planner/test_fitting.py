@@ -1,7 +1,8 @@
-"""`find_fitting`, `options` and `largest`: what is asked, what is returned, what is said where nothing fits."""
+"""`find_fitting`, `options` and `largest`: what is asked, what is returned, what is said where nothing fits.
 
-import jax
-import jax.numpy as jnp
+The notebooks under docs/ ask real compilers.
+"""
+
 import pytest
 
 import llamem
@@ -76,18 +77,3 @@ def test_what_cannot_be_asked_is_no_nothing_fits(asked, as_a_user):
 def test_a_chip_without_a_limit_has_no_largest():
     with pytest.raises(ValueError, match="nothing limits this chip's memory"):
         largest(make_step, "batch", "local")
-
-
-@pytest.mark.tpu_compile
-@pytest.mark.slow
-def test_a_step_of_ones_own_on_a_real_compiler():
-    if not llamem.available("v5e-1"):
-        pytest.skip("no compiler for v5e-1 here")
-
-    def make(rows):
-        x_ND = jax.ShapeDtypeStruct((rows * 2**20, 1024), jnp.float32)
-        return lambda x_ND: jnp.tanh(x_ND) * 2, x_ND
-
-    found = largest(make, "rows", "v5e-1", progress=None)
-    assert found.how == {"rows": 3}  # 4 GiB each, donated
-    assert find_fitting(options(make, rows=[8, 4, 2]), "v5e-1", progress=None).how == {"rows": 2}
