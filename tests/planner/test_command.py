@@ -46,6 +46,7 @@ def test_bad_input_has_a_status_of_its_own_and_never_ends_a_table(capsys):
         (["llama3.2-1b", "--tokens", "0"], "seq_len=0"),
         (["llama3.2-1b", "--batch", "0"], "batch_size=0"),
         (["llama3.2-1b", "--host-gib", "-3"], "host_bytes=-3"),
+        (["llama3.2-1b", "--host-gib", "inf"], "host_bytes=inf"),
         (["nowhere/config.json"], "nowhere"),
         (["llama3.2-1b", "--param-dtype", "float3"], "float3"),
         (["qwen3-0.6b", "llama3.2-1b", "--tokens", "65536"], "qwen3-0.6b on v5e-1: seq_len=65,536 is beyond"),

@@ -12,11 +12,12 @@ from llamem.llama import LlamaConfig, LoraConfig, config_from_hf
 from llamem.memory import CHIPS, GiB
 from llamem.memory.show import Table
 from llamem.planner.fitting import NothingFits
+from llamem.planner.found import SPEEDS, speeds_shown
 from llamem.planner.search import Found, find_plan, longest_context
 from llamem.planner.sizes import chip_called
 
 FITS, NOTHING_FITS, BAD_INPUT = 0, 1, 2
-_HEAD = ("model", "chip", "batch x tokens", "GiB", "of", "host GiB", "s a step, estimated", "tokens/s", "plan")
+_HEAD = ("model", "chip", "batch x tokens", "GiB", "of", "host GiB", *SPEEDS, "plan")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:
                 failed, why = BAD_INPUT, error
             status = max(status, failed)
-            rows.append((model, chip, *[""] * 6, "nothing fits" if failed == NOTHING_FITS else "cannot be"))
+            rows.append((model, chip, *[""] * 7, "nothing fits" if failed == NOTHING_FITS else "cannot be"))
             print(f"{model} on {chip}: {why}", file=sys.stderr)
     print(Table(_HEAD, rows), *texts, sep="\n")
     return status
@@ -63,8 +64,7 @@ def _find(model: str, chip: str, given: argparse.Namespace) -> Found:
 def _cells(found: Found) -> tuple[str, ...]:
     e = found.estimate
     sizes = (f"{size / GiB:.2f}" for size in (found.peak_bytes, e.capacity_bytes or 0, e.host_bytes))
-    length = f"{e.question.batch_size} x {found.seq_len:,}"
-    return length, *sizes, f"{e.seconds.total:.2f}", f"{e.tokens_per_second:,.0f}", repr(found.plan)
+    return f"{e.question.batch_size} x {found.seq_len:,}", *sizes, *speeds_shown(e), repr(found.plan)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--quantize", metavar="KIND", help="of the frozen layers under adapters: q4_0, q4_1 or q8_0")
     add("--param-dtype", help="of weights, and of their moments; default bfloat16, or float16 where a chip lacks it")
     gib = "GiB that the host can hold of a run: weights may wait there"
-    add("--host-gib", dest="host_bytes", type=lambda text: int(float(text) * GiB), metavar="GIB", help=gib)
+    add("--host-gib", dest="host_bytes", type=lambda text: float(text) * GiB, metavar="GIB", help=gib)
     add("--clip", choices=("global", "layer"), default="global", help="gradients by the norm of all, or by layer")
     add("--estimate", action="store_true", help="trust the estimate; ask no compiler")
     return parser

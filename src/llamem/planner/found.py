@@ -12,6 +12,7 @@ from llamem.memory.show import Shown, Table
 from llamem.planner.estimates import Estimate, estimate_plan
 from llamem.planner.sizes import has_cudnn
 
+SPEEDS = ("s a step, estimated", "tokens/s", "hours for 1e9 tokens")
 ALIKE = 1.02  # times within 2 %: of plans as fast as that the plainest is taken
 
 
@@ -65,7 +66,7 @@ class Found(Shown):
     def parts_shown(self) -> Iterable[str | Table]:
         """Return why this plan, what it does, the plans beside it, and the lines that run it."""
         yield self.why
-        head = ("plan", "GiB, estimated", "", "host GiB", "s a step, estimated", "tokens/s", "hours for 1e9 tokens")
+        head = ("plan", "GiB, estimated", "", "host GiB", *SPEEDS)
         yield "Found first, then what else there is:"
         yield Table(head, [self._row(e) for e in (self.estimate, *self.alternatives)])
         yield self.code
@@ -74,8 +75,7 @@ class Found(Shown):
         verdict = "fits" if e.fits else f"{(e.peak_bytes - (e.capacity_bytes or 0)) / GiB:.2f} too many"
         if e is self.estimate and self.report is not None:
             verdict = f"compiled: {self.report.peak_bytes / GiB:.2f}"
-        speed = f"{e.seconds.total:.2f}", f"{e.tokens_per_second:,.0f}", f"{1e9 / e.tokens_per_second / 3600:,.0f}"
-        return repr(e.plan), f"{e.peak_bytes / GiB:.2f}", verdict, f"{e.host_bytes / GiB:.2f}", *speed
+        return repr(e.plan), f"{e.peak_bytes / GiB:.2f}", verdict, f"{e.host_bytes / GiB:.2f}", *speeds_shown(e)
 
     def plot(self) -> Any:
         """Return a figure: estimated memory by category for the plan and what else there is, beside the chip's limit.
@@ -99,6 +99,12 @@ class Found(Shown):
         ax.set(xlabel="GiB at the peak, estimated", title=f"{self.estimate.chip.name}, {self.seq_len:,} tokens")
         fig.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
         return fig
+
+
+def speeds_shown(e: Estimate) -> tuple[str, str, str]:
+    """Return the cells of a table under `SPEEDS`."""
+    speed = e.tokens_per_second
+    return f"{e.seconds.total:.2f}", f"{speed:,.0f}", f"{1e9 / speed / 3600:,.0f}"
 
 
 def explain(one: Estimate, report: Report | None, tried: Sequence[Estimate], asked: int) -> Found:
