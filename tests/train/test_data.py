@@ -27,43 +27,12 @@ class ByteTokenizer(Tokenizer):
 def test_llama3_tokenizer_agrees_with_metas_own_class(tokenizer):
     theirs = pytest.importorskip("llama_models.llama3.tokenizer").Tokenizer.get_instance()
     for text in ["", TEXT, TEXT * 20_000, " " * 9_999 + "x"]:
-        assert tokenizer.encode(text, bos=True, eos=True) == theirs.encode(text, bos=True, eos=True)
-    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (theirs.n_words, theirs.bos_id, theirs.eos_id)
-    assert tokenizer.vocab_size == 128_256
+        ids = tokenizer.encode(text, bos=True, eos=True)
+        assert ids == theirs.encode(text, bos=True, eos=True)
+        assert tokenizer.decode(ids) == "<|begin_of_text|>" + text + "<|end_of_text|>"
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (128_256, theirs.bos_id, theirs.eos_id)
     for name, token_id in theirs.special_tokens.items():
         assert tokenizer.decode([token_id]) == name
-
-
-def test_decoding_undoes_encoding(tokenizer):
-    ids = tokenizer.encode(TEXT, bos=True, eos=True)
-    assert tokenizer.decode(ids) == "<|begin_of_text|>" + TEXT + "<|end_of_text|>"
-    assert ids.count(tokenizer.eos_id) == 1, "text must not become a special token"
-    assert tokenizer.decode(np.array(ids[1:-1], np.uint32)) == TEXT
-    assert tokenizer.decode(tokenizer.encode("🦙")[:1]) == "�"
-
-
-def test_hugging_face_tokenizer_json(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<|begin_of_text|>", "<|end_of_text|>"],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-    )
-    model.train_from_iterator([TEXT], trainer)
-    model.save(str(tmp_path / "tokenizer.json"))
-    ours = Tokenizer(tmp_path / "tokenizer.json")
-    assert (ours.bos_id, ours.eos_id, ours.vocab_size) == (0, 1, model.get_vocab_size())
-    ids = ours.encode(TEXT, bos=True, eos=True)
-    assert ids[0] == 0 and ids[-1] == 1 and 1 not in ids[:-1]
-    assert ours.decode(ids[1:-1]) == TEXT
-
-    model = tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[]))
-    model.save(str(tmp_path / "no_end.json"))
-    with pytest.raises(ValueError, match="none of the end-of-document tokens"):
-        Tokenizer(tmp_path / "no_end.json")
 
 
 def test_unusable_tokenizer_files(tmp_path):
@@ -146,13 +115,6 @@ def test_corpus_holds_every_document_once_and_holds_whole_ones_out(folder, tmp_p
     assert sorted(train + heldout) == sorted(read_documents(folder)) and corpus.num_documents == 40
     assert train == [d for d in read_documents(folder) if d in train], "the order is that of the files"
     assert 0.1 < sum(map(len, heldout)) / sum(map(len, train + heldout)) <= 0.2
-
-
-def test_something_is_held_out_even_where_every_document_is_large(tmp_path):
-    for i, text in enumerate(["a" * 300, "b" * 200, "c" * 400]):
-        (tmp_path / f"{i}.txt").write_text(text)
-    corpus = load_corpus(tmp_path, ByteTokenizer(), heldout_fraction=0.1, cache_dir=tmp_path / "cache")
-    assert len(corpus.heldout) == 202 and set(corpus.heldout[1:-1]) == {ord("b")} and len(corpus.train) == 704
 
 
 def test_a_single_document_gives_up_its_end(tmp_path):
@@ -267,13 +229,3 @@ def test_unigram_entropy():
     assert unigram_entropy(train, heldout, 4) == pytest.approx(-np.mean(np.log([p[0], p[2], p[1]])))
     with pytest.raises(ValueError, match="reach from 0 to 2, but the vocabulary has 2"):
         unigram_entropy(train, heldout, 2)
-
-
-def test_the_default_corpus_end_to_end(tokenizer, tmp_path):
-    corpus = load_corpus(tokenizer=tokenizer, cache_dir=tmp_path)
-    assert len(corpus.heldout) > 20_000 and corpus.vocab_size == 128_256
-    batches = Batches(corpus.train, 2, 512, vocab_size=corpus.vocab_size)
-    text = tokenizer.decode(batches.batch_at(0).inputs_BT[0])
-    assert text.isprintable() or "\n" in text
-    bar = unigram_entropy(corpus.train, corpus.heldout, corpus.vocab_size)
-    assert 5 < bar < np.log(corpus.vocab_size)

@@ -117,18 +117,6 @@ def test_killed_the_curve_is_the_same_bit_for_bit(kills, uninterrupted, tmp_path
     assert losses(metrics) == losses(uninterrupted.metrics)
 
 
-@pytest.mark.weekly
-@pytest.mark.slow
-def test_ctrl_c_saves_and_the_next_call_goes_on(uninterrupted, tmp_path):
-    process = child(tmp_path, snapshot_every=0, steps=10_000)
-    wait_for_rows(process, tmp_path, 3)
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    assert "Interrupted, and saved after step" in output and "finished False" in output, errors
-    steps = rows_in(tmp_path)
-    assert [path.name for path in (tmp_path / "snapshots").iterdir() if path.is_dir()] == [str(steps)]
-
-
 def test_resuming_a_finished_run_computes_nothing(uninterrupted, finished):
     # What a killed save leaves behind is not a snapshot.
     (finished / "snapshots" / "19.orbax-checkpoint-tmp-1").mkdir()

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jsonschema
 import pytest
 import yaml
 
@@ -20,63 +19,6 @@ from llamem.train import Tokenizer
 
 SCALE = Path(__file__).resolve().parents[2] / "scale"
 TEMPLATES = sorted([*SCALE.glob("*.sh"), *SCALE.glob("*.yaml")])
-
-
-def closed(required, **properties):
-    """An object with these fields and no others: a misspelt one is found."""
-    return {"type": "object", "properties": properties, "required": required.split(), "additionalProperties": False}
-
-
-TEXT, WHOLE, ANY = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "object"}
-
-
-def listed(items):
-    return {"type": "array", "items": items, "minItems": 1}
-
-
-# Of https://jobset.sigs.k8s.io and Kubernetes' batch/v1 and core/v1, what the template uses.
-CONTAINER = closed(
-    "name image command env ports resources volumeMounts",
-    name=TEXT,
-    image=TEXT,
-    command=listed(TEXT),
-    env=listed(
-        closed(
-            "name", name=TEXT, value=TEXT, valueFrom=closed("fieldRef", fieldRef=closed("fieldPath", fieldPath=TEXT))
-        )
-    ),
-    ports=listed(closed("containerPort", containerPort=WHOLE)),
-    resources=closed("limits", limits=ANY),
-    volumeMounts=listed(closed("name mountPath", name=TEXT, mountPath=TEXT)),
-)
-POD = closed(
-    "restartPolicy containers volumes",
-    restartPolicy={"enum": ["Never", "OnFailure"]},  # what a Job allows
-    terminationGracePeriodSeconds=WHOLE,
-    containers=listed(CONTAINER),
-    volumes=listed(
-        closed("name persistentVolumeClaim", name=TEXT, persistentVolumeClaim=closed("claimName", claimName=TEXT))
-    ),
-)
-JOB = closed(
-    "parallelism completions completionMode template",
-    parallelism=WHOLE,
-    completions=WHOLE,
-    completionMode={"const": "Indexed"},
-    backoffLimit=WHOLE,
-    template=closed("spec", spec=POD),
-)
-JOBSET = closed(
-    "apiVersion kind metadata spec",
-    apiVersion={"const": "jobset.x-k8s.io/v1alpha2"},
-    kind={"const": "JobSet"},
-    metadata=closed("name", name=TEXT),
-    spec=closed(
-        "replicatedJobs",
-        failurePolicy=closed("", maxRestarts=WHOLE),
-        replicatedJobs=listed(closed("name template", name=TEXT, replicas=WHOLE, template=closed("spec", spec=JOB))),
-    ),
-)
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
@@ -94,9 +36,10 @@ def test_shell_is_valid(path):
 
 def test_the_jobset_is_one_and_its_numbers_agree():
     jobset = yaml.safe_load((SCALE / "jobset.yaml").read_text())
-    jsonschema.validate(jobset, JOBSET)
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     (jobs,) = jobset["spec"]["replicatedJobs"]
     job = jobs["template"]["spec"]
+    assert job["completionMode"] == "Indexed" and job["template"]["spec"]["restartPolicy"] in ("Never", "OnFailure")
     (container,) = job["template"]["spec"]["containers"]
     said = {entry["name"]: entry for entry in container["env"]}
     assert str(job["parallelism"]) == str(job["completions"]) == said["LLAMEM_NUM_HOSTS"]["value"]
@@ -107,10 +50,6 @@ def test_the_jobset_is_one_and_its_numbers_agree():
     assert "job-completion-index" in said["LLAMEM_HOST"]["valueFrom"]["fieldRef"]["fieldPath"]
     gpus = container["resources"]["limits"]["nvidia.com/gpu"] * job["parallelism"]
     assert container["command"][container["command"].index("--mesh") + 1] == f"fsdp={gpus}"
-    for damage in ("restartPolicy", "completionMode"):
-        other = json.loads(json.dumps(jobset).replace(damage, damage + "s"))
-        with pytest.raises(jsonschema.ValidationError):
-            jsonschema.validate(other, JOBSET)
 
 
 def test_the_slurm_template_asks_for_a_process_for_each_device():

@@ -10,7 +10,6 @@ from compilers import not_of_old_compilers
 from llamem import LlamaConfig, Plan, TrainSettings, abstract_step, compile_report
 
 CASES = Path(__file__).parent / "mesh_cases.py"
-MESHES = ("DP", "FSDP", "TP", "CP", "DP FSDP", "FSDP TP", "DP CP", "FSDP TP CP", "DP FSDP TP")
 
 
 @pytest.fixture(scope="module")
@@ -32,17 +31,6 @@ def check_values(cases):
 def check_gradients(errors, where):
     wrong = {name: error for name, error in errors.items() if not error < 1e-5}
     assert not wrong and len(errors) >= 12, (where, wrong)
-
-
-def check_gathers(cases, layers):
-    for case in cases:
-        gathers, scatters = (sum(case["message runs"].get(kind, [0])) for kind in ("all-gather", "reduce-scatter"))
-        parts, shared = case["accumulate"], "CP" in case["name"]
-        # 7 matrices per layer, forward and backward; the head once; everybody's token ids once. Where a sequence is
-        # shared, keys and values as well, forward and again.
-        assert 7 * layers * parts < gathers <= parts * (layers * (2 * 7 + 4 * shared) + 2), (case["name"], gathers)
-        # Their gradients and the head's; the embedding's come back by an all-to-all.
-        assert scatters <= parts * (layers * (7 + 2 * shared) + 1), (case["name"], scatters)
 
 
 def check_products(cases):
@@ -73,7 +61,12 @@ def test_no_message_is_sent_from_a_loop_over_tiles(seen):
 
 
 def test_fsdp_gathers_every_weight_at_most_twice(seen):
-    check_gathers([case for case in seen["cases"] if case["name"] == "FSDP"], seen["layers"])
+    (case,), layers = [case for case in seen["cases"] if case["name"] == "FSDP"], seen["layers"]
+    gathers, scatters = (sum(case["message runs"].get(kind, [0])) for kind in ("all-gather", "reduce-scatter"))
+    # 7 matrices per layer, forward and backward; the head once; everybody's token ids once.
+    assert 7 * layers < gathers <= 2 * 7 * layers + 2
+    # Their gradients and the head's; the embedding's come back by an all-to-all.
+    assert scatters <= 7 * layers + 1
 
 
 def test_gradients_taken_outside_of_the_mesh_are_right_too(seen):
@@ -87,26 +80,11 @@ def test_tiled_attention_over_shared_sequences_computes_what_is_seen(seen):
 
 @pytest.mark.slow
 @pytest.mark.weekly
-@pytest.mark.parametrize("name", MESHES)
-def test_all_heads_axes_and_ways_to_rematerialise_on(name):
-    found = answer_of(CASES, name)
-    assert len(found["cases"]) == 2 * 5 * (1 if "TP" in name else 2)
-    check_values(found["cases"])
-    check_products(found["cases"])
-    check_messages(found["cases"], found["layers"])
-    if "FSDP" in name or "CP" in name:
-        check_gathers(found["cases"], found["layers"])
-    check_gradients(found["outside"], "outside")
-    one, many = found["bf16"]["one device"], found["bf16"]["mesh"]
-    assert sum(many.values()) < 1.1 * sum(one.values()) and len(many) == len(one) >= 13
-    worse = {leaf: (many[leaf], one[leaf]) for leaf in one if many[leaf] > 1.5 * one[leaf] + 1e-4}
-    assert not worse, worse
-
-
-@pytest.mark.slow
-@pytest.mark.weekly
-def test_experts_and_splash(others):
-    check_values(others["cases"])  # how many products each device computes depends on the routing
+def test_other_meshes_ways_to_rematerialise_experts_and_splash(others):
+    check_values(others["cases"])
+    dense = [case for case in others["cases"] if case["name"] != "experts"]  # whose products depend on the routing
+    check_products(dense)
+    check_messages(dense, others["layers"])
     check_attention(others["splash"])
 
 

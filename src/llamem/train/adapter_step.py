@@ -71,7 +71,9 @@ def make_lora_step(
         each = jax.vmap(update_one, in_axes=(axes[0], axes[1], axes[0]), out_axes=(*axes, 0))
         *new, norm_A = each(grads, state.opt_state, old[0])
         present_A = metrics["tokens"] > 0
-        weights, moments = jax.tree.map(partial(_where_present, present_A), tuple(new), old, axes)
+        weights, moments = jax.tree.map(
+            lambda new, old, axis: jnp.where(_along(axis, new, present_A), new, old), tuple(new), old, axes
+        )
         state = TrainState(state.step + present_A, state.params.with_weights(weights), moments)
         return state, metrics | {"grad_norm": norm_A}
 
@@ -117,15 +119,12 @@ def losses_and_grads(
     mesh = nnx.merge(graphdef, base).plan.mesh
     weights_B, tokens_A, mean = _of_adapters(adapters.count, mesh, batch)
 
-    def loss(weights: Any, weights_B: Array, inputs_BT: Array, targets_BT: Array, adapter_B: Array, *rest: Any) -> Any:
-        model, lora = nnx.merge(graphdef, base), adapters.with_weights(weights)
-        return summed_loss(model, weights_B, inputs_BT, targets_BT, *rest, adapters=lora, adapter_B=adapter_B)
-
     def divided(path: tuple[Any, ...], grad: Array, axis: int) -> Array:
         return _psum(grad, _summed_over(path, mesh)) / _along(axis, grad, jnp.maximum(tokens_A, 1).astype(grad.dtype))
 
     # Of the sum over tokens, divided at the end, in the adapters' own f32: one over the number of tokens would push
     # what flows back through the layers below the smallest numbers of float16, whose loss scale this is.
+    loss = _loss_of(graphdef, base, adapters)
     losses_B, grads = loss_and_grads(loss, adapters.weights, jnp.ones_like(weights_B), batch, settings.accumulate)
     grads = jax.tree.map_with_path(divided, grads, _axis_of_adapters(grads))
     return {"loss": mean(losses_B), "tokens": tokens_A}, grads
@@ -136,17 +135,21 @@ def lora_losses(graphdef: nnx.GraphDef, base: Any, adapters: Adapters, batch: Ad
     mesh = nnx.merge(graphdef, base).plan.mesh
 
     def losses(base: Any, adapters: Adapters, batch: AdapterBatch) -> Array:
-        inputs_BT, targets_BT, adapter_B, *segments = batch
         weights_B, _, mean = _of_adapters(adapters.count, mesh, batch)
-        given = {"adapters": adapters, "adapter_B": adapter_B}
-
-        def loss(weights_B: Array) -> Array:
-            return summed_loss(nnx.merge(graphdef, base), weights_B, inputs_BT, targets_BT, *segments, **given)
-
-        return mean(jax.grad(loss)(weights_B))
+        return mean(jax.grad(_loss_of(graphdef, base, adapters), 1)(adapters.weights, weights_B, *batch))
 
     specs = (parameter_specs(base, mesh), PartitionSpec(), batch_spec(mesh))
     return on_mesh(losses, mesh, specs, PartitionSpec())(base, adapters, batch)
+
+
+def _loss_of(graphdef: nnx.GraphDef, base: Any, adapters: Adapters) -> Callable[..., Array]:
+    """Return `loss(weights, weights_B, *batch)` of adapters' weights; linear in `weights_B`, as `summed_loss` is."""
+
+    def loss(weights: Any, weights_B: Array, inputs_BT: Array, targets_BT: Array, adapter_B: Array, *rest: Any) -> Any:
+        model, lora = nnx.merge(graphdef, base), adapters.with_weights(weights)
+        return summed_loss(model, weights_B, inputs_BT, targets_BT, *rest, adapters=lora, adapter_B=adapter_B)
+
+    return loss
 
 
 def _of_adapters(count: int, mesh: MeshShape, batch: AdapterBatch) -> tuple[Array, Array, Callable[[Array], Array]]:
@@ -191,10 +194,6 @@ def _axis_of_adapters(tree: Any) -> Any:
 def _along(axis: int, array: Array, values_A: Array) -> Array:
     """Return values of the adapters, to be broadcast with an array whose axis of adapters is `axis`."""
     return values_A.reshape([-1 if i == axis else 1 for i in range(array.ndim)])
-
-
-def _where_present(present_A: Array, new: Array, old: Array, axis: int) -> Array:
-    return jnp.where(_along(axis, new, present_A), new, old)
 
 
 def check_adapter_plan(settings: TrainSettings, plan: Plan) -> None:

@@ -82,7 +82,7 @@ def load_chats(
         except ValueError as error:
             raise ValueError(f"{where}: {error} Nothing was loaded.") from None
         if not chat.wrote.any():
-            raise ValueError(f"{where}: no turn of the assistant, so there is nothing to learn; {_EXPECTED}.")
+            raise ValueError(f"{where}: no turn of the assistant, so there is nothing to learn.")
         chats.append(chat)
     if len(chats) < 2:
         raise ValueError(f"{show(source)} has {len(chats)} chats: expected at least two, one of them to hold out.")
@@ -107,14 +107,13 @@ def _records(source: Any) -> list[tuple[str, Any]]:
 
 
 def _messages(record: Any) -> list[Any]:
-    if isinstance(record, Mapping) and isinstance(messages := record.get("messages"), list):
-        return messages
-    if isinstance(record, Mapping) and {"prompt", "completion"} <= set(record):
-        sides = [(record["prompt"], "user"), (record["completion"], "assistant")]
-        if all(isinstance(text, str) for text, _ in sides):
-            return [{"role": role, "content": text} for text, role in sides]
-        if all(isinstance(messages, list) for messages, _ in sides):
-            return [*record["prompt"], *record["completion"]]
+    if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
+        return record["messages"]
+    if isinstance(record, Mapping) and all(isinstance(record.get(side), str) for side in ("prompt", "completion")):
+        return [
+            {"role": "user", "content": record["prompt"]},
+            {"role": "assistant", "content": record["completion"]},
+        ]
     raise ValueError(f"{show(record)} is no chat; {_EXPECTED}.")
 
 

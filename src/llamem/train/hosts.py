@@ -7,6 +7,7 @@ heartbeats and ends the process. Here are the words for either case.
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import itertools
 import os
@@ -181,16 +182,15 @@ def place_batch(batches: BatchSource, step: int, where: NamedSharding | None) ->
     """
     if where is None:
         return tuple(batches.batch_at(step))
-    read: dict[tuple[int, int, int], tuple[Any, ...]] = {}
 
-    def rows(index: Any) -> tuple[Any, ...]:
-        mine = index[0].indices(batches.batch_size)
-        if mine not in read:
-            read[mine] = tuple(batches.batch_at(step, slice(*mine)))
-        return read[mine]
+    @functools.cache
+    def rows(start: int, stop: int, stride: int) -> tuple[Any, ...]:
+        return tuple(batches.batch_at(step, slice(start, stop, stride)))
 
     def array(i: int, like: Any) -> Any:
-        shape = (batches.batch_size, *like.shape[1:])
-        return jax.make_array_from_callback(shape, where, lambda index: rows(index)[i])
+        def part(index: Any) -> Any:
+            return rows(*index[0].indices(batches.batch_size))[i]
+
+        return jax.make_array_from_callback((batches.batch_size, *like.shape[1:]), where, part)
 
     return tuple(array(i, like) for i, like in enumerate(batches.batch_at(step, slice(0))))
