@@ -5,6 +5,7 @@ rows. One copy of all of them buys nothing: the compiler fetches them all before
 piece is on the device.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from llamem.layers.offload import to_device, to_host
-from llamem.layers.trees import combine
+from llamem.layers.trees import combine, partition
 from llamem.llama.host_memory import waits_on_host
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import parameter_name
@@ -23,73 +24,52 @@ from llamem.train.optimizers import UpdateRule, is_stacked
 PIECES, ROWS = 16, 16
 
 
-def update_by_parts(update: UpdateRule, plan: Plan, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-    """Return the new parameters and optimizer state: of the layers, each table of the vocabulary, all vectors.
+def update_by_parts(update: UpdateRule, plan: Plan, grads: Any, moments: Any, params: Any) -> tuple[Any, Any]:
+    """Return the new parameters and moments: of all vectors, of the layers, of each table of the vocabulary.
 
     `update` computes every element by itself. Gradients are on the device.
     """
+
+    def part_of(path: tuple[Any, ...]) -> str:
+        if not waits_on_host(path):
+            return "vectors"
+        return "layers" if is_stacked(path) else str(parameter_name(path))
+
+    def trees(part: str) -> tuple[Any, ...]:
+        return tuple(partition(tree, lambda path, _: part_of(path) == part)[0] for tree in (grads, moments, params))
+
     tables = sorted({part_of(path) for path, _ in jax.tree.leaves_with_path(params)} - {"layers", "vectors"})
-    done_params, done_state = update(*(select_part(tree, "vectors") for tree in (grads, opt_state, params)))
-    for part in ("layers", *tables):
-        new = update_by_rows(update, plan, *(select_part(tree, part) for tree in (grads, opt_state, params)))
-        # Counters, which every part counted alike, are in all of them.
-        done_params, done_state = combine(done_params, new[0]), combine(done_state, new[1])
-    return done_params, done_state
+    done = [update(*trees("vectors")), *(update_by_rows(update, plan, *trees(part)) for part in ("layers", *tables))]
+    return functools.reduce(combine, done)
 
 
-def update_by_rows(update: UpdateRule, plan: Plan, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+def update_by_rows(update: UpdateRule, plan: Plan, grads: Any, moments: Any, params: Any) -> tuple[Any, Any]:
     """Apply `update` piece by piece of the leading axis, in a loop that changes parameters and moments in place.
 
-    All leaves are matrices of one leading axis, or counters, which stay as they are. Gradients are on the device.
+    All leaves are matrices of one leading axis. Gradients are on the device.
     """
     leaves = jax.tree.leaves(params)
     if not leaves or not leaves[0].shape[0]:
-        return params, opt_state
+        return params, moments
     rows = _rows_of_a_piece(leaves[0])
-    weights, moments = plan.weights == "host", plan.moments == "host"
+    weights_there, moments_there = plan.weights == "host", plan.moments == "host"
 
     def cut(tree: Any, start: Array, from_host: bool) -> Any:
-        def one(path: Any, a: Array) -> Array:
-            if parameter_name(path) is None:
-                return a
-            piece = jax.lax.dynamic_slice_in_dim(a, start, rows)
-            return to_device(piece) if from_host else piece
-
-        return jax.tree.map_with_path(one, tree)
+        pieces = jax.tree.map(lambda whole: jax.lax.dynamic_slice_in_dim(whole, start, rows), tree)
+        return jax.tree.map(to_device, pieces) if from_host else pieces
 
     def put(tree: Any, pieces: Any, start: Array, on_host: bool) -> Any:
-        def one(path: Any, whole: Array, piece: Array) -> Array:
-            if parameter_name(path) is None:
-                return whole
-            return jax.lax.dynamic_update_slice_in_dim(whole, to_host(piece) if on_host else piece, start, 0)
-
-        return jax.tree.map_with_path(one, tree, pieces)
+        pieces = jax.tree.map(to_host, pieces) if on_host else pieces
+        return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_slice_in_dim(whole, one, start, 0), tree, pieces)
 
     def step(carry: tuple[Any, Any], i: Array) -> tuple[tuple[Any, Any], None]:
-        start, (params, opt_state) = i * rows, carry
-        piece = cut(params, start, weights)
+        start, (params, moments) = i * rows, carry
+        piece = cut(params, start, weights_there)
         piece_grads = jax.tree.map(lambda g, p: g.astype(p.dtype), cut(grads, start, False), piece)
-        new_params, new_state = update(piece_grads, cut(opt_state, start, moments), piece, start)
-        return (put(params, new_params, start, weights), put(opt_state, new_state, start, moments)), None
+        new_params, new_moments = update(piece_grads, cut(moments, start, moments_there), piece, start)
+        return (put(params, new_params, start, weights_there), put(moments, new_moments, start, moments_there)), None
 
-    (params, opt_state), _ = jax.lax.scan(step, (params, opt_state), jnp.arange(leaves[0].shape[0] // rows))
-    return params, opt_state
-
-
-def part_of(path: tuple[Any, ...]) -> str:
-    """Return which part of the work a leaf belongs to: "layers", "vectors", or the name of a table."""
-    if not waits_on_host(path):
-        return "vectors"
-    return "layers" if is_stacked(path) else str(parameter_name(path))
-
-
-def select_part(tree: Any, part: str, part_of: Any = part_of) -> Any:
-    """Return the tree with the leaves of one part, and counters; None for the others, which optimizers pass over."""
-
-    def one(path: Any, leaf: Any) -> Any:
-        return leaf if parameter_name(path) is None or part_of(path) == part else None
-
-    return jax.tree.map_with_path(one, tree)
+    return jax.lax.scan(step, (params, moments), jnp.arange(leaves[0].shape[0] // rows))[0]
 
 
 def _rows_of_a_piece(leaf: Any) -> int:

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, BFloat16, Float32, Int, PRNGKeyArray
 
+from llamem.layers.trees import combine, partition
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import parameter_name
 from llamem.train.settings import TrainSettings
 
-# Of gradients, the optimizer's state, parameters, and the number of the first row or layer that these arrays have of
-# the whole ones: the new parameters and the new state.
+# Of gradients, moments, parameters, and the number of the first row or layer that these arrays have of the whole ones:
+# the new parameters and the new moments.
 UpdateRule = Callable[..., tuple[Any, Any]]
 
 
@@ -83,25 +84,31 @@ def _wide(grad: Array) -> Array:
     return grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
 
 
-def make_update(settings: TrainSettings, step: Array) -> UpdateRule:
-    """Return `update(grads, opt_state, params, first=0)`: new parameters, rounded as the settings say, and new state.
+def split_counters(opt_state: Any) -> tuple[Any, Any]:
+    """Return what of AdamW's state counts updates, and the moments: each tree with None for the other."""
+    return partition(opt_state, lambda path, _: parameter_name(path) is None)
 
-    `first` is the number of the first row or layer that the arrays have of the whole ones. `step` is the number of
-    updates before this one.
+
+def make_update(settings: TrainSettings, step: Array, counters: Any) -> UpdateRule:
+    """Return `update(grads, moments, params, first=0)`: new parameters, rounded as the settings say, and new moments.
+
+    They may be a part of all; `first` is the number of the first row or layer that the arrays have of the whole ones.
+    `step` is the number of updates before this one, `counters` what of AdamW's state counts them.
     """
     optimizer = make_optimizer(settings)
 
-    def update(grads: Any, opt_state: Any, params: Any, first: Any = 0) -> tuple[Any, Any]:
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+    def update(grads: Any, moments: Any, params: Any, first: Any = 0) -> tuple[Any, Any]:
+        updates, opt_state = optimizer.update(grads, combine(counters, moments), params)
+        _, moments = split_counters(opt_state)
         if settings.rounding == "nearest":
-            return optax.apply_updates(params, updates), opt_state
+            return optax.apply_updates(params, updates), moments
         key = jax.random.fold_in(jax.random.key(settings.seed), step)
 
         def add(path: tuple[Any, ...], param: Array, change: Array) -> Array:
             own = jax.random.fold_in(key, zlib.crc32(str(parameter_name(path)).encode()))
             return stochastically_rounded(param.astype(jnp.float32) + change.astype(jnp.float32), own, first)
 
-        return jax.tree.map_with_path(add, params, updates), opt_state
+        return jax.tree.map_with_path(add, params, updates), moments
 
     return update
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from llamem.layers.offload import is_on_host
+from llamem.layers.trees import combine
 from llamem.llama.config import LlamaConfig
 from llamem.llama.host_memory import host_place, host_sharding, of_matrices
 from llamem.llama.model import Llama
@@ -20,7 +21,7 @@ from llamem.llama.quantized import BlockKind, check_kinds, kinds_in, with_blocks
 from llamem.llama.sharding import parameter_specs
 from llamem.train.batch_loss import loss_and_grads, mean_weights, summed_loss
 from llamem.train.on_host import update_by_parts
-from llamem.train.optimizers import check_update, clip, make_optimizer, make_update
+from llamem.train.optimizers import check_update, clip, make_optimizer, make_update, split_counters
 from llamem.train.settings import TrainSettings
 from llamem.train.sharded_step import (
     batch_spec,
@@ -134,16 +135,18 @@ def make_train_step(
     check_update(plan, settings, config.param_dtype)
 
     def step_on_device(state: TrainState, batch: tuple[Array, ...]) -> tuple[TrainState, dict[str, Array]]:
-        update, params, opt_state = make_update(settings, state.step), state.params, state.opt_state
+        counters, moments = split_counters(state.opt_state)
+        update, params = make_update(settings, state.step, counters), state.params
         if plan.layer_by_layer:
             model = nnx.merge(graphdef, params)
-            params, opt_state, metrics = streamed_update(model, settings, update, params, opt_state, batch)
-            return TrainState(state.step + 1, params, opt_state), metrics
-        loss, grads = weights_loss_and_grads(graphdef, settings, params, batch)
-        norm = global_norm(grads, mesh)
-        update_all = partial(update_by_parts, update, plan) if plan.moments == "host" else update
-        params, opt_state = update_all(clip(settings, grads, norm), opt_state, params)
-        return TrainState(state.step + 1, params, opt_state), {"loss": loss, "grad_norm": norm}
+            params, moments, metrics = streamed_update(model, settings, update, params, moments, batch)
+        else:
+            loss, grads = weights_loss_and_grads(graphdef, settings, params, batch)
+            metrics = {"loss": loss, "grad_norm": global_norm(grads, mesh)}
+            update = partial(update_by_parts, update, plan) if plan.moments == "host" else update
+            params, moments = update(clip(settings, grads, metrics["grad_norm"]), moments, params)
+        counters = jax.tree.map(lambda count: count + 1, counters)
+        return TrainState(state.step + 1, params, combine(counters, moments)), metrics
 
     def step(state: TrainState, batch: tuple[Array, ...]) -> tuple[TrainState, dict[str, Array]]:
         # JAX does not know of shapes where they lie: a program is told so of its arguments.

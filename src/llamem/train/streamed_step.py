@@ -27,15 +27,15 @@ from llamem.llama.model import Llama
 from llamem.llama.sharding import parameter_name
 from llamem.llama.tables import embed
 from llamem.train.batch_loss import loss_of_hidden, mean_weights
-from llamem.train.on_host import select_part, update_by_rows
+from llamem.train.on_host import update_by_rows
 from llamem.train.optimizers import UpdateRule, is_stacked, norm_of, sum_of_squares, within
 from llamem.train.settings import TrainSettings
 
 
 def streamed_update(
-    model: Llama, settings: TrainSettings, update: UpdateRule, params: Any, opt_state: Any, batch: tuple[Array, ...]
+    model: Llama, settings: TrainSettings, update: UpdateRule, params: Any, moments: Any, batch: tuple[Array, ...]
 ) -> tuple[Any, Any, dict[str, Array]]:
-    """Return new parameters, the optimizer's new state and the metrics of `make_train_step`.
+    """Return new parameters, new moments and the metrics of `make_train_step`.
 
     `params` are those of `model`, which is computed as its plan says. `update`: see `make_update`.
     """
@@ -52,39 +52,36 @@ def streamed_update(
 
     def update_table(name: str, d_table_VD: Array) -> tuple[Any, Any]:
         grads = jax.tree.map(lambda _: d_table_VD, _part(params, name))
-        return update_by_rows(clipped_by(norm_of(grads)), plan, grads, _part(opt_state, name), _part(params, name))
+        return update_by_rows(clipped_by(norm_of(grads)), plan, grads, _part(moments, name), _part(params, name))
 
     def visit(carry: tuple[Any, Any, Array], i: Array, layer: Any, grads: Any) -> tuple[tuple[Any, Any, Array], None]:
-        stacked, moments, squares = carry
-        state = combine(counters, _stacked(take(moments, i, moments_there)))
-        new = clipped_by(norm_of(grads))(_stacked(grads), state, _stacked(layer), i)
-        stacked = put_back(stacked, _squeezed(new[0]), i, weights_there)
-        moments = put_back(moments, _squeezed(_apart(new[1])[1]), i, moments_there)
-        return (stacked, moments, squares + sum_of_squares(grads)), None
+        blocks, of_blocks, squares = carry
+        own = _stacked(take(of_blocks, i, moments_there))
+        new_layer, new_own = clipped_by(norm_of(grads))(_stacked(grads), own, _stacked(layer), i)
+        blocks = put_back(blocks, _squeezed(new_layer), i, weights_there)
+        of_blocks = put_back(of_blocks, _squeezed(new_own), i, moments_there)
+        return (blocks, of_blocks, squares + sum_of_squares(grads)), None
 
     x_BTD, inputs = forward(compute, _part(params, "blocks"), model.embed(inputs_BT), **how)
     loss, d_head_VD, d_norm_D, dx_BTD = _loss_and_grads(model, x_BTD, targets_BT)
     d_norm = jax.tree.map(lambda _: d_norm_D, _part(params, "norm"))
-    # Counters, which every part counts alike, are taken from this one.
-    done = [clipped_by(norm_of(d_norm))(d_norm, _part(opt_state, "norm"), _part(params, "norm"))]
+    done = [clipped_by(norm_of(d_norm))(d_norm, _part(moments, "norm"), _part(params, "norm"))]
     squares = sum_of_squares(d_norm)
     if not config.tied_head:  # now, so that its gradient need not stay
         done.append(update_table("untied_head", d_head_VD))
         squares += sum_of_squares(d_head_VD)
     elif weights_there:  # a part of the embedding's gradient: it waits for the rest where the table does
         d_head_VD = to_host(d_head_VD)
-    counters, moments = _apart(_part(opt_state, "blocks"))
-    carry = _part(params, "blocks"), moments, squares
-    dx_BTD, (blocks, moments, squares), _ = backward(
+    carry = _part(params, "blocks"), _part(moments, "blocks"), squares
+    dx_BTD, (blocks, of_blocks, squares), _ = backward(
         compute, lambda carry: carry[0], inputs, dx_BTD, carry, visit, **how
     )
     d_table_VD = _d_embedding(model, inputs_BT, dx_BTD)
     if config.tied_head:  # added in the type in which the plain step adds them
         d_head_VD = to_device(d_head_VD) if weights_there else d_head_VD
         d_table_VD = d_table_VD.astype(config.param_dtype) + d_head_VD.astype(config.param_dtype)
-    done += [(blocks, combine(counters, moments)), update_table("embedding", d_table_VD)]
-    new = functools.reduce(lambda one, other: (combine(one[0], other[0]), combine(one[1], other[1])), done)
-    return *new, {"loss": loss, "grad_norm": jnp.sqrt(squares + sum_of_squares(d_table_VD))}
+    done += [(blocks, of_blocks), update_table("embedding", d_table_VD)]
+    return *functools.reduce(combine, done), {"loss": loss, "grad_norm": jnp.sqrt(squares + sum_of_squares(d_table_VD))}
 
 
 def _how_to_stream(model: Llama, inputs_BT: Array) -> dict[str, Any]:
@@ -121,13 +118,8 @@ def _d_embedding(model: Llama, inputs_BT: Array, dx_BTD: Array) -> Array:
 
 
 def _part(tree: Any, name: str) -> Any:
-    """Return the tree with the leaves of "blocks", or of one parameter by name, and counters; None for the others."""
-    return select_part(tree, name, lambda path: "blocks" if is_stacked(path) else str(parameter_name(path)))
-
-
-def _apart(opt_state: Any) -> tuple[Any, Any]:
-    """Return counters, and moments, of an optimizer's state: each tree with None for the other."""
-    return partition(opt_state, lambda path, _: parameter_name(path) is None)
+    """Return the tree with the leaves of "blocks", or of one parameter by name; None for the others."""
+    return partition(tree, lambda path, _: name == ("blocks" if is_stacked(path) else str(parameter_name(path))))[0]
 
 
 def _stacked(layer: Any) -> Any:
