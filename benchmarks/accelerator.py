@@ -37,9 +37,10 @@ import jax.numpy as jnp
 import loss
 import numpy as np
 from accelerator_programs import Program, programs
+from measured import measure
 
 import llamem
-from llamem.memory import GiB, measure
+from llamem.memory import GiB
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent

@@ -11,7 +11,6 @@ import datetime
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from importlib import metadata
@@ -20,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import jax.numpy as jnp
+from timeline_programs import PROGRAMS
 
 import llamem
 from llamem.course import plots
@@ -28,9 +28,6 @@ from llamem.memory import compiling, dump
 from llamem.memory.report import Depth, Report
 from llamem.memory.show import size_text
 from llamem.memory.timeline import Timeline
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "memory"))
-from timeline_programs import PROGRAMS
 
 TABLE = Path(__file__).with_suffix(".md")
 CHIPS = ("local", "v5e-1", "v6e-1", "a100-40", "h100")

@@ -17,7 +17,7 @@ FLOORS = (
         "_files": "caches, files that appear whole",
         "_checks": "checks of arguments",
     },
-    {"memory": "any program: traced, compiled for any chip, measured"},
+    {"memory": "any program: traced, compiled for any chip"},
     {"layers": "anyone's layers in less memory", "verify": "proofs, for anyone's loss"},
     {"losses": "cross-entropy without the logits", "llama": "one model family, its weights in and out"},
     {"train": "one run"},

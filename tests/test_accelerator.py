@@ -10,9 +10,9 @@ import jax
 import pytest
 from accelerator_programs import programs
 from loss import time_cell
+from measured import Measurement
 
 import llamem
-from llamem.memory import Measurement
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "accelerator.py"
 

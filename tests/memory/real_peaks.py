@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from measured import measure
 
 import llamem
-from llamem.memory.measured import measure
 from llamem.train import init_state, make_train_step
 
 KEY = jax.random.key(0)

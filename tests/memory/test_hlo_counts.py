@@ -144,28 +144,6 @@ def test_collectives_that_share_a_channel_are_counted_each():
     assert found and found[0] == Collective("all-gather", times=10, bytes=10 * 16 * 16 * 4)
 
 
-@pytest.mark.tpu_compile
-def test_one_collective_a_layer_is_compiled_and_counted_as_one():
-    mesh, P = llamem.find_chip("v5e-8").mesh(data=8), jax.sharding.PartitionSpec
-    n_layers, D, F = 5, 1024, 4096
-
-    def step(x, w_in, w_out):
-        def layer(x, w):
-            whole = [jax.lax.all_gather(a, "data", axis=0, tiled=True) for a in w]
-            return jnp.tanh(x @ whole[0]) @ whole[1], None
-
-        return jax.lax.scan(layer, x, (w_in, w_out))[0]
-
-    def sharded(spec, *sizes):
-        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, spec))
-
-    specs = P("data"), P(None, "data"), P(None, "data")
-    arrays = (sharded(spec, *s) for spec, s in zip(specs, ((8192, D), (n_layers, D, F), (n_layers, F, D)), strict=True))
-    mapped = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P("data"), check_vma=False)
-    report = llamem.compile_report(mapped, *arrays, chip="v5e-8")
-    assert report.collectives == (Collective("all-gather", 2 * n_layers, 2 * n_layers * 2 * D * F),)
-
-
 def chain(x, w):
     """Batched and plain products, in a loop within a loop, forward and backward."""
 

@@ -56,7 +56,6 @@ def test_what_is_computed_again_is_marked(remat3):
     ("policy", "expected"),
     [
         (POLICIES.save_only_these_names("a", "b"), {"a", "b"}),
-        (POLICIES.save_any_names_but_these("a"), {"a"}),
         (POLICIES.save_from_both_policies(POLICIES.save_only_these_names("a"), POLICIES.dots_saveable), {"a"}),
         (
             POLICIES.save_and_offload_only_these_names(
@@ -68,7 +67,6 @@ def test_what_is_computed_again_is_marked(remat3):
             {"a", "b"},
         ),
         (POLICIES.dots_saveable, set()),
-        (None, set()),
     ],
 )
 def test_what_a_policy_was_made_of_is_read(policy, expected):

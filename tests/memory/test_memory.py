@@ -146,6 +146,7 @@ def test_reading_optimised_programs():
 def test_reports_agree_with_the_process():
     # Freed memory goes back at once, so that the next program has to ask for its own.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, str(HERE / "real_peaks.py"), "stack", "loss", "donated", "train step"]
     out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     differences = {row["name"]: row["rose_MB"] - row["said_MB"] for row in map(json.loads, out.splitlines())}
@@ -449,8 +450,8 @@ def test_outputs_have_the_types_that_jit_gives_them(number, dtype):
     ("args", "options", "error", "message"),
     [
         ((1.0, "bf16"), {}, TypeError, r"args\[1\] is 'bf16', of type str: .*functools\.partial"),
-        ((1.0, 2.0), {"donate_argnums": 0}, TypeError, r"donate_argnums=0: expected .* such as donate_argnums=\(0,\)"),
-        ((1.0, 2.0), {"donate_argnums": (0, 5)}, ValueError, r"names argument 5, but there are 2: 0 to 1"),
+        ((1.0, 2.0), {"donate_argnums": 0}, ValueError, r"donate_argnums=0: expected .* such as donate_argnums=\(0,\)"),
+        ((1.0, 2.0), {"donate_argnums": (0, 5)}, ValueError, r"expected a tuple of positions among the 2"),
         ((1.0, 2.0), {"chip": 3}, ValueError, r"chip=3: expected a name such as 'v5e-1'"),
         ((1.0, 2.0), {"depth": "peak"}, ValueError, r"depth='peak': expected 'memory', .* or 'code'"),
     ],

@@ -1,6 +1,7 @@
 """What is kept for the backward pass, and measuring a call that runs."""
 
 import functools
+import os
 import subprocess
 import sys
 
@@ -74,7 +75,7 @@ def test_checkpoint_keeps_inputs_and_named_values():
 
 MEASURED = """
 import jax.numpy as jnp, numpy as np
-from llamem.memory import measure
+from measured import measure
 
 def grows(x):  # 16 MiB that no fusion avoids
     return jnp.sort(jnp.outer(x, x), axis=0)[::7].sum()
@@ -90,6 +91,7 @@ print(large.rise_bytes - small.rise_bytes, str(large))
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is measured on Linux")
 def test_measuring_sees_what_the_call_takes():
     """In a process of its own: one that ran thousands of programs may have room that nobody gives back."""
-    run = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True)
+    where = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, "-c", MEASURED], env=where, capture_output=True, text=True, check=True)
     rise, told = run.stdout.split(" ", 1)
     assert int(rise) > 14 * 2**20 and "MiB above" in told

@@ -1,8 +1,8 @@
-"""Any program: traced, compiled for any chip, measured."""
+"""Any program: traced, compiled for any chip."""
 
 from llamem.memory.chips import CHIPS, Chip, available, compiling_for, find_chip
 from llamem.memory.compiling import compile_report, matmul_flops
-from llamem.memory.measured import Measurement, host_memory_limit, measure
+from llamem.memory.host_memory import host_memory_limit
 from llamem.memory.report import Buffer, Collective, Comparison, GiB, Report, compare
 from llamem.memory.residuals import Residuals, saved_residuals
 
@@ -13,7 +13,6 @@ __all__ = [
     "Collective",
     "Comparison",
     "GiB",
-    "Measurement",
     "Report",
     "Residuals",
     "available",
@@ -23,6 +22,5 @@ __all__ = [
     "find_chip",
     "host_memory_limit",
     "matmul_flops",
-    "measure",
     "saved_residuals",
 ]

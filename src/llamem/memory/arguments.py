@@ -42,7 +42,7 @@ def read_leaves(
 ) -> tuple[Leaf, ...]:
     """Return a record for each array of `args`, in the order of `jax.tree.leaves`.
 
-    Raises TypeError for what is no array, and ValueError for a donated position or a memory that is not there.
+    Raises TypeError for what is no array, ValueError for donated positions or a memory that are not there.
     """
     _check_donated(donate_argnums, len(args))
     names = argument_names(fn, args)
@@ -99,16 +99,10 @@ def _bits(dtype: Any) -> int:
 
 
 def _check_donated(donate_argnums: Any, count: int) -> None:
-    whole = isinstance(donate_argnums, tuple) and all(type(i) is int for i in donate_argnums)
-    if not whole:
-        raise TypeError(
-            f"donate_argnums={show(donate_argnums)}: expected the positions of the arguments as a tuple, such as "
-            "donate_argnums=(0,)."
-        )
-    wrong = [i for i in donate_argnums if not 0 <= i < count]
-    if wrong:
+    if not isinstance(donate_argnums, tuple) or any(i not in range(count) for i in donate_argnums):
         raise ValueError(
-            f"donate_argnums={donate_argnums} names argument {wrong[0]}, but there are {count}: 0 to {count - 1}."
+            f"donate_argnums={show(donate_argnums)}: expected a tuple of positions among the {count} arguments, from 0 "
+            f"to {count - 1}, such as donate_argnums=(0,)."
         )
 
 

@@ -183,7 +183,8 @@ def find_chip(name: str) -> Chip:
     missing = [module for module in (*needs, "flatbuffers") if not _installed(module)]
     if missing:
         extra = {"tpu": "tpu-compile", "cuda": "gpu-compile"}[found.platform]
-        here = "" if _is_linux_x86() else f" It exists for Linux on x86-64 only; this is {sys.platform}."
+        there = sys.platform == "linux" and platform.machine() == "x86_64"
+        here = "" if there else f" It exists for Linux on x86-64 only; this is {sys.platform}."
         raise ImportError(f"compiling for {name!r} needs {', '.join(missing)}: `pip install 'llamem[{extra}]'`.{here}")
     return found
 
@@ -220,9 +221,7 @@ def available(name: str) -> bool:
 
 def _local(name: str) -> Chip:
     device = jax.local_devices()[0]
-    kind = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu", "rocm": "gpu", "tpu": "tpu"}.get(
-        device.platform, device.platform
-    )
+    kind = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
     if name not in ("local", kind):
         raise RuntimeError(
             f"the local device is a {kind} ({device.device_kind}), not a {name}. Use chip='local' for it, or name a "
@@ -239,7 +238,3 @@ def _installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the parent package of a dotted name is missing
         return False
-
-
-def _is_linux_x86() -> bool:
-    return sys.platform == "linux" and platform.machine() == "x86_64"

@@ -118,16 +118,11 @@ class Program:
         place = counter.named("index") if counter else ""
         if not place or bound is None or not _constant(bound).isdigit():
             return None
-        start = _element(around, loop.operands[0], int(place))
-        step = _element(body, body[-1].name, int(place))
+        start, step = _element(around, loop.operands[0], int(place)), _element(body, body[-1].name, int(place))
         if start is None or _constant(start) != "0" or step is None or step.opcode != "add":
             return None
-        of_step = [_origin(body, name) for name in step.operands]
-        counts_by_one = {line and (line.named("index"), _constant(line)) for line in of_step} == {
-            (place, ""),
-            ("", "1"),
-        }
-        return int(_constant(bound)) if counts_by_one else None
+        added = {(line.named("index"), _constant(line)) for name in step.operands if (line := _origin(body, name))}
+        return int(_constant(bound)) if added == {(place, ""), ("", "1")} else None
 
     def source(self, instruction: Instruction) -> str:
         """Return the line of Python that asked for it, `file.py:12`, or ""."""

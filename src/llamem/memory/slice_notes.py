@@ -22,13 +22,12 @@ _ARITHMETIC = {
 class SliceNotes:
     """What a GPU's program notes of its slices in loops, compared with the indices that the slices carry.
 
-    `right` is how many notes say the same, `wrong` are those that do not, in words, and `unknown` those whose index
-    could not be followed: nothing is proved of them.
+    `right` is how many notes say the same, `wrong` are those that do not, in words. Nothing is proved of a slice whose
+    index cannot be followed: it counts in neither.
     """
 
     right: int
     wrong: tuple[str, ...]
-    unknown: tuple[str, ...]
 
 
 def check_slice_notes(program: Program) -> SliceNotes:
@@ -38,7 +37,7 @@ def check_slice_notes(program: Program) -> SliceNotes:
     compilers write, reads by its indices: nothing is wrong with it, and nothing is counted.
     """
     scalars = _Scalars(program)
-    right, wrong, unknown = 0, [], []
+    right, wrong = 0, []
     for name, lines in program.computations.items():
         for line in lines:
             config = re.search(r'"dynamic_slice_config":\{([^}]*)\}', line.rest)
@@ -47,15 +46,14 @@ def check_slice_notes(program: Program) -> SliceNotes:
             noted = {key: int(value) for key, value in re.findall(r'"(\w+)":"(-?\d+)"', config[1])}
             try:
                 turns = _offsets(scalars, name, line)
-            except LookupError as error:
-                unknown.append(f"{line.name}: {error!r}")
+            except LookupError:
                 continue
             said = {turn: noted.get("byte_offset", 0) + turn * noted.get("byte_stride", 0) for turn in turns}
             right += said == turns
             if said != turns:
                 where = ", ".join(f"turn {turn}: byte {turns[turn]:,}, noted {said[turn]:,}" for turn in turns)
                 wrong.append(f"{line.name} of {line.operation or name}: {where}")
-    return SliceNotes(right, tuple(wrong), tuple(unknown))
+    return SliceNotes(right, tuple(wrong))
 
 
 def wrong_slice_notes(wrong: Sequence[str]) -> list[str]:

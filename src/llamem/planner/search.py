@@ -9,7 +9,7 @@ from llamem.llama import LlamaConfig, LoraConfig, MeshShape, Plan
 from llamem.llama.quantized import BlockKind
 from llamem.memory import Chip, GiB, Report, host_memory_limit
 from llamem.memory.chips import find_chip
-from llamem.memory.measured import PINNED_POOL_BYTES
+from llamem.memory.host_memory import PINNED_POOL_BYTES
 from llamem.planner.candidates import all_estimates
 from llamem.planner.estimates import Estimate
 from llamem.planner.fitting import Answer, NothingFits, Progress, ask

@@ -1,4 +1,4 @@
-"""Twenty programs of different kinds, by their shapes alone: large enough that a TPU keeps them in its main memory."""
+"""Twenty programs of different kinds for timelines, by shapes alone: so large that a TPU keeps them in main memory."""
 
 import functools
 from collections.abc import Callable
