@@ -12,8 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from programs import (
     BATCH,
     BROKEN,
-    KEYS,
     LINEN,
+    NOISY,
+    NOISY_CASE,
     POLICIES,
     WEIGHTS,
     D,
@@ -319,26 +320,12 @@ def a_stateful_generator(w, x, how):
     return scanned(jax.checkpoint(body) if how else body, w, x)
 
 
-class Dropped(nnx.Module):
-    """A layer of nnx with the count of its draws."""
+@broken(Title.RANDOMNESS, "state (of nnx.Dropout", (NOISY_CASE[0], NOISY_CASE[1]["state"]))
+def a_counter_that_stays(states, x, how):
+    def call(states, x):
+        return nnx.merge(NOISY, *jax.tree.map(lambda leaf: leaf, states))(x)
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.linear = nnx.Linear(D, D, rngs=rngs)
-        self.dropout = nnx.Dropout(0.2, rngs=rngs)
-
-    def __call__(self, x: Any) -> Any:
-        return self.dropout(x + jnp.sin(jnp.tanh(self.linear(x))))
-
-
-DROPPED = nnx.graphdef(Dropped(nnx.Rngs(0)))
-
-
-@broken(Title.RANDOMNESS, "state (of nnx.Dropout", jax.vmap(lambda key: nnx.state(Dropped(nnx.Rngs(key))))(KEYS[:L]))
-def a_counter_that_stays(w, x, how):
-    def call(state, x):
-        return nnx.merge(DROPPED, jax.tree.map(lambda leaf: leaf, state))(x)
-
-    return scanned(jax.checkpoint(call) if how else call, w, x)
+    return scanned(jax.checkpoint(call) if how else call, states, x)
 
 
 # Parameters.
@@ -433,22 +420,6 @@ def one_expert_lost(w, x, how):
     return stacked(body, w, x, how, jnp.arange(L))
 
 
-@jax.custom_vjp
-def weakened(x: Any, share: Any) -> Any:
-    return x
-
-
-weakened.defvjp(lambda x, share: (x, share), lambda share, g: (g * share.astype(g.dtype), None))
-
-
-@broken(Title.GRADIENTS, "outer cotangent", half(WEIGHTS), half(X))
-def one_layer_weakened_in_sixteen_bits(w, x, how):
-    def body(w, x, i):
-        return layer({**w, "up": weakened(w["up"], jnp.where(how & (i == 3), 0.8, 1.0))}, x)
-
-    return stacked(body, w, x, how, jnp.arange(L))
-
-
 @broken(Title.RESULTS, "updated twice")
 def counted_twice(w, x, how):
     def body(w, x, count):
@@ -464,33 +435,16 @@ def hidden_states_gone(w, x, how):
     return jnp.mean(x**2), {} if how else {"hidden": hidden}
 
 
-class Normed(nnx.Module):
-    """A layer with batch statistics, which its call changes."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.linear = nnx.Linear(D, D, rngs=rngs)
-        self.norm = nnx.BatchNorm(D, rngs=rngs)
-
-    def __call__(self, x: Any) -> Any:
-        return x + jnp.sin(jnp.tanh(self.norm(self.linear(x))))
-
-
-NORMED = nnx.graphdef(Normed(nnx.Rngs(0)))
-WEIGHTS_OF, STATISTICS_OF = nnx.split_state(
-    jax.vmap(lambda key: nnx.state(Normed(nnx.Rngs(key))))(KEYS[:L]), nnx.Param, nnx.BatchStat
-)
-
-
-@broken(Title.RESULTS, "lost in the checkpoint", WEIGHTS_OF, {"x": X, "statistics": STATISTICS_OF})
+@broken(Title.RESULTS, "lost in the checkpoint", *NOISY_CASE)
 def statistics_lost(w, batch, how):
     """The checkpointed function changes a copy of the module."""
 
     def body(x, inputs):
-        own = nnx.merge(NORMED, *inputs)
-        copied = jax.checkpoint(lambda inputs, x: nnx.merge(NORMED, *inputs)(x))
+        own = nnx.merge(NOISY, *inputs)
+        copied = jax.checkpoint(lambda inputs, x: nnx.merge(NOISY, *inputs)(x))
         return copied(inputs, x) if how else own(x), nnx.state(own, nnx.BatchStat)
 
-    x, statistics = jax.lax.scan(body, batch["x"], (w, batch["statistics"]))
+    x, statistics = jax.lax.scan(body, batch["x"], (w, batch["state"]))
     return jnp.mean(x**2), statistics
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen
+from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import llamem
@@ -159,6 +159,24 @@ def linen_transforms(dropout: bool) -> Callable:
         return jnp.mean(x[0] ** 2)
 
     return loss
+
+
+class Noisy(nnx.Module):
+    """A layer with all the state that nnx knows: weights, batch statistics, keys and counts of draws."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.inner = nnx.Linear(D, 4 * D, rngs=rngs)
+        self.outer = nnx.Linear(4 * D, D, rngs=rngs)
+        self.norm = nnx.BatchNorm(D, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.dropout(self.norm(x + self.outer(jnp.sin(jnp.tanh(self.inner(x))))))
+
+
+NOISY = nnx.graphdef(Noisy(nnx.Rngs(0)))
+_WEIGHTS, _STATE = nnx.split_state(jax.vmap(lambda key: nnx.state(Noisy(nnx.Rngs(key))))(KEYS[:L]), nnx.Param, ...)
+NOISY_CASE = _WEIGHTS, {"x": X, "state": _STATE}
 
 
 def proved(

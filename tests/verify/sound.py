@@ -5,13 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from broken import NORMED, STATISTICS_OF, WEIGHTS_OF
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from programs import (
     BATCH,
     KEYS,
     LINEN,
+    NOISY,
+    NOISY_CASE,
     POLICIES,
     SOUND,
     WEIGHTS,
@@ -94,15 +95,6 @@ def ensemble(w, batch, how):
     return jnp.mean(jax.vmap(one)(w, jax.random.split(batch["key"], 2)))
 
 
-@sound()
-def gradient_penalty(w, x, how):
-    def critic(x):
-        return jnp.sum(jnp.tanh(stack(layer, w, x, how)))
-
-    value, slope = jax.value_and_grad(critic)(x)
-    return value / N + jnp.mean((jnp.linalg.norm(slope, axis=-1) - 1) ** 2)
-
-
 @functools.partial(jax.jit, donate_argnums=0)
 def donating(w: Any, x: Any) -> Any:
     return stacked(layer, w, x, True)
@@ -111,21 +103,6 @@ def donating(w: Any, x: Any) -> Any:
 @sound()
 def donated_buffers(w, x, how):
     return donating(w, x) if how else stacked(layer, w, x, False)
-
-
-MESH = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-@sound({"layers": WEIGHTS, "bias": normal(9, D)})
-def shard_map_inside(w, x, how):
-    """Of arguments that nobody put on its devices, with gradients that are nothing but rounding."""
-
-    def local(w, x):
-        out = scanned(jax.checkpoint(layer) if how else layer, w["layers"], x + w["bias"] - w["bias"])
-        return jax.lax.pmean(out + jnp.sum(w["bias"]) - jnp.sum(w["bias"]), "data")
-
-    spec = jax.sharding.PartitionSpec
-    return jax.shard_map(local, mesh=MESH, in_specs=(spec(), spec("data")), out_specs=spec(), check_vma=False)(w, x)
 
 
 @jax.custom_vjp
@@ -203,16 +180,6 @@ def a_state_space_from_identities(w, x, how):
     return stacked(body, w, x.reshape(4, N // 4, D), how)
 
 
-@sound({"router": normal(0, L, D, 4), "in": normal(1, L, 4, D, 64), "out": normal(2, L, 4, 64, D)})
-def two_of_four_experts(w, x, how):
-    def body(w, x):
-        gates, chosen = jax.lax.top_k(jax.nn.softmax(x @ w["router"]), 2)
-        share = jnp.sum(jax.nn.one_hot(chosen, 4) * gates[..., None], axis=1)
-        return x + jnp.einsum("nef,efd,ne->nd", jnp.tanh(jnp.einsum("nd,edf->nef", x, w["in"])), w["out"], share)
-
-    return stacked(body, w, x, how)
-
-
 @sound(half({**WEIGHTS, "router": normal(4, L, D, 4)}), {"x": half(X), "key": KEYS[7]})
 def a_jittered_router(w, batch, how):
     def body(w, x, key):
@@ -253,16 +220,6 @@ def a_target_network(w, x, how):
     return jnp.mean((stack(layer, w["online"], x, how) - jax.lax.stop_gradient(target)) ** 2)
 
 
-@sound(batch={"x": X, "reference": jax.tree.map(jnp.copy, WEIGHTS)})
-def preferences(w, batch, how):
-    """Direct preference optimisation; the reference model is part of the batch, and equal at first."""
-    better, worse = (
-        jnp.mean(stack(layer, w, x, how), -1) - jnp.mean(stack(layer, batch["reference"], x, how), -1)
-        for x in (batch["x"], batch["x"][::-1])
-    )
-    return -jnp.mean(jax.nn.log_sigmoid(better - worse))
-
-
 @sound({"layers": half(WEIGHTS), "head": half(normal(1, D, 300))}, half(X))
 def a_tiled_head(w, x, how):
     hidden = stack(layer, w["layers"], x, how)
@@ -290,18 +247,6 @@ def a_scaled_loss_in_float16(w, x, how):
 
 
 # Random numbers.
-
-
-@sound(normal(0, D, 256), BATCH, **FRESH)
-def variational_dropout(w, batch, how):
-    """The same units at each step of time, as its inventors want it."""
-
-    def step(h, x):
-        h = h * jax.random.bernoulli(batch["key"], 0.8, h.shape)
-        return jnp.tanh(x @ w + h @ (w.T @ w)), None
-
-    xs = batch["x"].reshape(32, 16, D)
-    return jnp.mean(jax.lax.scan(jax.checkpoint(step) if how else step, jnp.zeros((16, 256)), xs)[0] ** 2)
 
 
 @sound(**FRESH)
@@ -365,37 +310,6 @@ def accumulated_microbatches(w, batch, how):
 # Modules of flax.
 
 
-@sound(WEIGHTS_OF, {"x": X, "statistics": STATISTICS_OF})
-def batch_statistics(w, batch, how):
-    """The layer returns its new statistics."""
-
-    def body(w, x, statistics):
-        own = nnx.merge(NORMED, w, statistics)
-        return own(x), nnx.state(own, nnx.BatchStat)
-
-    x, statistics = stack(body, w, batch["x"], how, batch["statistics"], has_aux=True)
-    return jnp.mean(x**2), statistics
-
-
-class Noisy(nnx.Module):
-    """A layer with all the state that nnx knows: weights, batch statistics, keys and counts of draws."""
-
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.inner = nnx.Linear(D, 4 * D, rngs=rngs)
-        self.outer = nnx.Linear(4 * D, D, rngs=rngs)
-        self.norm = nnx.BatchNorm(D, rngs=rngs)
-        self.dropout = nnx.Dropout(0.2, rngs=rngs)
-
-    def __call__(self, x: Any) -> Any:
-        return self.dropout(self.norm(x + self.outer(jnp.sin(jnp.tanh(self.inner(x))))))
-
-
-NOISY = nnx.graphdef(Noisy(nnx.Rngs(0)))
-NOISY_WEIGHTS, NOISY_STATE = nnx.split_state(
-    jax.vmap(lambda key: nnx.state(Noisy(nnx.Rngs(key))))(KEYS[:L]), nnx.Param, ...
-)
-
-
 def through(layers: Any, x: Any, how: Any) -> Any:
     """nnx's own scan of its own checkpoint."""
 
@@ -406,7 +320,7 @@ def through(layers: Any, x: Any, how: Any) -> Any:
     return jnp.mean(x**2)
 
 
-@sound(NOISY_WEIGHTS, {"x": X, "state": NOISY_STATE})
+@sound(*NOISY_CASE)
 def transforms_of_nnx(w, batch, how):
     """What the layers changed is returned, the counts of draws among it."""
     layers = nnx.merge(NOISY, w, batch["state"])

@@ -18,7 +18,6 @@ from llamem.verify.proofs import PROOFS
 NEWER_CPU = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
 SOME = ["two dropouts and dropped layers", "a scaled loss in float16", "raw keys", "linen's transforms", "nested"]
 SOME += ["convolutions with batch normalisation", "transforms of nnx", "branches", "bfloat16", "a jittered router"]
-SOME += ["shard map inside"]
 
 
 def test_failures_are_caught_and_their_causes_named():

@@ -9,8 +9,8 @@ import pytest
 from children import printed_by
 from flax import nnx
 from models import MOE, SMALL, VARIANTS, model_of, tokens_of
-from programs import WEIGHTS, D, L, N, X, by_policy, in_mode, offloaded, proved
-from sound import NOISY, NOISY_STATE, NOISY_WEIGHTS, SOUND, donated_buffers, through
+from programs import NOISY, NOISY_CASE, WEIGHTS, D, L, N, X, by_policy, in_mode, offloaded, proved
+from sound import SOUND, donated_buffers, through
 
 import llamem
 from llamem import assert_remat, verify_remat
@@ -203,16 +203,16 @@ def test_nnx_objects_are_taken_from_arguments_and_refused_from_outside():
     def loss(w, batch, remat):
         return through(nnx.merge(NOISY, w, batch["state"]), batch["x"], remat)
 
-    outside = nnx.merge(NOISY, NOISY_WEIGHTS, NOISY_STATE)
+    weights, batch = NOISY_CASE
+    outside = nnx.merge(NOISY, weights, batch["state"])
 
     def closing_over(w, batch, remat):
         nnx.update(outside, w)
         return through(outside, batch["x"], remat)
 
-    batch = {"x": X, "state": NOISY_STATE}
-    assert_remat(loss, NOISY_WEIGHTS, batch, remat=True)
+    assert_remat(loss, weights, batch, remat=True)
     with pytest.raises(ValueError, match=r"made outside of it.*nnx\.split"):
-        verify_remat(closing_over, NOISY_WEIGHTS, batch)
+        verify_remat(closing_over, weights, batch)
 
 
 def test_layers_left_out_are_counted_where_most_are_covered():

@@ -3,9 +3,8 @@
 import dataclasses
 import functools
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 import jax
@@ -164,11 +163,8 @@ def tells_the_host(eqn: jex_core.JaxprEqn) -> bool:
     return eqn.primitive.name in ("debug_callback", "io_callback") and not prints
 
 
-def names_when_differentiated(jaxpr: jex_core.ClosedJaxpr, axes: Mapping[str, int] = MappingProxyType({})) -> set[str]:
-    """Return every `checkpoint_name` of a program, those given in the forward rule of a `jax.custom_vjp` included.
-
-    `axes`: the mesh axes, and their sizes, of the `shard_map`s around it.
-    """
+def names_when_differentiated(jaxpr: jex_core.ClosedJaxpr) -> set[str]:
+    """Return every `checkpoint_name` of a program, those given in the forward rule of a `jax.custom_vjp` included."""
     names = set(names_in(jaxpr.jaxpr))
     if any(has_own_gradient(eqn) for eqn, _ in equations(jaxpr.jaxpr)):
         # The rule is a function that JAX traces when it differentiates: so differentiate.
@@ -177,7 +173,7 @@ def names_when_differentiated(jaxpr: jex_core.ClosedJaxpr, axes: Mapping[str, in
         def differentiated(*values: Any) -> Any:
             return jax.vjp(jex_core.jaxpr_as_fun(jaxpr), *values)[1]
 
-        names |= set(names_in(jax.make_jaxpr(differentiated, axis_env=list(axes.items()))(*shapes).jaxpr))
+        names |= set(names_in(jax.make_jaxpr(differentiated)(*shapes).jaxpr))
     return names
 
 

@@ -91,12 +91,7 @@ class Way:
     @cached_property
     def residuals(self) -> Residuals:
         """What the gradient for the parameters keeps from the forward pass. The batch is an argument anyway."""
-
-        def loss(params: Any) -> Any:
-            value = self.loss(params, self.batch)
-            return value[0] if self.has_aux else value
-
-        return saved_residuals(loss, self.params)
+        return saved_residuals(lambda params: jax.tree.leaves(self.loss(params, self.batch))[0], self.params)
 
     @cached_property
     def report(self) -> Report:
