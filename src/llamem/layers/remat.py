@@ -60,17 +60,6 @@ _HEURISTICS = {
     for name in ("nothing_saveable", "everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
 }
 _REMAT3_KNOWS = (None, *_HEURISTICS.values())
-# JAX's factories: a layer given one of them, not what it returns, would save everything or nothing, silently.
-_INSTEAD = {
-    "save_only_these_names": "llamem.Policy(save=('attn',))",
-    "save_any_names_but_these": "llamem.Policy(save_all_but=('gate', 'up'))",
-    "save_anything_except_these_names": "llamem.Policy(save_all_but=(...)): that one of JAX saves what it excepts",
-    "save_and_offload_only_these_names": "llamem.Policy(save=('attn',), offload=('block_in',))",
-    "save_from_both_policies": "llamem.Policy(save=('attn',), also='dots_saveable')",
-    "checkpoint_dots": "'dots_saveable', which is the same",
-    "checkpoint_dots_with_no_batch_dims": "'dots_with_no_batch_dims_saveable', which is the same",
-}
-
 # By name: JAX's own heuristics under JAX's own names, and policies over what `llamem.llama.Block` names.
 POLICIES: dict[str, Policy | Callable[..., Any]] = {
     "nothing": Policy(),
@@ -114,11 +103,9 @@ def check_policy(remat: str | Policy | None) -> Policy | Callable[..., Any] | No
         return remat
     if not isinstance(remat, str):
         raise TypeError(
-            f"remat={_written(remat)}: expected None, a policy's name or llamem.Policy(save=(...), offload=(...)). "
+            f"remat={remat!r}: expected None, a policy's name or llamem.Policy(save=(...), offload=(...)). "
             "Callables are not taken: newer JAX treats a hand-written policy as 'recompute everything', silently."
         )
-    if remat in _INSTEAD:
-        raise ValueError(f"remat={remat!r}: write {_INSTEAD[remat]}.")
     if remat not in POLICIES:
         raise ValueError(
             f"no remat policy is called {remat!r}. Known: {', '.join(POLICIES)}; or llamem.Policy(save=(...))."
@@ -147,15 +134,6 @@ def offloading_too(remat: str | Policy | None, names: tuple[str, ...]) -> str | 
             "Choose remat='nothing', or llamem.Policy(save=(...))."
         )
     return dataclasses.replace(policy, offload=(*policy.offload, *(n for n in names if n not in policy.offload)))
-
-
-def _written(remat: Any) -> str:
-    """Return how to name one of JAX's own policies, or factories of policies, that was passed as a function."""
-    for name in dir(_JAX):
-        if getattr(_JAX, name) is remat and (name in POLICIES or name in _INSTEAD):
-            own = next((own for own, policy in POLICIES.items() if policy is remat), None)
-            return f"jax.checkpoint_policies.{name}: write {repr(own) if own else _INSTEAD[name]}. The function"
-    return repr(remat)
 
 
 def _jax_policy(remat: str | Policy | None) -> Callable[..., Any] | None:

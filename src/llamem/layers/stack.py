@@ -1,8 +1,6 @@
 """One layer to L layers in one call: scanned, unrolled or nested, with rematerialisation."""
 
-import contextlib
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -13,7 +11,7 @@ from llamem._checks import check_one_of
 from llamem.layers.module_state import Watch, check_not_lost, has_state, set_variables
 from llamem.layers.offload import name_in_pieces
 from llamem.layers.remat import Policy, check_names, check_policy, checkpoint, offloads
-from llamem.layers.stacking import as_arrays, common_length, is_array, layer_at, shapes_of
+from llamem.layers.stacking import common_length, is_array, layer_at
 from llamem.layers.trees import combine, partition
 from llamem.memory.gpu_offload import warn_of_wrong_offload
 
@@ -56,16 +54,14 @@ def apply_stack(
     Source: Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; the system answered is SkyRL tx.
     """
     check_one_of("mode", mode, get_args(Mode))
-    _check_arguments(layer, per_layer)
     arrays, static = partition(stacked, lambda _, leaf: is_array(leaf))
-    xs, x = (as_arrays(arrays, "stacked"), as_arrays(per_layer, "per_layer")), as_arrays(x, "x")
+    xs, x = jax.tree.map(jnp.asarray, ((arrays, per_layer), x))  # NumPy's float64 becomes float32 unless x64 is on
     n_layers = common_length(xs)
 
     def body(x: Any, layer_xs: tuple[Any, Any]) -> tuple[Any, Any]:
         params, inputs = combine(layer_xs[0], static), layer_xs[1]
         state = Watch((params, inputs))
-        with _explained(stacked):
-            result = layer(params, x) if per_layer is None else layer(params, x, inputs)
+        result = layer(params, x) if per_layer is None else layer(params, x, inputs)
         if has_aux and not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(f"with has_aux=True a layer returns (x, aux), a tuple of two; got {type(result).__name__}.")
         new_x, aux = result if has_aux else (result, None)
@@ -143,57 +139,12 @@ def _bytes(tree: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def _check_arguments(layer: Any, per_layer: Any) -> None:
-    """Check that a layer can be called with what it will be given, as far as Python knows its arguments."""
-    if not callable(layer):
-        raise TypeError(f"layer is {type(layer).__name__}: expected a function layer(params, x) that returns x.")
-    try:
-        signature = inspect.signature(layer)
-    except (TypeError, ValueError):
-        return
-    given = ("params", "x") if per_layer is None else ("params", "x", "inputs")
-    try:
-        signature.bind(*given)
-    except TypeError:
-        remedy = (
-            "Where it takes inputs of its own for each layer, give them as per_layer, with leaves [L, ...]."
-            if per_layer is None
-            else "Give it a third argument, or leave per_layer out."
-        )
-        raise TypeError(
-            f"the layer is called as layer({', '.join(given)}), but its arguments are {signature}. {remedy}"
-        ) from None
-
-
 def _check_same_types(x: Any, new_x: Any) -> None:
-    before, after = (jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), t) for t in (x, _shaped(new_x)))
-    if before != after:
+    def types(tree: Any) -> Any:
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), tree)
+
+    if types(x) != types(new_x):
         raise TypeError(
-            f"a layer must return x as it came, so that the next layer can take it. In: {before}. Out: {after}. "
-            "Cast or project the result back inside the layer; other outputs go through has_aux=True."
+            f"a layer must return x as it came, so that the next layer can take it. In: {types(x)}. Out: "
+            f"{types(new_x)}. Cast or project the result back inside the layer; other outputs go through has_aux=True."
         )
-
-
-def _shaped(tree: Any) -> Any:
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a)), tree)
-
-
-@contextlib.contextmanager
-def _explained(stacked: Any) -> Iterator[None]:
-    """Say what is behind an error of the layer's own, where it is known."""
-    try:
-        yield
-    except Exception as error:
-        is_list = isinstance(stacked, (list, tuple)) and len(stacked) > 0
-        if is_list and all(shapes_of(layer) == shapes_of(stacked[0]) for layer in stacked):
-            raise TypeError(
-                "call apply_stack(layer, llamem.stack_layers(layers), x): stacked is a list of layers, and a layer was "
-                f"given all of them at once ({type(error).__name__}: {error})."
-            ) from error
-        if type(error).__module__ == "flax.errors" and type(error).__name__.startswith("Scope"):
-            error.add_note(
-                "linen names a module after its class, and nn.remat, nn.scan and nn.vmap are classes of their own: "
-                "wrapped, a Block's parameters are CheckpointBlock_0's or ScanBlock_0's. Parameters made without the "
-                "wrapper are found again where the module has a name: nn.remat(Block)(name='block')."
-            )
-        raise
