@@ -4,7 +4,7 @@ A tile must be large enough that its matrix products outlast its memory traffic,
 """
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,16 +36,11 @@ class TileChoice:
     reason: str
 
 
-class _Costs(NamedTuple):
-    """What all tiles of an axis do: matrix products, and the bytes that a tile moves."""
+def _costs(axis: str, trained: bool, size: int) -> tuple[int, int, int]:
+    """Return what all tiles of an axis do: matrix products; the bytes that a tile moves for each number of the matrix
+    that every tile needs whole, the head or hidden, and for each of its logits.
 
-    products: int
-    operand: int  # for each number of the matrix that every tile needs whole: the head, or hidden
-    logit: int  # for each logit of the tile
-
-
-def _costs(axis: str, trained: bool, size: int) -> _Costs:
-    """Return the costs of the loss and its gradients in numbers of `size` bytes; logits and sums are float32.
+    Factors of products are numbers of `size` bytes; logits and sums are float32.
 
     As XLA fuses a tile for TPUs: the product writes the logits and finds their maxima, the sum of exponentials reads
     them. In a tile of tokens each product of a gradient reads them again and makes softmax minus labels on the way. In
@@ -54,10 +49,10 @@ def _costs(axis: str, trained: bool, size: int) -> _Costs:
     """
     write, read, update = 4, 4, 8
     if axis == "tokens":
-        return _Costs(3, 2 * size + update, write + 3 * read) if trained else _Costs(2, 2 * size, write + 2 * read)
+        return (3, 2 * size + update, write + 3 * read) if trained else (2, 2 * size, write + 2 * read)
     if not trained:
-        return _Costs(2, size + update, write + 2 * read)
-    return _Costs(4, size + 2 * size + update, write + read + 3 * size)
+        return 2, size + update, write + 2 * read
+    return 4, size + 2 * size + update, write + read + 3 * size
 
 
 def _rows_at_balance(balance: float, work: float, fixed: float, traffic: float) -> float:
@@ -154,9 +149,9 @@ def _option(
 ) -> TileChoice:
     """Return the best tiles of one axis, within the budget where that is possible."""
     tokens, d_model, vocab = shape
-    costs, balance = _costs(axis, trained, size), _balance(chip)
-    # For each column of a tile's product: FLOPs per row, bytes whatever the rows, bytes per row.
-    work, fixed, traffic = 2.0 * costs.products * d_model, costs.operand * d_model, costs.logit
+    (products, operand, traffic), balance = _costs(axis, trained, size), _balance(chip)
+    # For each column of a tile's product: FLOPs per row, bytes whatever the rows, and as `traffic` bytes per row.
+    work, fixed = 2.0 * products * d_model, operand * d_model
     if chip is _CPU and axis == "vocab":
         traffic = 8  # of two passes over exponentials; all else finds so small a tile in the cache
     if axis == "tokens":
@@ -171,8 +166,8 @@ def _option(
     affordable = max(budget - base, 0) // per_row
     aligned = min(-(-int(wanted) // _ALIGN), affordable // _ALIGN) * _ALIGN
     rows = max(1, min(extent, max(_ALIGN, aligned)))
-    time = costs.products * max(1.0, balance * (fixed + traffic * rows) / (work * rows))
-    return TileChoice(axis, max(1, -(-extent // rows)), costs.products, int(base + per_row * rows), time, "")
+    time = products * max(1.0, balance * (fixed + traffic * rows) / (work * rows))
+    return TileChoice(axis, max(1, -(-extent // rows)), products, int(base + per_row * rows), time, "")
 
 
 def _balance(chip: Chip) -> float:
