@@ -174,7 +174,7 @@ def test_python_values_stay_and_those_that_differ_are_named():
     other.dropout.rate = 0.1
     with pytest.raises(ValueError, match="rate"):
         stack_layers([one, other])
-    with pytest.raises(ValueError, match=r"\['rate'\]': \(\).*eqx\.partition"):
+    with pytest.raises(ValueError, match=r"\['rate'\]\": \(\).*eqx\.partition"):
         jax.jit(lambda p: apply_stack(layer, p, x))({**stacked, "f": x})
 
 
