@@ -72,6 +72,17 @@ def test_activation_names_are_those_of_the_block():
     assert set(names_in(jaxpr.jaxpr)) == set(ACTIVATIONS)
 
 
+def test_hidden_states():
+    model, tokens = model_of(SMALL), tokens_of(SMALL)
+    x_BTD, hidden = model.hidden(tokens, return_hidden=True)
+    assert hidden.shape == (SMALL.n_layers + 1, *x_BTD.shape)
+    np.testing.assert_array_equal(hidden[0], model.embedding[...][tokens])
+    one_layer = model_of(SMALL.replace(n_layers=1))
+    nnx.update(one_layer, nnx.state(model, lambda path, _: "blocks" not in path))
+    nnx.update(one_layer.blocks, jax.tree.map(lambda leaf: leaf[:1], nnx.state(model.blocks)))
+    np.testing.assert_allclose(one_layer.hidden(tokens, return_hidden=True)[1][1], hidden[1], rtol=1e-5, atol=1e-5)
+
+
 def test_eval_turns_rematerialisation_off_and_train_on():
     graphdef, params = nnx.split(model_of(SMALL))
 
