@@ -77,7 +77,7 @@ format: $(VENV)/test-is-ready ## rewrite what ruff can
 lock: $(VENV)/train-is-ready ## refresh requirements/lock.txt; UPGRADE=--upgrade moves every version, within requirements/pins.in
 	$(PIP) uv
 	$(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --no-annotate --no-header $(UPGRADE) \
-	    $(addprefix --extra ,lab notebooks train tpu-compile gpu-compile test parity) \
+	    $(addprefix --extra ,lab notebooks train tpu-compile gpu-compile test browser parity) \
 	    --constraint requirements/pins.in --output-file requirements/lock.txt
 
 floors: $(VENV)/train-is-ready ## draw CONTRIBUTING's picture of the folders from their imports
