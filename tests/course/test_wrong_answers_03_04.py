@@ -163,7 +163,7 @@ STACKS: Answers = {
     ),
     "only weights": (stacks.check_best_groups, lambda n, x, w: n, "less is possible"),
     "no divisor": (stacks.check_best_groups, lambda n, x, w: math.isqrt(n) + 1, "does not divide"),
-    "a fraction": (stacks.check_best_groups, lambda n, x, w: n**0.5, "does not divide"),
+    "a fraction": (stacks.check_best_groups, lambda n, x, w: n**0.5, "not of an integer type"),
     # The keys.
     "the same two keys by turns": (
         stacks.check_dropout_stack,
@@ -222,6 +222,28 @@ STACKS: Answers = {
             lambda carry, w: ((jax.checkpoint(layer)(w, *carry), jax.random.split(carry[1])[0]), None), (x, key), w
         )[0][0],
         "used twice",
+    ),
+    "the key itself, and keys split from it": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(layer, w, x, jnp.concatenate([key[None], split(key, w)[1:]])),
+        "used twice",
+    ),
+    "the last of all layers' results, with keys": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: jax.lax.scan(
+            lambda x, wk: (jax.checkpoint(layer)(wk[0], x, wk[1]),) * 2, x, (w, split(key, w))
+        )[1][-1],
+        "what every layer returns",
+    ),
+    "two layers in a turn": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(
+            lambda w, x, keys: loop_with_keys(layer, w, x, keys),
+            jax.tree.map(lambda a: a.reshape(-1, 2, *a.shape[1:]), w),
+            x,
+            split(key, w).reshape(-1, 2),
+        ),
+        "around several layers",
     ),
     "one key for all layers": (
         stacks.check_dropout_stack,
@@ -398,6 +420,10 @@ def test_a_wrong_answer_is_refused_with_its_hint(name):
         (stacks.check_remat_stack, partial(apply_stack, remat="nothing")),
         # Of two counts that hold the same either is right.
         (stacks.check_best_groups, lambda n, x, w: min(divisors(n), key=lambda g: (g + n // g) * x + 2 * n // g * w)),
+        (
+            stacks.check_best_groups,
+            lambda n, x, w: jnp.array(min(divisors(n), key=lambda g: g * x + n // g * (x + 2 * w))),
+        ),
         (stacks.check_dropout_stack, lambda layer, w, x, key: dropout(layer, w, x, split(key, w))),
         (
             stacks.check_dropout_stack,

@@ -1,5 +1,6 @@
 """Checks of notebook 03's exercises: a stack, groups, and keys for each layer."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -45,15 +46,7 @@ def check_remat_stack(fn: Callable[..., Any]) -> None:
             "the lowered program grows with depth: each layer is written into it. Which function of jax.lax "
             "writes one, and is it left as a loop?"
         )
-        program = jax.make_jaxpr(lambda w: fn(_layer, w, x_ND))(w).jaxpr
-        of_scans: list[Any] = [
-            out.aval for eqn, _ in equations(program) if eqn.primitive.name == "scan" for out in eqn.outvars
-        ]
-        if any(np.prod(one.shape) >= _DEPTH * x_ND.size for one in of_scans):
-            raise AssertionError(
-                "the scan writes down what every layer returns, an array with the layers first, and only the last is "
-                "wanted. Which of the two things that a scan returns is the x of the last turn?"
-            )
+        _assert_only_the_last(lambda w: fn(_layer, w, x_ND), w, _DEPTH * x_ND.size)
         kept = [row for row in saved_residuals(lambda w: jnp.sum(fn(_layer, w, x_ND)), w).rows if not row.argument]
         inputs = _DEPTH * x_ND.nbytes
         if sum(row.bytes for row in kept) > 1.5 * inputs:
@@ -95,7 +88,13 @@ def check_best_groups(fn: Callable[[int, int, int], int]) -> None:
                 raise AssertionError(
                     f"{case}: {error}. Every depth has two divisors at least: are both among those you search?"
                 ) from None
-            if not isinstance(found, int | np.integer) or found < 1 or n_layers % found:
+            try:
+                found = operator.index(found)
+            except TypeError:
+                raise AssertionError(
+                    f"{case}: {found!r} is not of an integer type. A number of groups counts; `//` divides integers"
+                ) from None
+            if found < 1 or n_layers % found:
                 raise AssertionError(f"{found} does not divide {n_layers}: all groups need the same number of layers.")
             divisors = [g for g in range(1, n_layers + 1) if n_layers % g == 0]
             costs = {g: held(n_layers, g, x, w) for g in divisors}
@@ -123,9 +122,16 @@ def check_dropout_stack(fn: Callable[..., Any]) -> None:
     def noisy(w: Any, x_ND: Any, key: Any) -> Any:
         return _layer(w, x_ND) * jax.random.bernoulli(key, 0.5, x_ND.shape)
 
+    used_twice = (
+        "a key is used twice: a layer draws from it, and new keys are made of it as well. Then what is drawn and what "
+        "is drawn later hang together. Split first, and hand on what nobody draws from."
+    )
+
     def masks(seed: int) -> np.ndarray:
         out = fn(marked, w, jnp.zeros((40, _WIDTH)), jax.random.key(seed))
-        assert getattr(out, "shape", None) == x_ND.shape, "return x as the last layer leaves it"
+        assert getattr(out, "shape", None) == x_ND.shape, (
+            "return x as the last layer leaves it, one array of x's shape; a scan returns a pair, (carry, outputs)"
+        )
         total = np.asarray(out)
         assert np.all(total == np.round(total)) and total.max() < 2**_DEPTH, (
             "some layers ran more than once in a forward pass, or with the weights of others"
@@ -144,6 +150,8 @@ def check_dropout_stack(fn: Callable[..., Any]) -> None:
             "a layer draws with one key what its neighbour draws with the next: numbers that are added to a key give "
             "the masks of other steps. Which functions of jax.random make new keys?"
         )
+        of_the_key = jax.random.bernoulli(jax.random.key(3), 0.5, x_ND.shape)
+        assert not any(np.array_equal(mask, of_the_key) for mask in drawn), used_twice
         assert np.array_equal(drawn, masks(3)), "the same key must give the same masks, or nothing can be repeated"
 
         def answer(w: Any, x_ND: Any) -> Any:
@@ -157,10 +165,7 @@ def check_dropout_stack(fn: Callable[..., Any]) -> None:
             with jax.debug_key_reuse(True):
                 masks(3)
         except jax.errors.KeyReuseError:
-            raise AssertionError(
-                "a key is used twice: a layer draws from it, and new keys are made of it as well. Then what is drawn "
-                "and what is drawn later hang together. Split first, and hand on what nobody draws from."
-            ) from None
+            raise AssertionError(used_twice) from None
 
         def reference(w: Any, x_ND: Any) -> Any:
             for i in range(_DEPTH):
@@ -177,10 +182,24 @@ def check_dropout_stack(fn: Callable[..., Any]) -> None:
         assert kept <= 1.5 * (_DEPTH + 1) * x_ND.nbytes, (
             "more than the layers' inputs is kept, masks among it: they can be drawn again from their keys"
         )
-        assert kept >= _DEPTH * x_ND.nbytes, "the checkpoint stands around the loop, not around the layer"
+        assert kept >= _DEPTH * x_ND.nbytes, (
+            "fewer inputs are kept than there are layers: the checkpoint stands around the loop, or around several "
+            "layers, and not around each"
+        )
+        _assert_only_the_last(lambda w: fn(noisy, w, x_ND, jax.random.key(3)), w, _DEPTH * x_ND.size)
         return "Keys are inputs of the scan; the recomputation draws the same masks from them."
 
     grade(3, body)
+
+
+def _assert_only_the_last(program: Callable[..., Any], w: Any, size: int) -> None:
+    """Raise AssertionError where a scan of the program returns an array as large as all layers' results."""
+    equations_of = equations(jax.make_jaxpr(program)(w).jaxpr)
+    of_scans: list[Any] = [out.aval for eqn, _ in equations_of if eqn.primitive.name == "scan" for out in eqn.outvars]
+    assert all(np.prod(one.shape) < size for one in of_scans), (
+        "the scan writes down what every layer returns, an array with the layers first, and only the last is wanted. "
+        "Which of the two things that a scan returns is the x of the last turn?"
+    )
 
 
 def _layer(w: Any, x_ND: Any) -> Any:
