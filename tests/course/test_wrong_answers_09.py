@@ -32,9 +32,9 @@ def everyone(x, w, down, up, scale, adapter):
 
 
 def clipped(z, targets, advantages, old, epsilon, way="right"):
-    p = jax.nn.softmax(z)
+    p = jnp.exp(z) / jnp.exp(z).sum(1, keepdims=True) if way == "unstable" else jax.nn.softmax(z)
     hit = jax.nn.one_hot(targets, z.shape[1])
-    ratio = jnp.exp(jnp.sum(jnp.log(p) * hit, 1) - old)
+    ratio = jnp.exp(jnp.sum(jax.nn.log_softmax(z) * hit, 1) - old)
     bounded = jnp.clip(ratio, 1 - epsilon, 1 + epsilon)
     free = ratio * advantages <= bounded * advantages
     if way == "log":
@@ -75,6 +75,10 @@ def blocks(values, scale, dtype, way="right", minus=8, low=15):
         q = jnp.stack(halves, axis=-1).reshape(*values.shape[:2], 32)
     if way == "halves":
         q = jnp.concatenate(halves, axis=1).reshape(*values.shape[:2], 32)
+    if way == "uint8":
+        q, minus = q - 8, 0
+    if way == "signed":
+        q, minus = jnp.where(q > 7, q.astype(jnp.float32) - 16, q), 0
     kept = dtype if way == "early" else jnp.float32
     numbers = (q.astype(kept) - minus) * scale.astype(kept)[..., None]
     return numbers.reshape(len(values), -1).astype(dtype)
@@ -91,6 +95,11 @@ WRONG: Answers = {
         rl.check_adapted,
         lambda x, w, d, u, s, a: adapted(x, w, d, u, s, jnp.full_like(a, a[0])),
         "one for each example is not",
+    ),
+    "the whole layer scaled": (
+        rl.check_adapted,
+        lambda x, w, d, u, s, a: s[a][:, None, None] * adapted(x, w, d, u, jnp.ones_like(s), a),
+        "what does it multiply",
     ),
     "no scale": (
         rl.check_adapted,
@@ -123,7 +132,7 @@ WRONG: Answers = {
     "every token times its adapter": (
         rl.check_adapted,
         lambda x, w, d, u, s, a: x @ w + s[a][:, None, None] * ((x[..., None] * d[a][:, None]).sum(2) @ u[a]),
-        "an array of 1280 numbers",
+        "an array of 1440 numbers",
     ),
     "epsilon fixed": (
         rl.check_clipped_gradient,
@@ -136,7 +145,13 @@ WRONG: Answers = {
         "with 0.1 not|stand still|is clipped",
     ),
     "clipped in log space": (rl.check_clipped_gradient, partial(clipped, way="log"), "with 0.1 not"),
+    "exponentials of large logits": (rl.check_clipped_gradient, partial(clipped, way="unstable"), "with small logits"),
     "no sign": (rl.check_dequantized, partial(blocks, minus=0), "two signs"),
+    "the middle as zero": (rl.check_dequantized, partial(blocks, minus=7.5), "off by 0.5 scales"),
+    "two's complement": (rl.check_dequantized, partial(blocks, way="signed"), "off by 8 scales"),
+    "below zero in uint8": (rl.check_dequantized, partial(blocks, way="uint8"), "take 8 from 3"),
+    "no block's scale": (rl.check_dequantized, lambda v, s, t: blocks(v, 0 * s + 1, t), "a block bring along"),
+    "the row's first scale": (rl.check_dequantized, lambda v, s, t: blocks(v, 0 * s + s[:, :1], t), "its own scale"),
     "bytes as numbers": (rl.check_dequantized, lambda v, s, t: blocks(v, s, t, low=255), "two numbers"),
     "neighbours in a byte": (rl.check_dequantized, partial(blocks, way="stack"), "16 further on"),
     "halves of the row": (rl.check_dequantized, partial(blocks, way="halves"), "which axis"),
