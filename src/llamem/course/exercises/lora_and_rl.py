@@ -168,8 +168,8 @@ def check_dequantized(fn: Callable[..., Any]) -> None:
             scales = np.repeat(np.asarray(scale, np.float64), 32, 1)
             off = np.round(np.abs(found - exact) / scales, 2)  # in scales
             assert off.min() == 0 or np.ptp(off) > 0, (
-                f"every number is off by {off.max():g} scales: four bits count from 0, and weights have two signs. Which "
-                "q stands for zero?"
+                f"every number is off by {off.max():g} scales: four bits count from 0, and weights have two signs. "
+                "Which q stands for zero?"
             )
             assert not np.isclose(found * scales, exact, rtol=1e-6, atol=1e-9).all(), (
                 "these are whole numbers, and the same in each block. What does a block bring along to stretch them?"
