@@ -292,14 +292,14 @@ def off_target(z, t, eps):
     return jax.nn.softmax(z) - (1 - eps) * hot - eps / (z.shape[1] - 1) * (1 - hot)
 
 
-def frozen(make, *, backward, keep=lambda dx, *inputs: dx):
+def frozen(make, *, backward, keep=lambda dx, *inputs: dx, forward_value=lambda value, x: value):
     @jax.custom_vjp
     def loss(x, head, targets):
         return make(x, head, targets)[0]
 
     def forward(x, head, targets):
         value, dx = make(x, head, targets)
-        return value, keep(dx, x, head, targets)
+        return forward_value(value, x), keep(dx, x, head, targets)
 
     loss.defvjp(forward, backward)
     return loss
@@ -311,6 +311,12 @@ def right(dx, g):
 
 def cast(dx, x, *_):
     return dx.astype(x.dtype)
+
+
+def of_x_alone(make):
+    return lambda x, head, targets: frozen(lambda x, *_: make(x, head, targets), backward=right, keep=cast)(
+        x, jnp.zeros(()), jnp.zeros(())
+    )
 
 
 def beside(make):
@@ -359,6 +365,11 @@ TILES: Answers = {
         lambda z, t, eps: jax.nn.softmax(z) - (1 - eps) * jax.nn.one_hot(t, z.shape[1]) - eps / 5,
         "a number of words",
     ),
+    "an epsilon of three tenths, whatever is given": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: softmax_minus(z, t, eps, share=0.3 * (eps > 0) / z.shape[1], own=1 - 0.3 * (eps > 0)),
+        "wrong for 0.1",
+    ),
     "a softmax that overflows": (
         tiles.check_smoothed_gradient,
         lambda z, t, eps: overflowing(z) - (1 - eps) * jax.nn.one_hot(t, z.shape[1]) - eps / z.shape[1],
@@ -404,6 +415,20 @@ TILES: Answers = {
         partial(frozen, backward=lambda dx, g: (right(dx, g)[0], jnp.ones((7, 4)), None), keep=cast),
         "frozen",
     ),
+    "another value where it is differentiated": (
+        tiles.check_frozen_loss,
+        lambda make: frozen(make, backward=right, keep=cast, forward_value=lambda value, x: value / len(x)),
+        "nobody differentiates",
+    ),
+    "kept in float32, returned in bfloat16": (
+        tiles.check_frozen_loss,
+        partial(
+            frozen,
+            backward=lambda kept, g: ((g * kept[0]).astype(kept[1].dtype), None, None),
+            keep=lambda dx, x, head, t: (dx, x[:0]),
+        ),
+        "in bfloat16",
+    ),
     "in float32 whatever x is": (tiles.check_frozen_loss, partial(frozen, backward=right), "bfloat16"),
 }
 
@@ -430,6 +455,7 @@ def test_a_wrong_answer_is_refused_with_its_hint(name):
             lambda layer, w, x, key: apply_stack(layer, w, x, split(key, w), remat="nothing"),
         ),
         (tiles.check_frozen_loss, partial(frozen, backward=right, keep=cast)),
+        (tiles.check_frozen_loss, of_x_alone),
     ],
 )
 def test_a_right_answer_in_other_words_is_accepted(check, answer, capsys):

@@ -40,6 +40,8 @@ def check_smoothed_gradient(fn: Callable[..., Any]) -> None:
             )
         hint = "the rows sum to 0, but the weight lies on the wrong words: 'all V' of the text includes the target"
         _close(smoothed, jax.grad(losses)(z_NV, 0.3), hint)
+        hint = "right for an epsilon of 0.3, wrong for 0.1: is a number written into your answer?"
+        _close(fn(z_NV, targets_N, 0.1), jax.grad(losses)(z_NV, 0.1), hint)
         more_NV = jax.random.normal(jax.random.key(1), (4, 9))
         hint = "right for a vocabulary of 5 words, wrong for one of 9: is a number of words written into your answer?"
         _close(fn(more_NV, targets_N[:4], 0.3), jax.grad(losses)(more_NV, 0.3, targets_N[:4]), hint)
@@ -73,7 +75,13 @@ def check_frozen_loss(fn: Callable[..., Any]) -> None:
             found = jax.grad(lambda x, scale=scale: scale * loss(x, head_VD, targets_N))(x_ND)
             exact = jax.grad(lambda x, scale=scale: scale * _plain(x, head_VD, targets_N))(x_ND)
             _close(found, exact, f"under {where} the gradient of the hidden states is wrong")
-        for_head = jax.grad(loss, argnums=1)(x_ND, head_VD, targets_N)
+        value, _ = jax.value_and_grad(loss)(x_ND, head_VD, targets_N)
+        hint = "the value is that of `make` as long as nobody differentiates; what does your forward pass return first?"
+        _close(value, _plain(x_ND, head_VD, targets_N), hint)
+        try:
+            for_head = jax.grad(loss, argnums=1)(x_ND, head_VD, targets_N)
+        except jax.errors.UnexpectedTracerError:  # a loss of x alone around the others: nobody asked for more
+            for_head = jnp.zeros_like(head_VD)
         _close(for_head, jnp.zeros_like(head_VD), "the head is frozen: None, or zeros, stands for its gradient")
         calls.clear()
         _, pull = jax.vjp(lambda x: loss(x, head_VD, targets_N), x_ND)
@@ -82,15 +90,12 @@ def check_frozen_loss(fn: Callable[..., Any]) -> None:
         jax.vjp(lambda x: loss(x, head_VD, targets_N), 2 * x_ND)  # another forward pass before this one's backward
         hint = "the backward pass takes the gradient of another forward pass: what it needs, its own must return"
         _close(pull(jnp.ones(()))[0], jax.grad(lambda x: _plain(x, head_VD, targets_N))(x_ND), hint)
-        kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull))
-        assert kept <= x_ND.nbytes, (
-            f"between forward and backward {kept} bytes are kept. What does the backward pass multiply, and how many "
-            f"bytes has that? (x has {x_ND.nbytes}.)"
-        )
+        _assert_little_kept(pull, x_ND)
         x_ND, head_VD, targets_N = _inputs(jnp.bfloat16)
         x_ND, head_VD, targets_N = x_ND[:8, :3], head_VD[:5, :3], targets_N[:8] % 5  # another size as well
         gradient = jax.grad(lambda x: loss(x, head_VD, targets_N) / 8)(x_ND)
         assert gradient.dtype == x_ND.dtype, "hidden states in bfloat16 want a gradient in bfloat16"
+        _assert_little_kept(jax.vjp(lambda x: loss(x, head_VD, targets_N), x_ND)[1], x_ND)
         exact = jax.grad(lambda x: _plain(x, head_VD, targets_N) / 8)(x_ND.astype(jnp.float32))
         assert np.allclose(gradient.astype(jnp.float32), exact, rtol=0.02, atol=0.002), (
             "in bfloat16, and for other sizes, the gradient of the hidden states is wrong"
@@ -98,6 +103,14 @@ def check_frozen_loss(fn: Callable[..., Any]) -> None:
         return "One sweep, one residual, no head in the backward pass at all."
 
     grade(2, body)
+
+
+def _assert_little_kept(pull: Any, x_ND: Any) -> None:
+    kept = sum(leaf.nbytes for leaf in jax.tree.leaves(pull))
+    assert kept <= x_ND.nbytes, (
+        f"between forward and backward {kept} bytes are kept. What does the backward pass multiply, and how many bytes "
+        f"has that? (x has {x_ND.nbytes}, in {x_ND.dtype}.)"
+    )
 
 
 def _logits(x_ND: Any, head_VD: Any) -> Any:
