@@ -1,8 +1,8 @@
 """Proofs that compare what both ways compute: loss, other results, gradients, and the model at evaluation.
 
 Two programs that compute the same in another order differ by rounding. Two bounds excuse a difference: a fraction of
-the value itself, by the coarsest type, and what the value does when every input moves by its last bit. A gradient that
-is zero in truth, such as that of a bias before a normalisation, is nothing but rounding: only the second judges it.
+the value itself, by its type, and what the value does when every input moves by its last bit. A gradient that is
+zero in truth, such as that of a bias before a normalisation, is nothing but rounding: only the second judges it.
 """
 
 import dataclasses
@@ -143,8 +143,9 @@ def _unseen(both: BothWays) -> str:
     """Return what a comparison could not see, in words."""
     if both.in_float32 is not None:
         return f" (in float32, too: {both.in_float32.tolerance:.0e} would be seen)"
-    coarse = both.tolerance > TOLERANCE["float32"]
-    return f" (what is below {both.tolerance:.0e} of it is not seen in {both.coarsest})" if coarse else ""
+    least = TOLERANCE[both.coarsest]
+    coarse = least > TOLERANCE["float32"]
+    return f" (what is below {least:.0e} of it is not seen in {both.coarsest})" if coarse else ""
 
 
 def _differences(both: BothWays, part: str, leaf: int, tolerance: float) -> list[_Difference]:

@@ -133,8 +133,9 @@ class BothWays:
 
     @property
     def tolerance(self) -> float:
-        """How far results may be apart, relatively."""
-        return TOLERANCE[self.coarsest]
+        """How far results may be apart, relatively, by the types of parameters and loss: `rounded` excuses the rest."""
+        dtypes = {str(dtype_of(leaf)) for leaf in (*jax.tree.leaves(self.params), self.plain.traced.out_avals[0])}
+        return max((TOLERANCE[dtype] for dtype in dtypes & set(TOLERANCE)), default=TOLERANCE["float32"])
 
     @cached_property
     def in_float32(self) -> "BothWays | None":
