@@ -43,6 +43,8 @@ def reduce_losses(
     if reduction == "mean":
         # Divided before, not after: hidden's gradient is rounded once to its type, while it waits for the cotangent.
         divisor = jnp.sum(weights_N) if normalizer is None else normalizer
+        if jnp.shape(divisor):
+            raise ValueError(f"normalizer must be one number, such as a mask's sum; got shape {jnp.shape(divisor)}.")
         nothing_counts = jnp.all(weights_N == 0) & (divisor == 0)
         weights_N = weights_N / jnp.where(nothing_counts, 1, divisor)
     scale = power_of_two(softmax, weights_N)
