@@ -351,14 +351,14 @@ def test_bad_layers_and_parameters_are_refused():
 @pytest.mark.parametrize(
     ("call", "error", "words"),
     [
-        (lambda p, x: untyped.apply_stack(layer, [p, {"w": p["w"][:3]}], x), ValueError, r"llamem\.stack_layers\("),
+        (lambda p, x: untyped.apply_stack(layer, [p, p], x), TypeError, r"llamem\.stack_layers\("),
         (lambda p, x: untyped.apply_stack(layer, p, x, has_aux=True), TypeError, r"returns \(x, aux\)"),
         (lambda p, x: unstack_layers(None), ValueError, "common first axis"),
         (lambda p, x: untyped.stack_layers(p), TypeError, r"stack_layers\(dict\)"),
         (
             lambda p, x: untyped.stack_layers([jax.ShapeDtypeStruct((n,), "f4") for n in (2, 3)]),
             ValueError,
-            "same shape",
+            r"has the shapes \(2,\), \(3,\)",
         ),
     ],
 )

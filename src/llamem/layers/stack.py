@@ -1,6 +1,6 @@
 """One layer to L layers in one call: scanned, unrolled or nested, with rematerialisation."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -61,7 +61,12 @@ def apply_stack(
     def body(x: Any, layer_xs: tuple[Any, Any]) -> tuple[Any, Any]:
         params, inputs = combine(layer_xs[0], static), layer_xs[1]
         state = Watch((params, inputs))
-        result = layer(params, x) if per_layer is None else layer(params, x, inputs)
+        try:
+            result = layer(params, x) if per_layer is None else layer(params, x, inputs)
+        except Exception as error:
+            if isinstance(stacked, Sequence):
+                error.add_note("stacked is a list: one of layers goes through llamem.stack_layers(layers) first.")
+            raise
         if has_aux and not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(f"with has_aux=True a layer returns (x, aux), a tuple of two; got {type(result).__name__}.")
         new_x, aux = result if has_aux else (result, None)

@@ -32,6 +32,9 @@ def stack_layers(layers: Sequence[Any]) -> Any:
         if not all(map(is_array, leaves)):
             _check_alike(jax.tree_util.keystr(path), leaves)
             return leaves[0]
+        if len(shapes := dict.fromkeys(leaf.shape for leaf in leaves)) > 1:
+            place = jax.tree_util.keystr(path)
+            raise ValueError(f"stack_layers: {place} has the shapes {', '.join(map(str, shapes))}: give layers of one.")
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             return jax.eval_shape(lambda *arrays: jnp.stack(arrays), *leaves)
         return jnp.stack(leaves)
