@@ -151,7 +151,9 @@ WRONG: Answers = {
     "always 16 tiles": (ROWS, lambda w, x, tiles: by_rows(w, x, 16), "How many rows"),
     "one row at a time": (ROWS, lambda w, x, tiles: by_rows(w, x, len(x)), "How many rows"),
     "a Python loop": (ROWS, written_out, "written out"),
-    "any name on the host": (LEDGER, any_name_on_the_host, "attn_out"),
+    "any name on the host": (LEDGER, any_name_on_the_host, "is the layers' input among them"),
+    "in GiB": (LEDGER, lambda c, n, p: {k: v / 2**30 for k, v in lines(c, n, p).items()}, "not in GiB"),
+    "never a residual": (LEDGER, lambda c, n, p: lines(c, n, p) | {"residuals": 0}, "Nothing is offloaded"),
     "the estimate asked": (LEDGER, lambda c, n, p: llamem.estimate(c, p, "v5e-1", seq_len=n), "yourself"),
     "the gate left out": (ROWS, no_gate, "is not silu"),
     "rows left in tiles": (ROWS, lambda w, x, tiles: rows_of(x, tiles), "one row for every row"),
@@ -171,8 +173,18 @@ def test_a_wrong_answer_gets_the_hint_that_fits(answer):
     refuse(WRONG[answer], "3 *", "* 4", "d_model *")
 
 
+def written_into_one_array(w, x_ND, tiles):
+    wide = {name: a.astype(jnp.float32) for name, a in w.items()}
+    tile = jax.checkpoint(lambda x: one_tile({name: a.astype(x.dtype) for name, a in wide.items()}, x))
+    rows = rows_of(x_ND, tiles)
+    return jax.lax.fori_loop(0, tiles, lambda i, y: y.at[i].set(tile(rows[i])), jnp.zeros_like(rows)).reshape(
+        x_ND.shape
+    )
+
+
 def test_right_answers_pass(capsys):
     ROWS(by_rows)
+    ROWS(written_into_one_array)
     LEDGER(lines)
     BETTER(lambda: Plan(offload=("block_in",)))
     assert "not yet" not in capsys.readouterr().out

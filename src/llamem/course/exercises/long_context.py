@@ -74,7 +74,10 @@ def _residuals(config: LlamaConfig, tokens: int, plan: Plan, right: int) -> dict
             one: "The line counts inputs that the chip keeps, not the one in transit.",
             config.n_layers * one: "Where do the inputs wait?",
         }
-    asked = {one: "How many layers leave their input behind?", config.n_layers * one: "Where do the inputs wait?"}
+    asked = {one: "How many layers leave their input behind?", right / GiB: "The line is in bytes, not in GiB."}
+    asked |= {
+        0: "Names wait on the host: is the layers' input among them?" if plan.offload else "Nothing is offloaded."
+    }
     of_type = "How many bytes has a number in the type that the layers compute in?"
     return asked | dict.fromkeys((2 * right, right / 2, config.n_layers * tokens * config.d_model), of_type)
 
@@ -116,7 +119,7 @@ def check_feed_forward(fn: Callable[..., Any]) -> None:
     w, x_ND, weight_ND = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (w32, x32, out32))
 
     def body() -> str:
-        exact = jax.tree.map(lambda a: np.asarray(a, np.float32), (w, x_ND))
+        exact = jax.tree.map(lambda a: a.astype(jnp.float32), (w, x_ND))
         expected = _whole(*exact)
         found = fn(*exact, tiles)
         assert getattr(found, "shape", None) == (N, D), "return one row for every row of x, [N, D]"
