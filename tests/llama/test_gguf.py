@@ -80,6 +80,11 @@ def test_foreign_files_and_tensors_are_refused(tmp_path):
     write_gguf(file, {})
     with pytest.raises(ValueError, match=r"has no field llama.embedding_length"):
         llamem.load_pretrained(file)
+    whole = write_gguf(file, {"a list": [1, 2]}).read_bytes()
+    count = whole.index(b"a list") + len("a list") + 8  # after two types, of the field and of its numbers
+    file.write_bytes(whole[:count] + (2**60).to_bytes(8, "little") + whole[count + 8 :])
+    with pytest.raises(ValueError, match=r"no complete GGUF file: .* more is to be read"):
+        llamem.load_pretrained(file)
     model = model_of(CONFIG)
     model_file(file, model, more=[("blk.0.attn_q.bias", np.ones(64), "F32")])
     with pytest.raises(ValueError, match=r"not known to this architecture: blk.0.attn_q.bias"):

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llamem._extras import import_extra
 
 _MISSING: Any = object()
@@ -35,8 +37,19 @@ def open_gguf(file: Path) -> Gguf:
     gguf = import_extra("gguf", "a GGUF file")
     if not file.is_file():
         raise FileNotFoundError(f"There is no file {str(file)!r}.")
+
+    a_list = int(gguf.GGUFValueType.ARRAY)
+
+    class Reader(gguf.GGUFReader):
+        # The package counts on beyond the file's end, as far as a damaged length of a list says.
+        def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
+            left = len(self.data) - orig_offs
+            if left < 1 or (raw_type == a_list and int(self._get(orig_offs + 4, np.uint64)[0]) > left):
+                raise ValueError(f"at byte {orig_offs:,} more is to be read than the file has")
+            return super()._get_field_parts(orig_offs, raw_type)
+
     try:
-        reader = gguf.GGUFReader(file)
+        reader = Reader(file)
     except Exception as error:  # damaged bytes raise whatever they hit
         raise ValueError(
             f"{file} is no complete GGUF file: {type(error).__name__}: {str(error)[:200]}. It is cut off, damaged or "
