@@ -117,6 +117,21 @@ WRONG: Answers = {
     ),
     "a device's own mean, weighed": (mesh.check_merge_devices, weighed_means, "0 / 0"),
     "everything gathered": (mesh.check_merge_devices, gathered_and_merged, "right, but"),
+    "four devices, however many there are": (
+        mesh.check_merge_devices,
+        lambda *a: merged(*a, meet=lambda a, axis: 4 * lax.pmean(a, axis)),
+        "wrong on 2",
+    ),
+    "the axis of the notebook, whatever is given": (
+        mesh.check_merge_devices,
+        lambda m, s, mix, axis: merged(m, s, mix, "tensor"),
+        "name is the last argument",
+    ),
+    "the notebook's axis for the logit": (
+        mesh.check_target_logit,
+        lambda x, w, ids, axis: logit(x, w, ids, "tensor"),
+        "name is the last argument",
+    ),
     "logsumexp alone": (mesh.check_merge_devices, lambda *a: merged(*a)[0], "two arrays"),
     "both the other way round": (mesh.check_merge_devices, lambda *a: merged(*a)[::-1], "one number per token"),
     # The target's logit.
@@ -176,6 +191,7 @@ def test_a_wrong_answer_about_a_mesh_is_refused_with_its_hint(name):
     ("check", "answer"),
     [
         (mesh.check_merge_devices, merged),
+        (mesh.check_merge_devices, lambda *a: list(merged(*a))),
         (mesh.check_target_logit, logit),
         (mesh.check_target_logit, largest_with_nothing_elsewhere),
     ],
