@@ -85,6 +85,16 @@ WRONG: Answers = {
         lambda s, b, n, h: host_that_is_gone(s, b, n, h) if h < hosts_at(s, n) else None,
         "an empty list",
     ),
+    "numbers with a fraction": (
+        SEQUENCES,
+        lambda step, batch, hosts_from, host: [float(number) for number in range(batch)],
+        "interpreted as an integer",
+    ),
+    "a third gathering with remat": (
+        PAR,
+        lambda flops, link, n_bytes, remat: (4 if remat else 3) * n_bytes / link / ((8 if remat else 6) / flops),
+        "backward pass has gathered",
+    ),
     "one journey": (PAR, par(1, 8, 6), "One journey"),
     "no gradients": (PAR, par(2, 8, 6), "What travels in the backward pass"),
     "gradients there and back": (PAR, par(4, 8, 6), "Four journeys"),

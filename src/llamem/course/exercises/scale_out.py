@@ -1,6 +1,7 @@
 """Checks of the exercises of notebook 11."""
 
 import itertools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ def check_my_sequences(fn: Callable[..., Any]) -> None:
                 everybody = range(max(hosts_from.values()))
                 answers = [fn(step, batch_size, dict(hosts_from), host) for host in everybody]
                 assert not any(answer is None for answer in answers), "return numbers in order; an empty list for none"
-                parts = [[int(number) for number in answer] for answer in answers]
+                parts = [[operator.index(number) for number in answer] for answer in answers]
                 _compare(parts, step, batch_size, hosts, hosts_from)
         return "Every sequence once, in the order of one host, whoever is there to read it."
 
@@ -70,7 +71,10 @@ def check_tokens_at_par(fn: Callable[..., float]) -> None:
                 n_bytes: "A number has more than one byte: how many travel?",
                 1 / n_bytes: "A number has more than one byte: how many travel?",
                 4 / 3: "Four journeys? A gradient is summed once, and nobody asks for it whole.",
-                (8 if remat else 6) / (6 if remat else 8): "Which FLOPs are done once more with remat, and only then?",
+                (8 if remat else 6) / (6 if remat else 8): (
+                    "Which FLOPs are done once more with remat, and only then? It uses the weights that the "
+                    "backward pass has gathered."
+                ),
                 (8 if remat else 6) / 2: "That is the forward pass alone. How many FLOPs has a whole step?",
             }
             if not remat:
