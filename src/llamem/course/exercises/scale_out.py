@@ -72,7 +72,7 @@ def check_tokens_at_par(fn: Callable[..., float]) -> None:
                 1 / n_bytes: "A number has more than one byte: how many travel?",
                 4 / 3: "Four journeys? A gradient is summed once, and nobody asks for it whole.",
                 (8 if remat else 6) / (6 if remat else 8): (
-                    "Which FLOPs are done once more with remat, and only then? It uses the weights that the "
+                    "Which FLOPs are done once more with remat, and only then? That work uses weights that the "
                     "backward pass has gathered."
                 ),
                 (8 if remat else 6) / 2: "That is the forward pass alone. How many FLOPs has a whole step?",
