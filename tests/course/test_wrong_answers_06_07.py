@@ -59,6 +59,20 @@ def always_the_first(value_and_grad, params, batch_BD, parts):
     return added_up(value_and_grad, params, jnp.tile(batch_BD[: len(batch_BD) // parts], (parts, 1)), parts)
 
 
+def loss_in_the_type_of_parameters(value_and_grad, params, batch_BD, parts):
+    def add(total, part_BD):
+        return total + value_and_grad(params, part_BD)[0].astype(total.dtype), None
+
+    start = jnp.zeros((), jax.tree.leaves(params)[0].dtype)
+    total, _ = jax.lax.scan(add, start, batch_BD.reshape(parts, -1, *batch_BD.shape[1:]))
+    return total / parts, added_up(value_and_grad, params, batch_BD, parts)[1]
+
+
+def all_but_the_first(value_and_grad, params, batch_BD, parts):
+    size = len(batch_BD) // parts
+    return added_up(value_and_grad, params, batch_BD[size:], parts - 1)
+
+
 def whole_batch(value_and_grad, params, batch_BD, parts):
     return value_and_grad(params, batch_BD)
 
@@ -104,6 +118,8 @@ WRONG: Answers = {
     "one table": (llama3.check_count_parameters, lambda *a: parameters(*a, tables=1), "untied"),
     "no norms": (llama3.check_count_parameters, lambda *a: parameters(*a, norms=0, last=0), "scale"),
     "no last norm": (llama3.check_count_parameters, lambda *a: parameters(*a, last=0), "scale"),
+    "one norm in a layer": (llama3.check_count_parameters, lambda *a: parameters(*a, norms=1), "scale"),
+    "norms with a bias": (llama3.check_count_parameters, lambda *a: parameters(*a, norms=4, last=2), "too many"),
     "h is D / H": (
         llama3.check_count_parameters,
         lambda D, V, L, H, K, h, F: parameters(D, V, L, H, K, D // H, F),
@@ -144,6 +160,12 @@ WRONG: Answers = {
     "the last part only": (train_llama3.check_accumulated, partial(added_up, only_last=True), "which part"),
     "the first part every time": (train_llama3.check_accumulated, always_the_first, "which part"),
     "added up in bfloat16": (train_llama3.check_accumulated, partial(added_up, dtype=None), "256"),
+    "losses added up in bfloat16": (
+        train_llama3.check_accumulated,
+        loss_in_the_type_of_parameters,
+        "add up the losses",
+    ),
+    "the first part left out": (train_llama3.check_accumulated, all_but_the_first, "which part"),
     "gradients in f32": (train_llama3.check_accumulated, widened, "another type"),
     "all gradients kept": (train_llama3.check_accumulated, stacked, "memory grows"),
     "all parts side by side": (train_llama3.check_accumulated, side_by_side, "memory grows|at a time"),

@@ -22,8 +22,11 @@ def check_count_parameters(fn: Callable[..., int]) -> None:
             missing = c.n_params - found
             if missing == c.vocab_size * c.d_model:
                 raise AssertionError("One table too few: untied, embedding and head are two of them.")
-            if missing in (c.d_model, 2 * c.d_model * c.n_layers, (2 * c.n_layers + 1) * c.d_model):
-                raise AssertionError("Norms have a scale each: two in every layer, and one after the last.")
+            if 0 < abs(missing) <= (2 * c.n_layers + 1) * c.d_model:
+                raise AssertionError(
+                    f"{name}: {abs(missing):,} too {'few' if missing > 0 else 'many'}, which is less than any matrix. "
+                    "Norms have a scale each: two in every layer, and one after the last. Nothing else is a vector."
+                )
             if missing and c.n_heads * c.head_dim != c.d_model:
                 raise AssertionError(f"{name} has heads of size {c.head_dim}: not D / H. Where does h belong?")
             if missing:

@@ -112,6 +112,10 @@ def check_accumulated(fn: Callable[..., Any]) -> None:
             "With 1,024 parts in bfloat16 the gradients are far off: in which type do you add them up? What is 256 + 1 "
             "with 8 significant bits?"
         )
+        assert abs(found[0] - right[0]) < 0.02 * abs(right[0]), (
+            "With 1,024 parts in bfloat16 the gradients are right and the loss is far off: in which type do you add up "
+            "the losses?"
+        )
         few, many = (answer_memory(parts) for parts in (8, 64))
         assert many < 2 * few, (
             f"The numbers are right, and the memory grows with the parts: {few:,} bytes of temporaries for 8 of eight "
