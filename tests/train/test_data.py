@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from llamem.llama.tokenizer import Tokenizer
+from llamem.train.chats import load_chats
 from llamem.train.data import Batches, load_corpus, read_documents, unigram_entropy
 
 TEXT = "def f(x):\n    return x ** 2  # ünï-çødé 漢字 🦙 1234567\r\n\n\n\t  we're HERE'LL <|end_of_text|> end\n   "
@@ -68,6 +69,9 @@ def test_files_and_folders(tmp_path):
 
 
 def test_unusable_corpora(tmp_path):
+    for load in (load_corpus, load_chats):
+        with pytest.raises(ValueError, match="heldout_fraction=5: expected a number between 0 and 1"):
+            load(tmp_path, heldout_fraction=5)
     with pytest.raises(FileNotFoundError, match=r"There is no corpus 'no/such/folder'.*hf:owner/name"):
         read_documents("no/such/folder")
     with pytest.raises(ValueError, match="is empty"):

@@ -55,7 +55,7 @@ def read_documents(source: str | os.PathLike = STANDARD_LIBRARY) -> list[str]:
             f"{name!r} holds JSON and not prose: a model would learn to write JSON. Chats are read by "
             "llamem.train.load_chats; of other records write the text alone into a file."
         )
-    elif path.exists():
+    elif name and path.exists():
         documents = [read_utf8(file) for file in ([path] if path.is_file() else _files(path, TEXT_SUFFIXES))]
     else:
         raise FileNotFoundError(
@@ -95,6 +95,12 @@ def read_utf8(file: Path) -> str:
         return file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(file)!r} is not UTF-8 text: {error}. Convert it: iconv -f latin1 -t utf-8.") from None
+
+
+def check_fraction(heldout_fraction: float) -> None:
+    """Raise ValueError for what is no share of a corpus."""
+    if not 0 < heldout_fraction < 1:
+        raise ValueError(f"heldout_fraction={heldout_fraction!r}: expected a number between 0 and 1, such as 0.05.")
 
 
 @dataclass(frozen=True)
@@ -138,6 +144,7 @@ def load_corpus(
 
     Default `cache_dir`: `corpora` under `$LLAMEM_CACHE`, or under `llamem` in `$XDG_CACHE_HOME` or `~/.cache`.
     """
+    check_fraction(heldout_fraction)
     documents = read_documents(source)
     tokenizer = tokenizer or Tokenizer()
     digest = hashlib.blake2b(f"{_CACHE_FORMAT} {tokenizer.fingerprint} {heldout_fraction}".encode(), digest_size=12)
