@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from llamem._checks import show
 from llamem._extras import import_extra
 from llamem.llama.config import LlamaConfig
 from llamem.llama.host_memory import host_place
@@ -73,7 +74,11 @@ def train(
     or a parameter is not finite; what is not finite is never a snapshot to resume from.
     """
     _check_sizes(config, settings, plan)
-    corpora = [corpus] if isinstance(corpus, Corpus | Chats) else list(corpus)
+    corpora: list[Any] = list(corpus) if isinstance(corpus, list | tuple) else [corpus]
+    if other := [one for one in corpora if not isinstance(one, Corpus | Chats)]:
+        raise TypeError(f"train(corpus={show(other[0])}): expected what load_corpus or load_chats returns.")
+    if not isinstance(init, Llama | None):
+        raise TypeError(f"train(init={show(init)}): expected a model, such as llamem.load_pretrained(folder).")
     batches, heldout = _batches(config, corpora, settings, lora)
     if lora is None:
         task = train_weights(config, settings, plan, init)
