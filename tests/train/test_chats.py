@@ -146,6 +146,8 @@ def test_adapters_train_on_chats_over_given_weights_and_go_on_bit_by_bit(tmp_pat
     assert alone.metrics[0]["loss"] < whole.metrics[0]["loss"]  # given adapters are gone on with
     with pytest.raises(ValueError, match="belong to another run: weights under the adapters"):
         train(CONFIG, data, early, tmp_path / "parts", **{**given, "init": model_of(CONFIG, seed=5)})
+    with pytest.raises(ValueError, match="belong to another run: adapters"):
+        train(CONFIG, data, early, tmp_path / "parts", **{**given, "lora": LoraConfig((2, 3), target_modules=("q",))})
 
 
 def test_a_given_model_goes_on_training_and_stays_as_it_was(tmp_path):

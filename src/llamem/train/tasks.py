@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from llamem._checks import show
 from llamem.llama.config import LlamaConfig
 from llamem.llama.host_memory import host_place, of_matrices, same_places
 from llamem.llama.lora import Adapters, LoraConfig
@@ -91,7 +90,7 @@ def train_adapters(
     return Task(
         {
             "weights under the adapters": checksum(base),
-            "adapters": show(lora if isinstance(lora, LoraConfig) else "given"),
+            "adapters": repr(lora if isinstance(lora, LoraConfig) else "given"),
         },
         placed_shapes(jax.eval_shape(begin), PartitionSpec(), plan.mesh),
         begin,
