@@ -138,6 +138,8 @@ def test_new_adapters_change_nothing_and_have_the_ranks_that_they_were_given():
 def test_select_and_join_are_inverse_and_unload_one():
     adapters = adapters_of(SMALL)
     singles = [adapters.select([i]) for i in range(3)]
+    with pytest.raises(ValueError, match="at least one"):
+        Adapters.join([])
     assert [one.a["q"].shape for one in singles] == [(2, 1, r, 24) for r in (3, 5, 1)]
     jax.tree.map(np.testing.assert_array_equal, Adapters.join(singles), adapters)
     rest = adapters.select([0, 2])

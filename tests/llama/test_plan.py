@@ -19,6 +19,7 @@ from llamem import Plan, Policy
         ({"moments": "host", "mesh": {"fsdp": 2}}, "'fsdp' axis instead"),
         ({"update": "in_backward", "mesh": {"data": 2}}, "'fsdp' axis instead"),
         ({"mesh": {"model": 2}}, "no mesh axis is called 'model'. Known: data, fsdp, tensor, context"),
+        ({"mesh": "fsdp"}, "mesh='fsdp': expected axes and their sizes"),
         ({"mesh": {"fsdp": 0}}, "mesh size fsdp=0: expected a whole number"),
         ({"mesh": {"tensor": 2}, "loss_axis": "tokens"}, "vocabulary split over 'tensor'"),
         ({"mesh": {"context": 2}, "attention": "cudnn"}, "cuDNN computes whole sequences"),

@@ -132,6 +132,8 @@ class Adapters:
     @classmethod
     def join(cls, parts: "Sequence[Adapters]") -> "Adapters":
         """Join the adapters of several, of one model, as one, in order. Where one lacks a target it has rank 0."""
+        if not parts:
+            raise ValueError("Adapters.join: expected at least one llamem.Adapters, and there is none.")
         joined = cls({}, {}, {}, {})
         for target in [t for t in TARGET_MODULES if any(t in part.a for part in parts)]:
             axis = 1 if target in IN_LAYERS else 0

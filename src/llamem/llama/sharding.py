@@ -19,7 +19,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from llamem._checks import check_whole
+from llamem._checks import check_whole, show
 from llamem.layers.collectives import gather
 
 # The mesh axes over which an axis of this name is split, the slowest first.
@@ -78,6 +78,8 @@ class MeshShape:
         """Make one of `{"fsdp": 4, "tensor": 2}`; what is not named is 1. Raise ValueError for an unknown axis."""
         if isinstance(sizes, MeshShape):
             return sizes
+        if not isinstance(sizes, Mapping):
+            raise TypeError(f"mesh={show(sizes)}: expected axes and their sizes, such as mesh={{'fsdp': 8}}.")
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := [name for name in sizes if name not in known]:
             raise ValueError(f"mesh={dict(sizes)!r}: no mesh axis is called {unknown[0]!r}. Known: {', '.join(known)}.")
