@@ -8,6 +8,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
@@ -79,6 +80,7 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
     ("checkpoint_basics", "check_rematerialised_stack"): (
         ("jax.checkpoint", "scan", "checkpoint(layer)"),
         {
+            "the first eight layers": "lambda layer, w, x: loop(jax.checkpoint(layer), w[:8], x)",
             "no checkpoint": "lambda layer, w, x: loop(layer, w, x)",
             "around the whole stack": "lambda layer, w, x: jax.checkpoint(lambda w, x: loop(layer, w, x))(w, x)",
             "around the whole scan": "lambda layer, w, x: jax.checkpoint(lambda w, x: scan(layer, w, x))(w, x)",
@@ -125,6 +127,8 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
         ("jax.checkpoint", "scan", "reshape"),
         {
             "no checkpoint": "lambda layer, w, x, size: loop(layer, w, x)",
+            "the notebook's layer, not the one given": "lambda layer, w, x, size: groups("
+            "jax.checkpoint(lambda w, x: jnp.sin(jnp.tanh(x @ w)) + x), layer, w, x, size)",
             "layers alone": "lambda layer, w, x, size: scan(jax.checkpoint(layer), w, x)",
             "groups alone": "lambda layer, w, x, size: groups(layer, layer, w, x, size)",
             "the whole and its layers": "lambda layer, w, x, size: jax.checkpoint("
@@ -380,6 +384,11 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, 
             "check_peak_and_step",
             "lambda s: list(fullest(s, lambda a, at: a[0] <= at <= a[1]))",
         ),
+        (
+            "where_the_memory_goes",
+            "check_peak_and_step",
+            "lambda s: np.array(fullest(s, lambda a, at: a[0] <= at <= a[1]))",
+        ),
         ("checkpoint_policies", "check_thrifty", "lambda *a: save('narrow', named)(*a)"),
         (
             "checkpoint_policies",
@@ -391,7 +400,7 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, 
 )
 def test_right_answers_in_other_words_are_accepted(topic, check, answer, capsys):
     module = importlib.import_module(f"llamem.course.exercises.{topic}")
-    getattr(module, check)(eval(answer, {"jax": jax, "jnp": jnp, "llamem": llamem, **globals()}))
+    getattr(module, check)(eval(answer, {"jax": jax, "jnp": jnp, "np": np, "llamem": llamem, **globals()}))
     assert "correct" in capsys.readouterr().out
 
 

@@ -15,6 +15,7 @@ from llamem.memory.report import GiB, Report
 from llamem.memory.residuals import Residuals
 
 __all__ = [
+    "frontier",
     "loss_curves",
     "report_bars",
     "residual_bars",
@@ -40,6 +41,34 @@ def show(fig: Figure, *, alt: str) -> None:
         fig.tight_layout()
     display(fig, metadata={"image/png": {"alt": alt}})
     plt.close(fig)
+
+
+def frontier(points: Mapping[str, tuple[float, float]], kinds: Mapping[str, str], title: str) -> Figure:
+    """Return a figure of temporaries (GiB) against products (TFLOP), a line through the points of kind "frontier".
+
+    `kinds` says of each point whether it is on the "frontier", "beaten", or uses the "host".
+    """
+    fig, ax = plt.subplots(figsize=(8.5, 4.6))
+    styles = {
+        "frontier": ("o-", "C0", "on the frontier"),
+        "beaten": ("x", "C1", "beaten"),
+        "host": ("^", "C2", "uses the host's memory"),
+    }
+    for kind, (style, colour, label) in styles.items():
+        of_kind = sorted(point for name, point in points.items() if kinds[name] == kind)
+        if of_kind:
+            ax.plot(*zip(*of_kind, strict=True), style, color=colour, label=label, markersize=8)
+    for name, point in points.items():
+        ax.annotate(
+            name, point, textcoords="offset points", xytext=(7, -12 if kinds[name] == "host" else 5), fontsize=9
+        )
+    ax.set(xscale="log", xlabel="temporaries on the device (GiB)", ylabel="matrix products (TFLOP)", title=title)
+    ax.xaxis.set_major_locator(LogLocator(base=2))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.minorticks_off()
+    ax.margins(x=0.12, y=0.08)
+    ax.legend(frameon=False, loc="lower left")
+    return fig
 
 
 def report_bars(reports: Mapping[str, Report]) -> Figure:
