@@ -154,3 +154,4 @@ def test_the_tables_say_what_is_estimated():
     found = estimate(ONE_B, Plan(), "v5e-1", **LONG)
     for words in ("estimated", "not measured", "weights", "DOES NOT FIT"):
         assert words in str(found) and words in found._repr_html_()
+    assert "estimated: fits" in str(estimate(ONE_B, chip="local", seq_len=512))  # by the default plan's own tiles

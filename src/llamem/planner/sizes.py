@@ -247,7 +247,7 @@ def _loss_tile(question: Question, plan: Plan, N: int, V: int) -> tuple[str, int
     if count == "auto":
         c, head = question.config, "trained" if question.lora is None else "frozen"
         generation, of_a_slice, _ = question.chip.name.partition(":")
-        chip = f"{generation}-1" if of_a_slice else question.chip.name
+        chip = f"{generation}-1" if of_a_slice else question.chip.name if question.chip.absent else None  # at hand
         choice = _chosen(N, c.d_model, V, dtype=c.compute_dtype, head=head, axis=axis, chip=chip)
         axis, count = choice.axis, choice.num_tiles
     if axis == "vocab":
