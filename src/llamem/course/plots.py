@@ -60,7 +60,7 @@ def frontier(points: Mapping[str, tuple[float, float]], kinds: Mapping[str, str]
             ax.plot(*zip(*of_kind, strict=True), style, color=colour, label=label, markersize=8)
     for name, point in points.items():
         ax.annotate(
-            name, point, textcoords="offset points", xytext=(7, -12 if kinds[name] == "host" else 5), fontsize=9
+            name, point, textcoords="offset points", xytext=(-12, -16) if kinds[name] == "host" else (7, 5), fontsize=9
         )
     ax.set(xscale="log", xlabel="temporaries on the device (GiB)", ylabel="matrix products (TFLOP)", title=title)
     ax.xaxis.set_major_locator(LogLocator(base=2))
