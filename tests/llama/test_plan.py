@@ -16,6 +16,7 @@ from llamem import Plan, Policy
         ({"loss_tiles": None, "loss_axis": "vocab"}, "no tiles to cut"),
         ({"head_groups": 0}, "head_groups=0"),
         ({"offload": "block_in"}, "offload='block_in'"),
+        ({"offload": ("blok_in",)}, r"no layer names \['blok_in'\]"),
         ({"moments": "host", "mesh": {"fsdp": 2}}, "'fsdp' axis instead"),
         ({"update": "in_backward", "mesh": {"data": 2}}, "'fsdp' axis instead"),
         ({"mesh": {"model": 2}}, "no mesh axis is called 'model'. Known: data, fsdp, tensor, context"),

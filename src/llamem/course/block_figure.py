@@ -29,7 +29,7 @@ class Flow:
 def block_flows(config: LlamaConfig, tokens: int) -> dict[str, Flow]:
     """Return the activations and weights of one dense layer that reads `tokens` tokens of one sequence, by name.
 
-    Activations have the names of `llama.block.ACTIVATIONS` and the type the layers compute in; `x` is the residual
+    Activations have the names of `llama.ACTIVATIONS` and the type the layers compute in; `x` is the residual
     stream, `normed` what leaves a norm, `hidden` what enters `w_down`, `scores` the attention scores of all heads,
     which plain attention writes down in f32. Weights have the type `config.param_dtype`.
     """

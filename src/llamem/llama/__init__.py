@@ -1,6 +1,6 @@
 """One model family, its weights in and out, and how a step of it is computed."""
 
-from llamem.llama.block import ACTIVATIONS, Block
+from llamem.llama.block import Block
 from llamem.llama.config import PRESETS, LlamaConfig, RopeScaling
 from llamem.llama.heads import rms_norm, rope_tables, rotate
 from llamem.llama.hf_config import config_from_hf, config_to_hf
@@ -9,7 +9,7 @@ from llamem.llama.lora_files import load_adapters, save_adapter
 from llamem.llama.lora_merge import merge_adapter
 from llamem.llama.lora_products import adapted_head
 from llamem.llama.model import KVCache, Llama
-from llamem.llama.plan import Plan
+from llamem.llama.plan import ACTIVATIONS, Plan
 from llamem.llama.pretrained import load_pretrained, save_pretrained
 from llamem.llama.quantized_model import check_trainable, dequantize, is_quantized, quantize
 from llamem.llama.sample import generate, generate_text

@@ -174,7 +174,3 @@ def _in_tiles(
 
     # Adapters belong to sequences: a tile is some tokens of each of them.
     return tiled_map(columns, (turned(weights), lora), x_BTD.swapaxes(0, 1), tiles).swapaxes(0, 1)
-
-
-# What a block names; with experts also "router".
-ACTIVATIONS = ("block_in", "q", "k", "v", "attn", "attn_out", "gate", "up", "mlp_out")

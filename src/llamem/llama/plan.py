@@ -21,6 +21,8 @@ _WORDS = {
     "weights": Home,
     "update": Update,
 }
+# What a block names; with experts also "router".
+ACTIVATIONS = ("block_in", "q", "k", "v", "attn", "attn_out", "gate", "up", "mlp_out")
 # Names that are given inside a tile, whose forward pass is always computed again: no policy could keep them.
 _IN_ATTENTION_TILES = frozenset(("q", "k", "v", "attn"))
 _IN_MLP_TILES = frozenset(("gate", "up", "router", "mlp_out"))
@@ -100,6 +102,8 @@ class Plan:
     def _exclusions(self) -> Iterator[tuple[bool, str]]:
         """Yield what does not go together: whether this plan is such a one, why not, and what to choose."""
         mesh, policy = self.mesh, check_policy(self.policy)
+        unknown = sorted(policy.names.difference(ACTIVATIONS, ("router",))) if isinstance(policy, Policy) else []
+        yield bool(unknown), f"no layer names {unknown}. The names are {', '.join(ACTIVATIONS)}."
         yield (
             self.loss_tiles is None and self.loss_axis != "auto",
             "the plain loss has no tiles to cut along an axis. Leave loss_axis out, or give loss_tiles.",
