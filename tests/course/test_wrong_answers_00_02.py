@@ -29,6 +29,12 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "no inputs": "lambda c, B, T: tower(c, B, T) - 2 * c.n_layers * B * T * c.d_model",
             "logits once": "lambda c, B, T: tower(c, B, T) - 4 * B * T * c.vocab_size",
             "logits in 16 bits": "lambda c, B, T: tower(c, B, T) - 4 * B * T * c.vocab_size",
+            "no embedding": "lambda c, B, T: tower(c, B, T) - 3 * c.param_dtype.itemsize * c.vocab_size * c.d_model",
+            "one of two arrays of logits in 16 bits": "lambda c, B, T: tower(c, B, T) - 2 * B * T * c.vocab_size",
+            "moments in 32 bits": "lambda c, B, T: tower(c, B, T) + 2 * (4 - c.param_dtype.itemsize) * c.n_params",
+            "inputs in the weights' type": "lambda c, B, T: "
+            "tower(c, B, T) + (c.param_dtype.itemsize - 2) * c.n_layers * B * T * c.d_model",
+            "a vocabulary written in": "lambda c, B, T: tower(c.replace(vocab_size=128_256), B, T)",
             "one sequence": "lambda c, B, T: tower(c, 1, T)",
             "16 bits written in": "lambda c, B, T: tower(c.replace(param_dtype=jnp.bfloat16), B, T)",
             "inputs in 32 bits": "lambda c, B, T: tower(c, B, T) + 2 * c.n_layers * B * T * c.d_model",
@@ -51,6 +57,13 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "the vjp's output, too": "lambda f, *a: size(jax.eval_shape(lambda *a: jax.vjp(f, *a), *a))",
             "elements": "lambda f, *a: sum(leaf.size for leaf in kept(f, *a))",
             "always 32 bits": "lambda f, *a: sum(4 * leaf.size for leaf in kept(f, *a))",
+            "all in the argument's type": "lambda f, *a: sum(leaf.size * a[0].dtype.itemsize for leaf in kept(f, *a))",
+            "equal arrays once": "lambda f, *a: sum("
+            "n * width for n, width in {(leaf.size, leaf.dtype.itemsize) for leaf in kept(f, *a)})",
+            "the first argument's alone": "lambda f, *a: size(kept(lambda x: f(x, *a[1:]), a[0]))",
+            "the arguments left out": "lambda f, *a: size("
+            "[leaf for leaf in kept(f, *a) if leaf.shape not in {x.shape for x in a}])",
+            "twice": "lambda f, *a: 2 * size(kept(f, *a))",
             "the largest alone": "lambda f, *a: max((size(leaf) for leaf in kept(f, *a)), default=0)",
             "how many": "lambda f, *a: len(kept(f, *a))",
             "no arguments": "lambda f, *a: llamem.saved_residuals(lambda *a: f(*a).sum(), *a).bytes",
@@ -72,6 +85,14 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "equal arrays once": "lambda s: fullest(list(dict.fromkeys(s)), lambda a, at: a[0] <= at <= a[1])",
             "the last such step": "lambda s: fullest(s, lambda a, at: a[0] <= at <= a[1], -1)",
             "how many arrays": "lambda s: fullest([(a, b, 1) for a, b, _ in s], lambda a, at: a[0] <= at <= a[1])",
+            "where an array ends": "lambda s: max("
+            "(sum(a[2] for a in s if a[0] <= end <= a[1]), end) for _, end, _ in s)",
+            "the last of equal peaks": "lambda s: max("
+            "(sum(a[2] for a in s if a[0] <= at <= a[1]), at) for at, _, _ in s)",
+            "the first of equal peaks in the list": "lambda s: max("
+            "((sum(a[2] for a in s if a[0] <= at <= a[1]), at) for at, _, _ in s), key=lambda found: found[0])",
+            "which of the steps": "lambda s: (fullest(s, lambda a, at: a[0] <= at <= a[1])[0], 0)",
+            "what begins in one step": "lambda s: fullest(s, lambda a, at: a[0] == at)",
             "no step": "lambda s: fullest(s, lambda a, at: a[0] <= at <= a[1])[0]",
             "the step first": "lambda s: fullest(s, lambda a, at: a[0] <= at <= a[1])[::-1]",
             "in the order of the list": "lambda s: listed(s)",
@@ -283,6 +304,14 @@ def fullest(schedule, there, which=0):
     return peak, [at for at, size in held.items() if size == peak][which]
 
 
+def every_step(schedule):
+    """The peak and its step, every step being asked."""
+    held = np.zeros(1 + max(last for _, last, _ in schedule), int)
+    for first, last, size in schedule:
+        held[first : last + 1] += size
+    return held.max(), held.argmax()
+
+
 def listed(schedule):
     """What is held when each array begins, only those that the list has before it being freed."""
     held, peak = [], (0, 0)
@@ -388,6 +417,11 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, 
             "where_the_memory_goes",
             "check_peak_and_step",
             "lambda s: np.array(fullest(s, lambda a, at: a[0] <= at <= a[1]))",
+        ),
+        (
+            "where_the_memory_goes",
+            "check_peak_and_step",
+            "lambda s: every_step(s)",
         ),
         ("checkpoint_policies", "check_thrifty", "lambda *a: save('narrow', named)(*a)"),
         (
