@@ -287,6 +287,10 @@ def overflowing(z):
     return jnp.exp(z) / jnp.exp(z).sum(1, keepdims=True)
 
 
+def smoothed(z, t, eps, softmax=jax.nn.softmax):
+    return softmax(z) - (1 - eps) * jax.nn.one_hot(t, z.shape[1]) - eps / z.shape[1]
+
+
 def off_target(z, t, eps):
     hot = jax.nn.one_hot(t, z.shape[1])
     return jax.nn.softmax(z) - (1 - eps) * hot - eps / (z.shape[1] - 1) * (1 - hot)
@@ -370,6 +374,36 @@ TILES: Answers = {
         lambda z, t, eps: softmax_minus(z, t, eps, share=0.3 * (eps > 0) / z.shape[1], own=1 - 0.3 * (eps > 0)),
         "wrong for 0.1",
     ),
+    "the gradient of the mean": (
+        tiles.check_smoothed_gradient,
+        lambda *given: smoothed(*given) / len(given[0]),
+        "size",
+    ),
+    "the logarithm of the softmax": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: smoothed(z, t, eps, jax.nn.log_softmax),
+        "rows",
+    ),
+    "a softmax over the tokens": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: smoothed(z, t, eps, partial(jax.nn.softmax, axis=0)),
+        "rows",
+    ),
+    "one maximum for all tokens": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: smoothed(z, t, eps, lambda z: overflowing(z - z.max())),
+        "what does softmax do first",
+    ),
+    "logits that are cut off at 80": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: smoothed(jnp.clip(z, -80, 80), t, eps),
+        "exp of 200",
+    ),
+    "the softmax smoothed, the targets not": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: (1 - eps) * jax.nn.softmax(z) + eps / z.shape[1] - jax.nn.one_hot(t, z.shape[1]),
+        "the wrong words",
+    ),
     "a softmax that overflows": (
         tiles.check_smoothed_gradient,
         lambda z, t, eps: overflowing(z) - (1 - eps) * jax.nn.one_hot(t, z.shape[1]) - eps / z.shape[1],
@@ -379,7 +413,7 @@ TILES: Answers = {
     "only the value of make": (
         tiles.check_frozen_loss,
         lambda make: lambda x, head, t: make(x, head, t)[0],
-        "under a sum",
+        "Which tool",
     ),
     "the cotangent forgotten": (
         tiles.check_frozen_loss,
@@ -429,6 +463,31 @@ TILES: Answers = {
         ),
         "in bfloat16",
     ),
+    "a checkpoint around make": (
+        tiles.check_frozen_loss,
+        lambda make: jax.checkpoint(lambda x, head, t: make(x, head, t)[0]),
+        "Which tool",
+    ),
+    "the cotangent twice": (
+        tiles.check_frozen_loss,
+        partial(frozen, backward=lambda dx, g: ((g * g * dx).astype(dx.dtype), None, None), keep=cast),
+        "under a mean",
+    ),
+    "the mean built in": (
+        tiles.check_frozen_loss,
+        partial(frozen, backward=lambda dx, g: ((g * dx / len(dx)).astype(dx.dtype), None, None), keep=cast),
+        "under a sum",
+    ),
+    "the gradient beside the loss": (
+        tiles.check_frozen_loss,
+        lambda make: lambda *given: (frozen(make, backward=right, keep=cast)(*given), make(*given)[1]),
+        "no second result",
+    ),
+    "called once for the loss, once for the gradient": (
+        tiles.check_frozen_loss,
+        lambda make: frozen(lambda *given: (make(*given)[0], make(*given)[1]), backward=right, keep=cast),
+        "2 times",
+    ),
     "in float32 whatever x is": (tiles.check_frozen_loss, partial(frozen, backward=right), "bfloat16"),
 }
 
@@ -456,6 +515,7 @@ def test_a_wrong_answer_is_refused_with_its_hint(name):
         ),
         (tiles.check_frozen_loss, partial(frozen, backward=right, keep=cast)),
         (tiles.check_frozen_loss, of_x_alone),
+        (tiles.check_frozen_loss, lambda make: jax.jit(frozen(make, backward=right, keep=cast))),
     ],
 )
 def test_a_right_answer_in_other_words_is_accepted(check, answer, capsys):

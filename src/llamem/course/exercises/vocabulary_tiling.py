@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
+from llamem.memory.jaxprs import equations
 
 
 def check_smoothed_gradient(fn: Callable[..., Any]) -> None:
@@ -23,7 +24,11 @@ def check_smoothed_gradient(fn: Callable[..., Any]) -> None:
     def body() -> str:
         found, smoothed = fn(z_NV, targets_N, 0.0), fn(z_NV, targets_N, 0.3)
         plain = jax.grad(losses)(z_NV, 0.0)
-        _close(found, plain, "with epsilon 0 it must be the gradient that this notebook derived")
+        _close(
+            found,
+            plain,
+            "with epsilon 0 it must be the gradient that this notebook derived, of the sum: compare sign, size, rows",
+        )
         if np.allclose(smoothed, plain, atol=1e-5):
             raise AssertionError("epsilon changes nothing in your answer. Which term of the loss does it enter?")
         scaled = jax.nn.softmax(z_NV) - jax.nn.one_hot(targets_N, z_NV.shape[1])
@@ -54,10 +59,8 @@ def check_smoothed_gradient(fn: Callable[..., Any]) -> None:
 
 def check_frozen_loss(fn: Callable[..., Any]) -> None:
     """Exercise 2: `custom_vjp` around a function that makes the loss and one gradient."""
-    calls = []
 
     def make(x_ND: Any, head_VD: Any, targets_N: Any) -> tuple[Any, Any]:
-        calls.append(x_ND)
         d_NV = jax.nn.softmax(_logits(x_ND, head_VD)) - jax.nn.one_hot(targets_N, len(head_VD))
         # Nothing of this may be differentiated: the gradient is made here.
         return jax.lax.stop_gradient((_plain(x_ND, head_VD, targets_N), d_NV @ head_VD.astype(jnp.float32)))
@@ -74,6 +77,10 @@ def check_frozen_loss(fn: Callable[..., Any]) -> None:
         for scale, where in ((1.0, "a sum"), (1 / 12, "a mean")):
             found = jax.grad(lambda x, scale=scale: scale * loss(x, head_VD, targets_N))(x_ND)
             exact = jax.grad(lambda x, scale=scale: scale * _plain(x, head_VD, targets_N))(x_ND)
+            assert np.any(found), (
+                "the gradient is all zeros: JAX finds nothing in `make` to differentiate. Which tool gives it the "
+                "gradient that `make` returns?"
+            )
             _close(found, exact, f"under {where} the gradient of the hidden states is wrong")
         value, _ = jax.value_and_grad(loss)(x_ND, head_VD, targets_N)
         hint = "the value is that of `make` as long as nobody differentiates; what does your forward pass return first?"
@@ -83,10 +90,11 @@ def check_frozen_loss(fn: Callable[..., Any]) -> None:
         except jax.errors.UnexpectedTracerError:  # a loss of x alone around the others: nobody asked for more
             for_head = jnp.zeros_like(head_VD)
         _close(for_head, jnp.zeros_like(head_VD), "the head is frozen: None, or zeros, stands for its gradient")
-        calls.clear()
+        program = jax.make_jaxpr(jax.grad(lambda x: loss(x, head_VD, targets_N)))(x_ND).jaxpr
+        products = [eqn.outvars[0].aval for eqn, _ in equations(program) if eqn.primitive.name == "dot_general"]
+        calls = sum(getattr(out, "shape", None) == x_ND.shape for out in products)  # each of them sweeps once
+        assert calls == 1, f"forward and backward together call `make` {calls} times; all is known after one"
         _, pull = jax.vjp(lambda x: loss(x, head_VD, targets_N), x_ND)
-        pull(jnp.ones(()))
-        assert len(calls) == 1, f"forward and backward together call `make` {len(calls)} times; all is known after one"
         jax.vjp(lambda x: loss(x, head_VD, targets_N), 2 * x_ND)  # another forward pass before this one's backward
         hint = "the backward pass takes the gradient of another forward pass: what it needs, its own must return"
         _close(pull(jnp.ones(()))[0], jax.grad(lambda x: _plain(x, head_VD, targets_N))(x_ND), hint)
