@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import llamem
-from llamem.memory import chips, dump
+from llamem.memory import chip_names, dump
 
 ACCELERATOR = any(glob.glob(pattern) for pattern in ("/dev/nvidia*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd"))
 needs_gpu_compiler = pytest.mark.skipif(not llamem.available("a100-40"), reason="needs the CUDA plugin and ptxas")
@@ -65,9 +65,9 @@ def test_importing_pulls_in_nothing_of_notebooks():
     ],
 )
 def test_chips_as_people_write_them(written, name):
-    found = chips.known_chip(written)
+    found = chip_names.known_chip(written)
     assert found is not None and found.name == name
-    assert chips.known_chip(f"{written} of mine") is None
+    assert chip_names.known_chip(f"{written} of mine") is None
 
 
 @needs_gpu_compiler
@@ -109,7 +109,7 @@ def test_an_unknown_name_lists_the_known():
 
 @pytest.mark.parametrize(("name", "devices"), [("v5e:16x16", 256), ("v5p:4x4x8", 128)])
 def test_tpus_by_how_they_are_connected(name, devices):
-    found = chips.pod(name)
+    found = chip_names.pod(name)
     assert found is not None
     assert (found.name, found.topology, found.devices) == (name, name, devices)
     one = llamem.CHIPS[f"{name.partition(':')[0]}-1"]
@@ -149,6 +149,6 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch, name, extra):
     with pytest.raises(ImportError, match=rf"pip install 'llamem\[{extra}\]'"):
         llamem.find_chip(name)
     assert not llamem.available(name)
-    monkeypatch.setattr(chips.sys, "platform", "darwin")
+    monkeypatch.setattr(chip_names.sys, "platform", "darwin")
     with pytest.raises(ImportError, match="Linux on x86-64 only; this is darwin"):
         llamem.find_chip(name)

@@ -10,7 +10,7 @@ import pytest
 
 import llamem
 from llamem.memory.arguments import read_leaves
-from llamem.memory.chips import find_chip
+from llamem.memory.chip_names import find_chip
 from llamem.memory.provenance import find_provenance
 from llamem.memory.timeline import Timeline
 

@@ -1,6 +1,7 @@
 """Any program: traced, compiled for any chip."""
 
-from llamem.memory.chips import CHIPS, Chip, available, compiling_for, find_chip
+from llamem.memory.chip_names import available, find_chip
+from llamem.memory.chips import CHIPS, Chip, compiling_for
 from llamem.memory.compiling import compile_report, matmul_flops
 from llamem.memory.host_memory import host_memory_limit
 from llamem.memory.report import Buffer, Collective, Comparison, GiB, Report, compare

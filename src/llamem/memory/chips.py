@@ -1,16 +1,10 @@
-"""The chips one can compile for: the one at hand, or by name a TPU or an NVIDIA GPU that is not there."""
+"""What chips are: a table of TPUs and NVIDIA GPUs, and which of them a program is being traced for."""
 
 import dataclasses
-import importlib.util
 import math
-import platform
-import re
-import sys
 from typing import Literal
 
 import jax
-
-from llamem._checks import show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,60 +141,6 @@ CHIPS |= {
 }
 
 
-def known_chip(name: str) -> Chip | None:
-    """Return a chip of `CHIPS`, or TPUs by how they are connected; None for what is no such name.
-
-    Capitals, spaces, dashes and the maker's words make no difference: "A100-80GB", "NVIDIA GeForce RTX 4090".
-    """
-    plain = _plain(name)
-    alike = (chip for own, chip in CHIPS.items() if plain in (_plain(own), _plain(chip.device_kind)))
-    return CHIPS.get(name) or next(alike, None) or pod(name.lower())
-
-
-def _plain(name: str) -> str:
-    plain = re.sub(r"nvidia|geforce|tesla|quadro|tpu|sxm\d?|pcie|hbm\w*|[\s_-]", "", name.lower())
-    return plain.replace("v5litepod", "v5e").replace("rtxa", "a").removesuffix("gb")
-
-
-def find_chip(name: str) -> Chip:
-    """Return a chip by name: "local", one of `CHIPS`, or TPUs by how they are connected, "v5e:16x16" or "v5p:4x4x8".
-
-    "cpu", "gpu" and "tpu" mean the local device, which must be of that kind. Raises ValueError for an unknown name,
-    RuntimeError for a local device of another kind, ImportError that says what to install
-    where the compiler for an absent chip is missing.
-    """
-    if not isinstance(name, str):
-        raise ValueError(f"chip={show(name)}: expected a name such as 'v5e-1' or 'local'. Known: {', '.join(CHIPS)}.")
-    if name in ("local", "cpu", "gpu", "tpu"):
-        return _local(name)
-    found = known_chip(name)
-    if found is None:
-        raise ValueError(
-            f"no chip is called {name!r}. Known: local, cpu, gpu, tpu, {', '.join(CHIPS)}; and several TPUs by "
-            "how they are connected, 'v5e:16x16', 'v6e:16x16' or 'v5p:4x4x8'."
-        )
-    needs = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "nvidia.cuda_nvcc")}[found.platform]
-    missing = [module for module in (*needs, "flatbuffers") if not _installed(module)]
-    if missing:
-        extra = {"tpu": "tpu-compile", "cuda": "gpu-compile"}[found.platform]
-        there = sys.platform == "linux" and platform.machine() == "x86_64"
-        here = "" if there else f" It exists for Linux on x86-64 only; this is {sys.platform}."
-        raise ImportError(f"compiling for {name!r} needs {', '.join(missing)}: `pip install 'llamem[{extra}]'`.{here}")
-    return found
-
-
-def pod(name: str) -> Chip | None:
-    """Return TPUs by generation and sizes, "v5p:4x4x8"; None where the name is no such thing. Their compiler
-    knows which sizes Google builds.
-    """
-    generation, _, sizes = name.partition(":")
-    one = CHIPS.get(f"{generation}-1")
-    if one is None or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", sizes) or sizes.count("x") != one.topology.count("x"):
-        return None
-    devices = math.prod(int(size) for size in sizes.split("x"))
-    return dataclasses.replace(one, name=name, topology=name, devices=devices)
-
-
 def compiling_for() -> str:
     """Return the kind of chip that the program being traced is for, "TPU v5 lite" or "cpu", as its `device_kind` says.
 
@@ -208,33 +148,3 @@ def compiling_for() -> str:
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return device.device_kind if device is not None else jax.devices()[0].device_kind
-
-
-def available(name: str) -> bool:
-    """Return whether programs can be compiled for this chip here."""
-    try:
-        find_chip(name)
-    except (ImportError, RuntimeError):
-        return False
-    return True
-
-
-def _local(name: str) -> Chip:
-    device = jax.local_devices()[0]
-    kind = {"cuda": "gpu", "rocm": "gpu"}.get(device.platform, device.platform)
-    if name not in ("local", kind):
-        raise RuntimeError(
-            f"the local device is a {kind} ({device.device_kind}), not a {name}. Use chip='local' for it, or name a "
-            f"chip to compile for without having it: {', '.join(CHIPS)}."
-        )
-    stats = device.memory_stats()
-    capacity = stats["bytes_limit"] if stats and "bytes_limit" in stats else None
-    platform = "cuda" if kind == "gpu" else device.platform
-    return Chip(name, platform, device.device_kind, capacity, absent=False)
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package of a dotted name is missing
-        return False

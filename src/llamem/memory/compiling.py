@@ -20,7 +20,8 @@ from jax.extend import core as jex_core
 
 from llamem._checks import show
 from llamem.memory.arguments import Leaf, mesh_of, read_leaves, shard_bytes
-from llamem.memory.chips import Chip, find_chip
+from llamem.memory.chip_names import find_chip
+from llamem.memory.chips import Chip
 from llamem.memory.compiler_process import analysed_bytes
 from llamem.memory.cross_compile import Request, compile_absent, export_for, traced_for
 from llamem.memory.dump import needed_bytes, read_dump, remedy

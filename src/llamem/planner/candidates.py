@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-from llamem.layers import Policy
-from llamem.llama import LlamaConfig, MeshShape, Plan
+from llamem.layers.remat import Policy
+from llamem.llama.config import LlamaConfig
+from llamem.llama.plan import Plan
+from llamem.llama.sharding import MeshShape
 from llamem.planner.estimates import Estimate, estimate_plan
 from llamem.planner.sizes import Question
 

@@ -8,8 +8,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from llamem.llama import LlamaConfig, LoraConfig, config_from_hf
-from llamem.memory import CHIPS, GiB
+from llamem.llama.config import LlamaConfig
+from llamem.llama.hf_config import config_from_hf
+from llamem.llama.lora import LoraConfig
+from llamem.memory.chips import CHIPS
+from llamem.memory.report import GiB
 from llamem.memory.show import Table
 from llamem.planner.fitting import NothingFits
 from llamem.planner.found import SPEEDS, speeds_shown

@@ -7,10 +7,12 @@ Bytes are three sums and a margin (`llamem.planner.sums`). Seconds are a rooflin
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from llamem.llama import LlamaConfig, LoraConfig
+from llamem.llama.config import LlamaConfig
+from llamem.llama.lora import LoraConfig
 from llamem.llama.plan import Plan
 from llamem.llama.quantized import BlockKind
-from llamem.memory import Chip, GiB, Report
+from llamem.memory.chips import Chip
+from llamem.memory.report import GiB, Report
 from llamem.memory.show import Shown, Table
 from llamem.planner.roofline import Seconds, seconds_of
 from llamem.planner.sizes import Question, Sizes, chip_called

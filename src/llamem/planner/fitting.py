@@ -8,8 +8,9 @@ from textwrap import shorten
 from typing import Any, TypeVar
 
 from llamem._checks import check_whole, show
-from llamem.memory import GiB, Report, compile_report
-from llamem.memory.chips import find_chip
+from llamem.memory.chip_names import find_chip
+from llamem.memory.compiling import compile_report
+from llamem.memory.report import GiB, Report
 from llamem.memory.show import Shown, Table
 
 Progress = Callable[[str], None] | None

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llamem._extras import import_extra
-from llamem.layers import Policy
-from llamem.llama import Plan
-from llamem.memory import GiB, Report
+from llamem.layers.remat import Policy
+from llamem.llama.plan import Plan
+from llamem.memory.report import GiB, Report
 from llamem.memory.show import Shown, Table
 from llamem.planner.estimates import Estimate, estimate_plan
 from llamem.planner.sizes import has_cudnn

@@ -8,8 +8,10 @@ import re
 from collections.abc import Mapping
 
 from llamem._checks import check_one_of
-from llamem.llama import LlamaConfig, MeshShape, Plan
-from llamem.memory import CHIPS
+from llamem.llama.config import LlamaConfig
+from llamem.llama.plan import Plan
+from llamem.llama.sharding import MeshShape
+from llamem.memory.chips import CHIPS
 from llamem.planner.sizes import Question, Sizes, has_cudnn
 
 # Assumptions, each a share of the chip's peak, and where it comes from. They make no plan fit; they rank plans.

@@ -5,11 +5,15 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from llamem.llama import LlamaConfig, LoraConfig, MeshShape, Plan
+from llamem.llama.config import LlamaConfig
+from llamem.llama.lora import LoraConfig
+from llamem.llama.plan import Plan
 from llamem.llama.quantized import BlockKind
-from llamem.memory import Chip, GiB, Report, host_memory_limit
-from llamem.memory.chips import find_chip
-from llamem.memory.host_memory import PINNED_POOL_BYTES
+from llamem.llama.sharding import MeshShape
+from llamem.memory.chip_names import find_chip
+from llamem.memory.chips import Chip
+from llamem.memory.host_memory import PINNED_POOL_BYTES, host_memory_limit
+from llamem.memory.report import GiB, Report
 from llamem.planner.candidates import all_estimates
 from llamem.planner.estimates import Estimate
 from llamem.planner.fitting import Answer, NothingFits, Progress, ask

@@ -11,17 +11,20 @@ from llamem.layers.experts import MAX_GROUP
 from llamem.layers.remat import Policy, check_policy
 from llamem.layers.stack import group_count
 from llamem.layers.tiling import tile_size
-from llamem.llama import ACTIVATIONS, LlamaConfig, LoraConfig, MeshShape, Plan
-from llamem.llama.lora import shape_of
+from llamem.llama.config import LlamaConfig
+from llamem.llama.lora import LoraConfig, shape_of
 from llamem.llama.model import check_heads
+from llamem.llama.plan import ACTIVATIONS, Plan
 from llamem.llama.quantized import BlockKind, check_kinds
-from llamem.losses import choose_tiles
-from llamem.memory import Chip, Report, compile_report
-from llamem.memory.chips import find_chip, known_chip
-from llamem.memory.report import Depth
-from llamem.train import TrainSettings, abstract_lora_step, abstract_step
-from llamem.train.adapter_step import check_adapter_plan
-from llamem.train.settings import Clip
+from llamem.llama.sharding import MeshShape
+from llamem.losses.choice import choose_tiles
+from llamem.memory.chip_names import find_chip, known_chip
+from llamem.memory.chips import Chip
+from llamem.memory.compiling import compile_report
+from llamem.memory.report import Depth, Report
+from llamem.train.adapter_step import abstract_lora_step, check_adapter_plan
+from llamem.train.settings import Clip, TrainSettings
+from llamem.train.step import abstract_step
 
 _LANES = 128  # a TPU stores the last axis of an array in rows of 128: Google Cloud's TPU architecture page
 # JAX's heuristics about "dots" keep every product of matrices; these are the block's, by the names of what follows.

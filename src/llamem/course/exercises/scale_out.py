@@ -12,7 +12,7 @@ from llamem.course.exercises import grade
 from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import Plan
 from llamem.llama.sharding import MeshShape
-from llamem.memory.chips import available, find_chip
+from llamem.memory.chip_names import available, find_chip
 from llamem.memory.compiling import compile_report
 from llamem.memory.report import GiB
 from llamem.train import TrainSettings, abstract_step

@@ -9,7 +9,7 @@ import numpy as np
 
 from llamem.course.exercises import grade
 from llamem.llama.config import LlamaConfig
-from llamem.memory.chips import available
+from llamem.memory.chip_names import available
 from llamem.memory.compiling import compile_report
 from llamem.memory.report import GiB
 from llamem.train import TrainSettings, abstract_step
