@@ -2,6 +2,7 @@
 
 import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -15,7 +16,6 @@ from llamem.losses import choice
 from llamem.losses.choice import choose_tiles
 from llamem.losses.cross_entropy import tiled_cross_entropy
 from llamem.memory import matmul_flops
-from llamem.memory.chips import Chip
 
 N, D, V = 53, 16, 300
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -178,12 +178,12 @@ def test_auto_never_has_all_logits_at_once_nor_more_for_more_tiles():
 
 
 def test_an_unknown_card_is_judged_by_its_own_memory(monkeypatch):
-    card = Chip("local", "cuda", "NVIDIA GeForce RTX 4090", 24 << 30, absent=False)
-    monkeypatch.setattr(choice, "compiling_for", lambda: card.device_kind)
-    monkeypatch.setattr(choice, "find_chip", lambda name: card)
+    card = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 24 << 30})
+    monkeypatch.setattr(choice, "compiling_for", lambda: "NVIDIA RTX 5000 Ada Generation")
+    monkeypatch.setattr(choice.jax, "local_devices", lambda: [card])
     found, h100 = choose_tiles(8192, 4096, 128_256), choose_tiles(8192, 4096, 128_256, chip="h100")
     budget = int(re.findall(r"budget (\d+) MiB", found.reason)[0])
-    assert 0.9 * 1536 < budget <= 1536 and "4090" in found.reason
+    assert 0.9 * 1536 < budget <= 1536 and "5000 Ada" in found.reason
     assert found.workspace_bytes < 1536 << 20 < h100.workspace_bytes
 
 

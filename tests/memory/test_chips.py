@@ -133,7 +133,7 @@ def test_the_local_device():
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_arguments_in_the_hosts_memory_of_several_chips_are_refused_by_name(as_a_user, monkeypatch, spread):
-    monkeypatch.setattr(chips, "_installed", lambda module: True)
+    monkeypatch.setattr(chip_names, "_installed", lambda module: True)
     there = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     if spread:
         mesh = llamem.find_chip("v5e-4").mesh(data=4)
@@ -145,7 +145,7 @@ def test_arguments_in_the_hosts_memory_of_several_chips_are_refused_by_name(as_a
 
 @pytest.mark.parametrize(("name", "extra"), [("v5e-1", "tpu-compile"), ("h100", "gpu-compile")])
 def test_a_missing_compiler_says_what_to_install(monkeypatch, name, extra):
-    monkeypatch.setattr(chips, "_installed", lambda module: False)
+    monkeypatch.setattr(chip_names, "_installed", lambda module: False)
     with pytest.raises(ImportError, match=rf"pip install 'llamem\[{extra}\]'"):
         llamem.find_chip(name)
     assert not llamem.available(name)
