@@ -58,12 +58,12 @@ def dropout(remat_of):
     return answer
 
 
-def after(change, result=mean_square, remat_of=lambda remat: "nothing" if remat else None):
+def after(change, result=mean_square, remat_of=lambda remat: "nothing" if remat else None, keys_of=jax.random.split):
     """A right stack with dropout, of weights and start as `change(w, x, remat)` returns them; and what is returned."""
 
     def answer(layer, w, x, key, remat):
         w, x = change(w, x, remat)
-        keys = jax.random.split(key, len(w["up"]))
+        keys = keys_of(key, len(w["up"]))
         return result(llamem.apply_stack(layer, w, x, keys, remat=remat_of(remat)))
 
     return answer
@@ -88,6 +88,27 @@ def last_four(layer, w, x, key, remat):
     return mean_square(scan(lambda one, x: around(one[0], x, one[1]), last, x))
 
 
+def stopped_between(layer, w, x, key, remat):
+    return after(same)(lambda w, x, key: layer(w, jax.lax.stop_gradient(x), key), w, x, key, remat)
+
+
+def summed(layer, w, x, key, remat):
+    def body(w, x):
+        return layer(w, x, jax.random.fold_in(key, jnp.sum(x).astype(jnp.int32)))
+
+    return mean_square(scan(jax.checkpoint(body) if remat else body, w, x))
+
+
+def flagged(layer, w, x, key, remat):
+    return after(same)(layer, w, x, jax.random.fold_in(key, remat), remat)
+
+
+def unrolled(layer, w, x, key, remat):
+    for i, own in enumerate(jax.random.split(key, len(w["up"]))):
+        x = (jax.checkpoint(layer) if remat else layer)(jax.tree.map(lambda a, i=i: a[i], w), x, own)
+    return mean_square(x)
+
+
 # By mistake: the check, the answer, and what the hint is expected to speak of.
 WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "sound, all of them": (exercises.check_diagnosis, lambda: {name: set() for name in RIGHT}, "ben: it is not sound"),
@@ -109,6 +130,13 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "dan, by looking up case 9": (exercises.check_diagnosis, saying(dan={Title.CHOICES}), "What is left of NumPy"),
     "dan: the loss alone": (exercises.check_diagnosis, saying(dan={Title.LOSS}), "not all. When does NumPy draw"),
     "dan: sound": (exercises.check_diagnosis, saying(dan=set()), "When does NumPy draw"),
+    "ada, memory": (exercises.check_diagnosis, saying(ada={Title.MEMORY}), "ada: .* stand: around what"),
+    "dan, no checkpoint": (
+        exercises.check_diagnosis,
+        saying(dan=DIFFERENT | {Title.CHECKPOINTS}),
+        "inside of the loop",
+    ),
+    "ben, no checkpoint": (exercises.check_diagnosis, saying(ben={Title.CHECKPOINTS, Title.MEMORY}), "in its jaxpr"),
     "a number of a case": (exercises.check_diagnosis, saying(ben={"case 2"}), "is no proof"),
     "one name, no set": (exercises.check_diagnosis, saying(ben="memory falls"), "a set of names"),
     "three of four": (exercises.check_diagnosis, lambda: {n: RIGHT[n] for n in list(RIGHT)[:3]}, "one entry for each"),
@@ -128,6 +156,44 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
         exercises.check_cured_dropout,
         after(lambda w, x, remat: (jax.lax.stop_gradient(w) if remat else w, x)),
         "gradient|runs again",
+    ),
+    "gradients stopped between layers, in both ways": (
+        exercises.check_cured_dropout,
+        stopped_between,
+        "on its way back",
+    ),
+    "keys for the check's seven layers": (
+        exercises.check_cured_dropout,
+        dropped(lambda key: jax.random.split(key, 7)),
+        r"\(7",
+    ),
+    "the step's key and six made of it": (
+        exercises.check_cured_dropout,
+        after(same, keys_of=lambda key, n: jnp.concatenate([key[None], jax.random.split(key, n - 1)])),
+        "used once",
+    ),
+    "keys in pairs": (
+        exercises.check_cured_dropout,
+        after(same, keys_of=lambda key, n: jax.random.split(key, n)[jnp.arange(n) // 2]),
+        "are copies",
+    ),
+    "keys of the sum of x": (exercises.check_cured_dropout, summed, "different keys"),
+    "other keys with the flag": (exercises.check_cured_dropout, flagged, "drawn anew"),
+    "a Python loop": (exercises.check_cured_dropout, unrolled, "Scan over the layers"),
+    "a checkpoint that keeps h": (
+        exercises.check_cured_dropout,
+        after(same, remat_of=lambda remat: llamem.Policy(save=("h",)) if remat else None),
+        "keep anything else",
+    ),
+    "the flag upside down": (
+        exercises.check_cured_dropout,
+        dropout(lambda remat: None if remat else "nothing"),
+        "0 of",
+    ),
+    "the square of the mean": (
+        exercises.check_cured_dropout,
+        after(same, lambda x: jnp.mean(x) ** 2),
+        "mean of the squares",
     ),
     "a policy that keeps everything": (
         exercises.check_cured_dropout,
@@ -171,6 +237,27 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "a checkpoint for the last four layers": (exercises.check_cured_dropout, last_four, "Do all layers"),
     "dropout, around the loop": (exercises.check_cured_dropout, dropout_around, "memory falls"),
 }
+
+
+def carried(layer, w, x, key, remat):
+    def body(both, w):
+        x, key = both
+        key, own = jax.random.split(key)
+        return (layer(w, x, own), key), None
+
+    return mean_square(jax.lax.scan(jax.checkpoint(body) if remat else body, (x, key), w)[0][0])
+
+
+def counted(layer, w, x, key, remat):
+    body, keys = jax.checkpoint(layer) if remat else layer, jax.random.split(key, len(w["up"]))
+    turn = lambda i, x: body(jax.tree.map(lambda a: a[i], w), x, keys[i])  # noqa: E731
+    return mean_square(jax.lax.fori_loop(0, len(keys), turn, x))
+
+
+@pytest.mark.parametrize("answer", [carried, counted])
+def test_a_right_answer_in_another_style_passes(answer, capsys):
+    exercises.check_cured_dropout(answer)
+    assert "correct" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", WRONG)

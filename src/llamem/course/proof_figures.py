@@ -7,26 +7,40 @@ import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from llamem.verify import Verification
+from llamem.verify import Title, Verification
+
+_QUESTIONS = {
+    "on": (Title.CHECKPOINTS, Title.OPTIONS),
+    "right": (Title.LOSS, Title.GRADIENTS, Title.CHOICES),
+    "worth it": (Title.RUNS, Title.COMPILER, Title.MEMORY),
+    "around it": (Title.RANDOMNESS, Title.PARAMETERS),
+}
 
 
 def proof_grid(answers: Mapping[str, Verification]) -> Figure:
-    """Draw a grid of programs and proofs: blue where a proof holds, red where it fails, grey where it cannot judge."""
-    names = _proofs(answers)
+    """Draw programs beside proofs, by question: red where a proof fails, grey where it had nothing to judge."""
+    names = [name for names in _QUESTIONS.values() for name in names]
     shade = {True: 1, False: 2, None: 0}
     judged = [{proof.name: proof.holds for proof in answer.proofs} for answer in answers.values()]
-    grid = np.array([[shade[one.get(name)] for name in names] for one in judged])
-    fig, ax = plt.subplots(figsize=(9, 5.2))
+    grid = np.array([[shade[one.get(name)] for one in judged] for name in names])
+    fig, ax = plt.subplots(figsize=(10, 4.6))
     ax.imshow(grid, cmap=ListedColormap(["#f0f0f0", "#a9c8e8", "#b5402a"]), vmin=0, vmax=2, aspect="auto")
     for row, column in np.argwhere(grid == 2):
-        ax.text(column, row, "failed", ha="center", va="center", color="white", fontsize=8)
-    ax.set_yticks(range(len(answers)), list(answers))
-    ax.set_xticks(range(len(names)), names, rotation=40, ha="right", fontsize=8)
-    ax.set_xticks(np.arange(len(names)) + 0.5, minor=True)
-    ax.set_yticks(np.arange(len(answers)) + 0.5, minor=True)
+        ax.text(column, row, "fails", ha="center", va="center", color="white", fontsize=9)
+    ax.set_yticks(range(len(names)), list(names))
+    ax.set_xticks(range(len(answers)), list(answers), rotation=30, ha="left")
+    ax.xaxis.tick_top()
+    ax.set_yticks(np.arange(len(names)) + 0.5, minor=True)
+    ax.set_xticks(np.arange(len(answers)) + 0.5, minor=True)
     ax.grid(which="minor", color="white", linewidth=2)
+    first = 0
+    for question, proofs in _QUESTIONS.items():
+        ax.text(len(answers) - 0.4, first + (len(proofs) - 1) / 2, question, va="center", fontweight="bold")
+        first += len(proofs)
+        ax.axhline(first - 0.5, color="white", linewidth=8)
     ax.tick_params(which="both", length=0)
-    ax.set_title("Blue holds, red fails, grey had nothing to judge")
+    ax.spines[:].set_visible(False)
+    ax.set_xlabel("red: the proof fails; blue: it holds; grey: it had nothing to judge")
     return fig
 
 
@@ -37,16 +51,15 @@ def proof_grid_alt(answers: Mapping[str, Verification]) -> str:
 
 
 def learning_curves(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Draw losses by name on a logarithmic axis, side by side in panels with titles; a name keeps its line's style."""
-    fig, axes = plt.subplots(1, len(panels), figsize=(10, 3.6), sharey=True)
+    """Draw losses by name on logarithmic axes, side by side in panels with titles; all but the first share theirs."""
+    fig, axes = plt.subplots(1, len(panels), figsize=(10, 3.6))
     for ax, (title, curves) in zip(axes, panels.items(), strict=True):
         for i, (name, curve) in enumerate(curves.items()):
             ax.plot(curve, label=name, color=f"C{i}", linestyle=("-", "--", ":")[i % 3], linewidth=2)
-        ax.set(yscale="log", xlabel="step of Adam", title=title)
+        ax.set(yscale="log", xlabel="step of Adam")
+        ax.set_title(title, fontsize=11)
         ax.legend(frameon=False)
+    for ax in axes[2:]:
+        ax.sharey(axes[1])
     axes[0].set_ylabel("loss")
     return fig
-
-
-def _proofs(answers: Mapping[str, Verification]) -> list[str]:
-    return list(dict.fromkeys(proof.name for answer in answers.values() for proof in answer.proofs))

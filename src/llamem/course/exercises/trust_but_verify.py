@@ -1,10 +1,12 @@
 """Checks of notebook 10's exercises: a diagnosis by proofs, and a program that passes them all."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
@@ -20,7 +22,9 @@ _W = {"up": jax.random.normal(_UP, (_LAYERS, 16, 64)) / 4, "down": jax.random.no
 _START = jax.random.normal(_X, (1024, 16))
 
 
-# Exercise 1: what to ask where a proof that fails is missing from the answer, and where one stands in it that holds.
+# Exercise 1: what to ask of one that is sound where it is said to need memory, or not to be on; and of each suspect,
+# where a proof that fails is missing from the answer, and where one stands in it that holds.
+_PLACE = "Where does its checkpoint stand: around what, and inside of the loop or outside?"
 _QUESTIONS = {
     "ada": (
         "Run it by hand through two layers.",
@@ -28,7 +32,8 @@ _QUESTIONS = {
     ),
     "ben": (
         "Is the loop inside of the checkpoint, or around it? What is there when the backward pass begins?",
-        "Does the layer give this name? Are the numbers those of the plain program, and does anything run again?",
+        "Is there a checkpoint in its jaxpr? Does the layer give the name that is kept? Are the numbers those of the "
+        "plain program, and does anything run again?",
     ),
     "cleo": (
         "Which function does the loop run? Go through the three groups, on, right and worth it: which of them would "
@@ -45,40 +50,54 @@ _QUESTIONS = {
 }
 
 
-def _mean_square(layers: range) -> float:
+def _mean_square(w: Any, layers: range) -> float:
     """Return what the loss should be, layer by layer in NumPy."""
     x = np.asarray(_START, np.float64)
     for i in layers:
-        x = x + np.sin(np.tanh(x @ np.asarray(_W["up"][i], np.float64))) @ np.asarray(_W["down"][i], np.float64)
+        x = x + np.sin(np.tanh(x @ np.asarray(w["up"][i], np.float64))) @ np.asarray(w["down"][i], np.float64)
     return float(np.mean(x**2))
 
 
-def _check_value(loss: Callable[[Any], Any]) -> None:
-    """Raise AssertionError where `loss(remat)`, free of random numbers, is not that of all layers in order."""
+def _plain(w: Any, x: Any) -> Any:
+    for i in range(len(w["up"])):
+        x = _layer(jax.tree.map(operator.itemgetter(i), w), x)
+    return jnp.mean(x**2)
+
+
+def _check_numbers(loss: Callable[..., Any], n_layers: int) -> None:
+    """Raise AssertionError where `loss(w, x, remat)`, free of random numbers, is not that of all layers in order."""
+    w = jax.tree.map(operator.itemgetter(slice(n_layers)), _W)
+    expected = _mean_square(w, range(n_layers))
     for remat in (False, True):
-        if (found := loss(remat)) is None:
+        if (found := loss(w, _START, remat)) is None:
             raise AssertionError("Return the mean of the squares of what leaves the last layer.")
         if np.shape(found) != ():
             raise AssertionError(
                 f"Return one number, not an array of shape {np.shape(found)}: the mean of the squares."
             )
-        if np.isclose(found, expected := _mean_square(range(_LAYERS)), rtol=1e-3):
-            continue
-        mistakes = {
-            "the last layer is left out": range(_LAYERS - 1),
-            "the first layer is left out": range(1, _LAYERS),
-            "the layers run in reverse order": range(_LAYERS)[::-1],
-            "no layer runs": range(0),
-        }
-        likely = [words for words, layers in mistakes.items() if np.isclose(found, _mean_square(layers), rtol=1e-3)]
-        raise AssertionError(
-            f"With remat={remat} the loss is {float(found):.4f}; layer by layer in NumPy it is {expected:.4f}. "
-            + (
-                f"It seems that {likely[0]}."
-                if likely
-                else "Run all layers, in order, then take the mean of the squares."
+        if not np.isclose(found, expected, rtol=1e-3):
+            mistakes = {
+                "the last layer is left out": range(n_layers - 1),
+                "the first layer is left out": range(1, n_layers),
+                "the layers run in reverse order": range(n_layers)[::-1],
+                "no layer runs": range(0),
+            }
+            likely = [words for words, some in mistakes.items() if np.isclose(found, _mean_square(w, some), rtol=1e-3)]
+            raise AssertionError(
+                f"With {n_layers} layers and remat={remat} the loss is {float(found):.4f}; in NumPy it is "
+                f"{expected:.4f}. "
+                + (
+                    f"It seems that {likely[0]}."
+                    if likely
+                    else "Run all layers, in order, then take the mean of the squares."
+                )
             )
-        )
+        slope, right = (jax.grad(one, (0, 1))(w, _START) for one in (functools.partial(loss, remat=remat), _plain))
+        if not all(jax.tree.leaves(jax.tree.map(functools.partial(np.allclose, rtol=1e-2, atol=1e-5), slope, right))):
+            raise AssertionError(
+                f"With remat={remat} the loss is right, and its gradient is another than that of the plain layers. Is "
+                "one stopped on its way back through weights, or through what a layer hands to the next?"
+            )
 
 
 def _battery(loss: Callable[[Any, Any, Any], Any], batch: Any, w: Any = _W) -> None:
@@ -115,7 +134,8 @@ def check_diagnosis(fn: Callable[[], Any]) -> None:
             missed, unfounded = _QUESTIONS[name]
             for one in said:
                 if one not in failed:
-                    raise AssertionError(f"{name}: {one!r} does not fail. {unfounded}")
+                    placed = name in ("ada", "dan") and one in (Title.CHECKPOINTS, Title.RUNS, Title.MEMORY)
+                    raise AssertionError(f"{name}: {str(one)!r} does not fail. {_PLACE if placed else unfounded}")
             if failed - set(said):
                 so_far = "what you name does fail, and it is not all" if said else "it is not sound"
                 raise AssertionError(f"{name}: {so_far}. {missed}")
@@ -140,13 +160,22 @@ def _check_keys(fn: Callable[..., Any]) -> None:
                 f"With remat={remat} the {_LAYERS} layers draw with {len(set(drawn))} different keys. Print the "
                 "numbers of each layer's key, jax.random.key_data(key): which are equal?"
             )
+        if tuple(np.ravel(jax.random.key_data(_KEY))) in drawn:
+            raise AssertionError(
+                "A layer draws with the step's key itself, of which the other layers' keys are made. JAX promises "
+                "independent numbers only where a key is used once: to draw, or to make others of it."
+            )
 
 
 def check_cured_dropout(fn: Callable[..., Any]) -> None:
     """Exercise 2: one key per layer, made of the step's, and a checkpoint around each layer."""
 
     def body() -> str:
-        _check_value(lambda remat: fn(lambda w, x, key: _layer(w, x), _W, _START, _KEY, remat))
+
+        def without_dropout(w: Any, x: Any, remat: bool) -> Any:
+            return fn(lambda w, x, key: _layer(w, x), w, x, _KEY, remat)
+
+        _check_numbers(without_dropout, _LAYERS)
         _battery(lambda w, b, remat: fn(_dropped, w, b["x"], b["key"], remat), {"x": _START, "key": _KEY})
         _check_keys(fn)
         kept = saved_residuals(lambda w: fn(_dropped, w, _START, _KEY, True), _W).rows
@@ -156,6 +185,7 @@ def check_cured_dropout(fn: Callable[..., Any]) -> None:
                 f"It keeps {streams:.1f} times the bytes of x for the backward pass, for {_LAYERS} layers. Each needs "
                 "one, its input. Do all layers have a checkpoint, and does it keep anything else?"
             )
+        _check_numbers(without_dropout, 3)
         return "Keys travel with the weights."
 
     grade(2, body)
