@@ -3,6 +3,8 @@
 Each hint is checked for what it must lead to (a pattern) and for what it must not give away.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 import pytest
 from answers import Answers, refuse
@@ -40,6 +42,28 @@ def weighed_means(m, s, mix, axis):
     return lse, lax.psum(mix / s[:, None] * (s * jnp.exp(m - lse))[:, None], axis)
 
 
+def counted_from(m, s, mix, axis, *, top):
+    s, mix = lax.psum((s * jnp.exp(m - top), mix * jnp.exp(m - top)[:, None]), axis)
+    return top + jnp.log(s), mix / s[:, None]
+
+
+def over_the_sums_as_they_are(m, s, mix, axis):
+    factor = jnp.exp(m - lax.pmax(m, axis))
+    return merged(m, s, mix, axis)[0], lax.psum(mix * factor[:, None], axis) / lax.psum(s, axis)[:, None]
+
+
+def round_the_ring(m, s, mix, axis):
+    devices = lax.axis_size(axis)
+    top, total, rows = m, s, mix
+    for _ in range(devices - 1):
+        m, s, mix = lax.ppermute((m, s, mix), axis, [(i, (i + 1) % devices) for i in range(devices)])
+        new_top = jnp.maximum(top, m)
+        before, added = jnp.exp(top - new_top), jnp.exp(m - new_top)
+        total, rows = total * before + s * added, rows * before[:, None] + mix * added[:, None]
+        top = new_top
+    return top + jnp.log(total), rows / total[:, None]
+
+
 def logit(x, w, ids, axis, *, shift=True, mask=True, meet=lax.psum):
     own = ids - lax.axis_index(axis) * len(w) if shift else ids
     here = (own >= 0) & (own < len(w))
@@ -60,6 +84,23 @@ def largest_with_nothing_elsewhere(x, w, ids, axis):
     own = ids - lax.axis_index(axis) * len(w)
     found = jnp.einsum("nd,nd->n", x, w[own % len(w)])
     return lax.pmax(jnp.where((own >= 0) & (own < len(w)), found, -jnp.inf), axis)
+
+
+def held(x, w, ids, axis, *, here):
+    own = ids - lax.axis_index(axis) * len(w)
+    return lax.psum(jnp.where(here(own, len(w)), jnp.sum(x * w[jnp.clip(own, 0, len(w) - 1)], 1), 0), axis)
+
+
+def row_summed(x, w, ids, axis):
+    own = ids - lax.axis_index(axis) * len(w)
+    here = (own >= 0) & (own < len(w))
+    return jnp.sum(x * lax.psum(jnp.where(here[:, None], w[own % len(w)], 0), axis), 1)
+
+
+def dealt_in_turns(x, w, ids, axis):
+    devices = lax.axis_size(axis)
+    here = ids % devices == lax.axis_index(axis)
+    return lax.psum(jnp.where(here, jnp.sum(x * w[ids // devices], 1), 0), axis)
 
 
 def stay(a, axis):
@@ -115,6 +156,31 @@ WRONG: Answers = {
         lambda m, s, mix, axis: (jnp.exp(merged(m, s, mix, axis)[0]), merged(m, s, mix, axis)[1]),
         "maximum of its own",
     ),
+    "no maximum at all": (
+        mesh.check_merge_devices,
+        lambda m, s, mix, axis: counted_from(m, s, mix, axis, top=jnp.zeros_like(m)),
+        "maximum of its own",
+    ),
+    "the mean of the maxima": (
+        mesh.check_merge_devices,
+        lambda m, s, mix, axis: counted_from(m, s, mix, axis, top=lax.pmean(m, axis)),
+        "its maximum is -inf",
+    ),
+    "the maximum forgotten at the end": (
+        mesh.check_merge_devices,
+        lambda m, s, mix, axis: (merged(m, s, mix, axis)[0] - lax.pmax(m, axis), merged(m, s, mix, axis)[1]),
+        "does the sum of all count",
+    ),
+    "the mix over sums as they are": (mesh.check_merge_devices, over_the_sums_as_they_are, "quotient"),
+    "the mix not divided": (
+        mesh.check_merge_devices,
+        lambda m, s, mix, axis: (
+            merged(m, s, mix, axis)[0],
+            lax.psum(mix * jnp.exp(m - lax.pmax(m, axis))[:, None], axis),
+        ),
+        "quotient",
+    ),
+    "pairs that go round the ring": (mesh.check_merge_devices, round_the_ring, "nor sent twice"),
     "a device's own mean, weighed": (mesh.check_merge_devices, weighed_means, "0 / 0"),
     "everything gathered": (mesh.check_merge_devices, gathered_and_merged, "right, but"),
     "four devices, however many there are": (
@@ -178,6 +244,28 @@ WRONG: Answers = {
     ),
     "one row too low": (mesh.check_target_logit, lambda x, w, ids, axis: logit(x, w, ids - 1, axis), "wrong already"),
     "nothing": (mesh.check_target_logit, lambda x, w, ids, axis: 0.0 * ids, "wrong already"),
+    "no upper end to its rows": (
+        mesh.check_target_logit,
+        partial(held, here=lambda own, rows: own >= 0),
+        "that it has no such row",
+    ),
+    "no lower end to its rows": (
+        mesh.check_target_logit,
+        partial(held, here=lambda own, rows: own < rows),
+        "still reads some row",
+    ),
+    "one row too many": (
+        mesh.check_target_logit,
+        partial(held, here=lambda own, rows: (own >= 0) & (own <= rows)),
+        "that it has no such row",
+    ),
+    "words dealt in turns": (mesh.check_target_logit, dealt_in_turns, "still reads some row"),
+    "the row summed, then the product": (mesh.check_target_logit, row_summed, "one number per token"),
+    "summed twice": (
+        mesh.check_target_logit,
+        lambda x, w, ids, axis: lax.pmean(logit(x, w, ids, axis), axis),
+        "one number per token",
+    ),
     "the head gathered": (mesh.check_target_logit, with_the_head_gathered, "right, but"),
 }
 

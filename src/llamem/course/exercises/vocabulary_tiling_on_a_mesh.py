@@ -59,7 +59,7 @@ def check_merge_devices(fn: Callable[..., Any]) -> None:
             "each device counted its exponentials from a maximum of its own; from which one does the sum of all count?"
         )
         assert np.allclose(lse_EN[0], lse_N, rtol=1e-5), hint
-        hint = "logsumexp is right and the mean is not: its numerator counts from the same maximum as its denominator"
+        hint = "logsumexp is right, the mean is not: numerator and denominator of this quotient count from one maximum"
         assert np.allclose(mean_END[0], mean_ND, rtol=1e-4, atol=1e-5), hint
         arriving, enough = _arriving(_traced(fn, *(a[0] for a in found))), ARRIVES["psum"] * 4 * (2 * 6 + 6 * 3)
         assert arriving <= enough, (
@@ -131,7 +131,7 @@ def _right_logits(fn: Callable[..., Any], x_ND: Any, head_EUD: Any, targets_N: A
     )
     assert np.allclose(found_EN[0], exact_N, atol=1e-5), (
         "targets of the first device's rows are right, others are not. In which row of its own does a device find "
-        "an id of the whole vocabulary?"
+        "an id of the whole vocabulary, and how does it know that it has no such row?"
     )
 
 
