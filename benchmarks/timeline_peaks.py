@@ -1,9 +1,8 @@
 """Holds timelines against the compilers' own figures: 20 programs on five chips, and what one of Llama 3.2 1B costs.
 
 `python benchmarks/timeline_peaks.py` writes timeline_peaks.md beside itself, in half an hour on two cores;
-`--chips v5e-1 --programs "loss, plain" ...` a part, and the other lines stay as they were. With `--depth code` the
-compilers go to the end and tell their own peak, which takes hours for TPUs. Exits with 1 where a timeline's books do
-not close.
+`--chips v5e-1 --programs "loss, plain" ...` a part, and the other lines stay as they were. Exits with 1 where a
+timeline's books do not close.
 """
 
 import argparse
@@ -25,7 +24,7 @@ import llamem
 from llamem.course import plots
 from llamem.course.timeline_html import Page
 from llamem.memory import compiling, dump
-from llamem.memory.report import Depth, Report
+from llamem.memory.report import Report
 from llamem.memory.show import size_text
 from llamem.memory.timeline import Timeline
 
@@ -37,11 +36,10 @@ HEAD = """\
 
 {date}, {versions}, by `benchmarks/timeline_peaks.py`. In MiB: what the compiler set aside (arguments + outputs -
 aliases + temporaries + constants); the timeline's highest point, what is in use at once; the difference: results not
-written yet, and gaps between buffers. XLA's peak is its `peak_memory_in_bytes`, where the compiler went to the end; on
-a CPU it leaves temporaries out. What is set aside is the report's peak, to the byte: the exit status says so.
+written yet, and gaps between buffers. What is set aside is the report's peak, to the byte: the exit status says so.
 
-| program | chip | set aside | in use | difference in % | XLA's peak |
-|---|---|---|---|---|---|
+| program | chip | set aside | in use | difference in % |
+|---|---|---|---|---|
 """
 STEP = """\
 One AdamW step of Llama 3.2 1B on 8,192 tokens, both features. Share of the bytes at the peak whose category is known;
@@ -53,17 +51,14 @@ its peak, and for the page; the page's size, and when Chromium first shows it.
 """
 
 
-def compared(name: str, chip: str, depth: Depth) -> tuple[str, bool]:
+def compared(name: str, chip: str) -> tuple[str, bool]:
     """A line of the table, and whether the books close: in use <= set aside = the report's peak."""
     program = PROGRAMS[name]()
-    report = llamem.compile_report(
-        program.fn, *program.args, donate_argnums=program.donate_argnums, chip=chip, depth=depth
-    )
+    report = llamem.compile_report(program.fn, *program.args, donate_argnums=program.donate_argnums, chip=chip)
     one = timeline_of(report)
     closes = one.peak_bytes <= one.assigned_bytes == report.peak_bytes
     cells = [f"{size / MiB:.1f}" for size in (one.assigned_bytes, one.peak_bytes)]
     cells.append(f"{100 * one.gap_bytes / one.assigned_bytes:.2f}")
-    cells.append("" if report.xla_peak_bytes is None else f"{report.xla_peak_bytes / MiB:.1f}")
     return f"| {name} | {chip} | {' | '.join(cells)} |", closes
 
 
@@ -144,12 +139,11 @@ def main() -> None:
     parser.add_argument("--chips", nargs="*", default=CHIPS, choices=CHIPS)
     parser.add_argument("--programs", nargs="+", default=tuple(PROGRAMS), choices=tuple(PROGRAMS))
     parser.add_argument("--steps", nargs="*", default=("v5e-1", "a100-40"), choices=CHIPS)
-    parser.add_argument("--depth", default="memory", choices=("memory", "code"))
     chosen = parser.parse_args()
     open_books = []
     for chip in chosen.chips:
         for name in chosen.programs:
-            line, closes = compared(name, chip, chosen.depth)
+            line, closes = compared(name, chip)
             print(line, flush=True)
             open_books += [] if closes else [f"{name} on {chip}"]
             write(line)

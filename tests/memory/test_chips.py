@@ -10,7 +10,7 @@ import jax
 import pytest
 
 import llamem
-from llamem.memory import chip_names, dump
+from llamem.memory import chip_names
 
 ACCELERATOR = any(glob.glob(pattern) for pattern in ("/dev/nvidia*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd"))
 needs_gpu_compiler = pytest.mark.skipif(not llamem.available("a100-40"), reason="needs the CUDA plugin and ptxas")
@@ -97,7 +97,6 @@ def test_what_is_not_compiled_for_absent_gpus_is_said():
         llamem.compile_report(
             lambda q: jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="cudnn"), q, chip="h100"
         )
-    assert "multiple of 64" in dump.remedy("INTERNAL: Couldn't find output tile sizes for fusion")
 
 
 def test_an_unknown_name_lists_the_known():

@@ -55,7 +55,7 @@ touch ${{p}}_after_buffer_assignment.txt; sleep 60"""
 
 
 def test_a_product_without_tiles_is_compiled_by_the_library(stands_in):
-    refusal = json.dumps({"error": f"INTERNAL: {dump.NO_TILES} that satisfy hlo: %dot"})
+    refusal = json.dumps({"error": "INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot"})
     refuses = f"""if ! grep -q '"xla_gpu_enable_triton_gemm": false' "$3/request.json"; then
 cat > "$3/answer.json" <<'END'
 {refusal}

@@ -64,15 +64,12 @@ def main(folder: Path) -> None:
     unfinished.rename(folder / "answer.json")
 
 
-def analysed_bytes(analysis: Any) -> dict[str, Any]:
-    """Return what `assigned_bytes` does from JAX's `compiled.memory_analysis()`, but for constants; and XLA's own peak,
-    None where it does not say.
-    """
+def analysed_bytes(analysis: Any) -> dict[str, int]:
+    """Return what `assigned_bytes` does from JAX's `compiled.memory_analysis()`, but for constants."""
     names = ("argument", "output", "alias", "temp")
-    table: dict[str, Any] = {f"{name}_bytes": int(getattr(analysis, f"{name}_size_in_bytes")) for name in names}
+    table = {f"{name}_bytes": int(getattr(analysis, f"{name}_size_in_bytes")) for name in names}
     host = {name: int(getattr(analysis, f"host_{name}_size_in_bytes")) for name in names}
-    table["host_bytes"] = host["argument"] + host["output"] - host["alias"] + host["temp"]
-    return table | {"xla_peak_bytes": getattr(analysis, "peak_memory_in_bytes", None)}
+    return table | {"host_bytes": host["argument"] + host["output"] - host["alias"] + host["temp"]}
 
 
 def put_on_host(places: list[Any], numbers: list[int]) -> list[Any]:

@@ -212,7 +212,6 @@ def _report(
         matmul_flops=products.flops,
         kernels=products.kernels,
         compiled_matmul_flops=answer.get("compiled_matmul_flops"),
-        xla_peak_bytes=answer.get("xla_peak_bytes"),
         collectives=tuple(Collective(**row) for row in answer["collectives"] or ()),
         buffers=tuple(Buffer(**row) for row in answer["buffers"]),
         refused="error" in answer,

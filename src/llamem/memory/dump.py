@@ -80,12 +80,7 @@ def remedy(error: str) -> str:
     return next((words for message, words in _REMEDIES.items() if message in error), "")
 
 
-NO_TILES = "Couldn't find output tile sizes"
 _REMEDIES = {
-    NO_TILES: (
-        " This compiler finds no tiles for a matrix product of such sizes where no GPU is there to try them. Pad the "
-        "tokens to a multiple of 64 (with a mask or ignore_index)."
-    ),
     "cuDNN not found": (
         " cuDNN's attention is not compiled for a GPU that is not here: its library comes with the GPU's software. "
         "Take another implementation for the report, or ask on the GPU itself with chip='local'."

@@ -17,16 +17,21 @@ from llamem.memory.show import line_of_source
 _LIBRARIES = (sysconfig.get_paths()["purelib"], sysconfig.get_paths()["stdlib"])
 
 
-def names_in(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
-    """Yield every `checkpoint_name` in a jaxpr, those inside scans, calls and checkpoints included.
+def names_in(jaxpr: jex_core.Jaxpr) -> dict[str, bool]:
+    """Return every `checkpoint_name` in a jaxpr, and whether a value that bears it is used.
 
-    Without those in the function of a `jax.custom_vjp`: its forward rule takes that function's place.
+    Those inside scans, calls and checkpoints are included; not those in the function of a `jax.custom_vjp`: its forward
+    rule takes that function's place.
     """
+    found: dict[str, bool] = {}
+    used = {id(var) for eqn in jaxpr.eqns for var in eqn.invars} | {id(var) for var in jaxpr.outvars}
     for eqn in jaxpr.eqns:
         if (name := given_name(eqn)) is not None:
-            yield name
+            found[name] = found.get(name, False) or id(eqn.outvars[0]) in used
         for inner in inner_jaxprs(eqn) if not has_own_gradient(eqn) else ():
-            yield from names_in(inner)
+            for name, is_used in names_in(inner).items():
+                found[name] = found.get(name, False) or is_used
+    return found
 
 
 def has_own_gradient(eqn: jex_core.JaxprEqn) -> bool:

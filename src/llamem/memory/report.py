@@ -46,9 +46,6 @@ class Report(Shown):
     cannot be told. `collectives` say what chips send to each other, with a warning where that cannot be counted;
     `buffers` are the largest arrays.
 
-    `xla_peak_bytes` is XLA's own `peak_memory_in_bytes`, where its compiler went to the end: what is in use at once, as
-    it counts that, and not what must fit.
-
     `compile_seconds` went by until the answer was there; `depth` says how far the compiler went: "memory" until every
     buffer had its place, "code" to the end. A program that the compiler refuses as too big has `fits=False` and, in
     `peak_bytes`, what it said it needed. `timeline` is memory against the steps of the program; None where what the
@@ -65,7 +62,6 @@ class Report(Shown):
     matmul_flops: int
     compile_seconds: float
     compiled_matmul_flops: int | None = None
-    xla_peak_bytes: int | None = None
     constant_bytes: int = 0
     kernels: int = 0
     collectives: tuple[Collective, ...] = ()

@@ -3,9 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
 
-from llamem.memory.gpu_offload import FAULTY_PASS
 from llamem.memory.hlo import Instruction, Program
 
 _ARITHMETIC = {
@@ -54,17 +52,6 @@ def check_slice_notes(program: Program) -> SliceNotes:
                 where = ", ".join(f"turn {turn}: byte {turns[turn]:,}, noted {said[turn]:,}" for turn in turns)
                 wrong.append(f"{line.name} of {line.operation or name}: {where}")
     return SliceNotes(right, tuple(wrong))
-
-
-def wrong_slice_notes(wrong: Sequence[str]) -> list[str]:
-    """Return the warning of a report, where a program has `SliceNotes.wrong`; else nothing."""
-    if not wrong:
-        return []
-    return [
-        f"WRONG NUMBERS: {len(wrong)} slices are read or written at another place than the program says, a fault of "
-        f"this compiler: {wrong[0]}. Update jaxlib, or switch the pass off: "
-        f'compiler_options={{"xla_disable_hlo_passes": "{FAULTY_PASS}"}}.'
-    ]
 
 
 def _offsets(scalars: "_Scalars", computation: str, line: Instruction) -> dict[int, int]:

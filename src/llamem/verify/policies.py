@@ -1,21 +1,12 @@
 """What is wrong with the policies and options of a traced program's checkpoints, in words."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
 
-from llamem.memory.jaxprs import (
-    equations,
-    given_name,
-    has_own_gradient,
-    inner_jaxprs,
-    is_names,
-    names_in,
-    policy_arguments,
-    tells_the_host,
-)
+from llamem.memory.jaxprs import equations, is_names, names_in, policy_arguments, tells_the_host
 from llamem.verify.placement import Operation, find_checkpoints
 
 _POLICIES = jax.checkpoint_policies
@@ -94,8 +85,8 @@ def _name_faults(
         if mentioned and not _policy_faults(checkpoint.call.policy):
             mentioned_by.setdefault(mentioned, []).append(checkpoint)
     for mentioned, alike in mentioned_by.items():
-        given = [pair for checkpoint in alike for pair in _names(checkpoint.call.body)]
-        produced = {name for name, used in given if used}
+        given = [pair for checkpoint in alike for pair in names_in(checkpoint.call.body).items()]
+        produced = {name for name, is_used in given if is_used}
         unused = {name for name, _ in given} - produced
         if not mentioned <= produced:
             # Forward rules of a custom_vjp are traced when JAX differentiates.
@@ -126,13 +117,3 @@ def _kept_in_vain(checkpoint: Operation, all_checkpoints: list[Operation]) -> bo
 
 def _saves_nothing(checkpoint: Operation) -> bool:
     return checkpoint.call.policy in (None, _POLICIES.nothing_saveable)
-
-
-def _names(jaxpr: jex_core.Jaxpr) -> Iterator[tuple[str, bool]]:
-    """Yield every name given in a program, and whether what bears it is used."""
-    used = {id(var) for eqn in jaxpr.eqns for var in eqn.invars} | {id(var) for var in jaxpr.outvars}
-    for eqn in jaxpr.eqns:
-        if (name := given_name(eqn)) is not None:
-            yield name, id(eqn.outvars[0]) in used
-        for inner in inner_jaxprs(eqn) if not has_own_gradient(eqn) else ():
-            yield from _names(inner)
