@@ -156,7 +156,7 @@ def _no_compilation_cache() -> Iterator[None]:
 
 
 def _refuse_callbacks(jaxpr: jex_core.Jaxpr, chip: Chip) -> None:
-    if calling := sorted(set(callbacks_in(jaxpr))):
+    if calling := callbacks_in(jaxpr):
         raise ValueError(
             f"the program calls back into Python ({', '.join(calling)}), and a program for {chip.name}, which is not "
             "here, has no Python to call: leave out jax.debug.print, jax.debug.callback, jax.pure_callback and "

@@ -228,11 +228,10 @@ def moved_to_host(jaxpr: jex_core.Jaxpr) -> int:
     return total
 
 
-def callbacks_in(jaxpr: jex_core.Jaxpr) -> Iterator[str]:
-    """Yield the names of the operations that call Python while the program runs, `jax.debug.print` among them."""
-    for eqn, _ in equations(jaxpr):
-        if "callback" in eqn.primitive.name or eqn.primitive.name == "debug_print":
-            yield eqn.primitive.name
+def callbacks_in(jaxpr: jex_core.Jaxpr) -> list[str]:
+    """Return the names of the operations that call Python while the program runs, `jax.debug.print` among them."""
+    names = {eqn.primitive.name for eqn, _ in equations(jaxpr)}
+    return sorted(name for name in names if "callback" in name or name == "debug_print")
 
 
 def same_value_before(
