@@ -114,6 +114,51 @@ def widened(*arguments):
     return value, jax.tree.map(lambda g: g.astype(jnp.float32), grads)
 
 
+def divided_in_bfloat16(value_and_grad, params, batch_BD, parts):
+    value, grads = added_up(value_and_grad, params, batch_BD, parts, divide=(True, False))
+    return value, jax.tree.map(lambda g: g / parts, grads)
+
+
+def unrolled(value_and_grad, params, batch_BD, parts):
+    scan = jax.lax.scan
+    try:
+        jax.lax.scan = partial(scan, unroll=parts)
+        return added_up(value_and_grad, params, batch_BD, parts)
+    finally:
+        jax.lax.scan = scan
+
+
+def running_half(value_and_grad, params, batch_BD, parts):
+    """Each part's mean is averaged with all that came before, whatever their number."""
+    parts_BD = batch_BD.reshape(parts, -1, *batch_BD.shape[1:])
+    start = value_and_grad(params, parts_BD[0])
+    return jax.lax.scan(
+        lambda mean, part: (jax.tree.map(lambda m, one: (m + one) / 2, mean, value_and_grad(params, part)), None),
+        start,
+        parts_BD[1:],
+    )[0]
+
+
+def one_off(value_and_grad, params, batch_BD, parts):
+    """The first part is taken twice, the last one not."""
+    size = len(batch_BD) // parts
+    return added_up(value_and_grad, params, jnp.concatenate([batch_BD[:size], batch_BD[:-size]]), parts)
+
+
+def row_by_row(value_and_grad, params, batch_BD, parts):
+    return added_up(value_and_grad, params, batch_BD, len(batch_BD))
+
+
+def loss_of_the_last_part(value_and_grad, params, batch_BD, parts):
+    last, _ = value_and_grad(params, batch_BD[-(len(batch_BD) // parts) :])
+    return last, added_up(value_and_grad, params, batch_BD, parts)[1]
+
+
+def weights_in_f32_first(value_and_grad, params, batch_BD, parts):
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+    return added_up(value_and_grad, wide, batch_BD, parts)
+
+
 WRONG: Answers = {
     "one table": (llama3.check_count_parameters, lambda *a: parameters(*a, tables=1), "untied"),
     "no norms": (llama3.check_count_parameters, lambda *a: parameters(*a, norms=0, last=0), "scale"),
@@ -160,6 +205,13 @@ WRONG: Answers = {
     "the last part only": (train_llama3.check_accumulated, partial(added_up, only_last=True), "which part"),
     "the first part every time": (train_llama3.check_accumulated, always_the_first, "which part"),
     "added up in bfloat16": (train_llama3.check_accumulated, partial(added_up, dtype=None), "256"),
+    "divided in bfloat16": (train_llama3.check_accumulated, divided_in_bfloat16, "last operation"),
+    "a scan unrolled": (train_llama3.check_accumulated, unrolled, "grows"),
+    "the mean of a mean and one more": (train_llama3.check_accumulated, running_half, "It is a mean"),
+    "the first part twice": (train_llama3.check_accumulated, one_off, "whole batch"),
+    "row by row": (train_llama3.check_accumulated, row_by_row, "of them at a time"),
+    "the loss of the last part": (train_llama3.check_accumulated, loss_of_the_last_part, "which part"),
+    "weights made f32": (train_llama3.check_accumulated, weights_in_f32_first, "another type"),
     "losses added up in bfloat16": (
         train_llama3.check_accumulated,
         loss_in_the_type_of_parameters,
@@ -198,6 +250,7 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_leads(name):
 
 @pytest.mark.slow
 @pytest.mark.tpu_compile
-def test_all_sequences_at_once_do_not_fit():
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_several_sequences_at_once_do_not_fit(accumulate):
     with pytest.raises(AssertionError, match="alive at once"):
-        train_llama3.check_settings(lambda: TrainSettings(seq_len=8192, batch_size=8))
+        train_llama3.check_settings(lambda: TrainSettings(seq_len=8192, batch_size=8, accumulate=accumulate))
