@@ -103,6 +103,12 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
         {
             "the first eight layers": "lambda layer, w, x: loop(jax.checkpoint(layer), w[:8], x)",
             "no checkpoint": "lambda layer, w, x: loop(layer, w, x)",
+            "all but the first layer": "lambda layer, w, x: loop(jax.checkpoint(layer), w[1:], layer(w[0], x))",
+            "groups of three": "lambda layer, w, x: groups(layer, layer, w, x, 3)",
+            "anything saved": "lambda layer, w, x: scan("
+            "jax.checkpoint(layer, policy=policies.save_anything_except_these_names()), w, x)",
+            "inputs in 16 bits": "lambda layer, w, x: scan(jax.checkpoint(lambda w, x: layer("
+            "w, x.astype(jnp.bfloat16).astype(jnp.float32))), w, x)",
             "around the whole stack": "lambda layer, w, x: jax.checkpoint(lambda w, x: loop(layer, w, x))(w, x)",
             "around the whole scan": "lambda layer, w, x: jax.checkpoint(lambda w, x: scan(layer, w, x))(w, x)",
             "made and not used": "lambda layer, w, x: (jax.checkpoint(layer), loop(layer, w, x))[1]",
@@ -130,6 +136,12 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
         ("sqrt", "// size + size", "n_layers // size"),
         {
             "always four": "lambda n: 4",
+            "two where that divides": "lambda n: 2 - n % 2",
+            "the second largest divisor": "lambda n: ([1] + [s for s in range(1, n) if n % s == 0])[-1]",
+            "eight, or the next divisor below": "lambda n: max(s for s in range(1, 9) if n % s == 0)",
+            "everything for each layer of a group": "lambda n: min("
+            "(s for s in range(1, n + 1) if n % s == 0), key=lambda s: n / s + 11 * s)",
+            "the root, no whole number": "lambda n: n**0.5",
             "one layer": "lambda n: 1",
             "all layers": "lambda n: n",
             "the root, divisor or not": "lambda n: int(n**0.5)",
@@ -162,6 +174,15 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "jax.checkpoint(layer), layer, w, x, size, policies.dots_saveable)",
             "layers keep products": "lambda layer, w, x, size: groups("
             "jax.checkpoint(layer, policy=policies.dots_saveable), layer, w, x, size)",
+            "all but the first layer of a group": "lambda layer, w, x, size: inside("
+            "lambda w, x: scan(jax.checkpoint(layer), w[1:], layer(w[0], x)), w, x, size)",
+            "all but the second layer of a group": "lambda layer, w, x, size: inside(lambda w, x: scan("
+            "jax.checkpoint(layer), w[2:], layer(w[1], jax.checkpoint(layer)(w[0], x))), w, x, size)",
+            "pairs in a group": "lambda layer, w, x, size: inside("
+            "lambda w, x: groups(layer, layer, w, x, 2), w, x, size)",
+            "half the size": "lambda layer, w, x, size: groups(jax.checkpoint(layer), layer, w, x, max(1, size // 2))",
+            "one level more": "lambda layer, w, x, size: jax.checkpoint("
+            "lambda w, x: groups(jax.checkpoint(layer), layer, w, x, size))(w, x)",
             "only the first layer of a group": "lambda layer, w, x, size: first_of_each(layer, w, x, size)",
             "only the first group nested": "lambda layer, w, x, size: first_nested(layer, w, x, size)",
             "twelve layers written in": "lambda layer, w, x, size: groups("
@@ -264,6 +285,12 @@ def groups(inner, layer, w, x, size, policy=None):
     del layer
     for start in range(0, len(w), size):
         x = jax.checkpoint(lambda w, x: loop(inner, w, x), policy=policy)(w[start : start + size], x)
+    return x
+
+
+def inside(group, w, x, size):
+    for start in range(0, len(w), size):
+        x = jax.checkpoint(group)(w[start : start + size], x)
     return x
 
 
@@ -422,6 +449,11 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, 
             "where_the_memory_goes",
             "check_peak_and_step",
             "lambda s: every_step(s)",
+        ),
+        (
+            "checkpoint_basics",
+            "check_grouped_stack",
+            "lambda f, w, x, size: inside(lambda w, x: f(w[-1], scan(jax.checkpoint(f), w[:-1], x)), w, x, size)",
         ),
         ("checkpoint_policies", "check_thrifty", "lambda *a: save('narrow', named)(*a)"),
         (

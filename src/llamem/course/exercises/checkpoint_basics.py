@@ -1,5 +1,6 @@
 """Checks of the exercises of notebook 01."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from llamem.course.exercises import grade
 from llamem.course.grid_figure import play
 from llamem.memory.compiling import matmul_flops
 from llamem.memory.residuals import saved_residuals
+from llamem.verify.placement import operations
 
 # Many rows, so that copies of the weights weigh little beside one layer's input.
 ROWS, WIDTH = 70, 12
@@ -42,6 +44,11 @@ def check_rematerialised_stack(fn: Callable[..., Any]) -> None:
                 f"The backward pass keeps {inputs:.1f} arrays of the size of x for {depth} layers, less than one for "
                 "each. Then a checkpoint holds several layers, and what they need when it runs them again comes on top "
                 "of this. Where must boundaries be to leave one array for each layer?"
+            )
+            around = _checkpoints_around_products(lambda w, x, layer=layer: fn(layer, w, x), depth)
+            assert all(around[:-1]), (
+                f"The backward pass keeps {inputs:.1f} arrays of the size of x for {depth} layers: one of them has no "
+                "checkpoint, and what it keeps stays until all later layers have run backward."
             )
             assert products <= 4 * depth, (
                 f"{products:.0f} products for {depth} layers: somewhere a layer runs forward more than twice."
@@ -78,7 +85,11 @@ def check_grouped_stack(fn: Callable[..., Any]) -> None:
     def body() -> str:
         for depth, size, layer in ((12, 3, sine_layer), (12, 2, cosine_layer), (20, 4, sine_layer)):
             groups = depth // size
-            inputs, products = _measure(lambda w, x, layer=layer, size=size: fn(layer, w, x, size), depth)
+
+            def stack(w: Any, x: Any, layer: Any = layer, size: int = size) -> Any:
+                return fn(layer, w, x, size)
+
+            inputs, products = _measure(stack, depth)
             assert groups - 1.5 < inputs < groups + 0.5, (
                 f"{depth} layers in groups of {size}: the backward pass keeps {inputs:.1f} arrays of the size of x. "
                 "How many groups are there, and what does each of them need to run again?"
@@ -92,7 +103,14 @@ def check_grouped_stack(fn: Callable[..., Any]) -> None:
                 f"{products:.0f} products for {depth} layers in groups of {size}: a layer runs forward more than three "
                 "times."
             )
-            _check_values(lambda w, x, layer=layer, size=size: fn(layer, w, x, size), depth, layer)
+            around = _checkpoints_around_products(stack, depth)
+            for _, group in itertools.groupby(around, key=lambda checkpoints: checkpoints[:1]):
+                # The last layer of a group runs backward at once.
+                assert all(len(checkpoints) > 1 for checkpoints in list(group)[:-1]), (
+                    f"{depth} layers in groups of {size}: a layer stands under its group's checkpoint alone. While "
+                    "that group runs backward, what is kept of this layer, and what of the others?"
+                )
+            _check_values(stack, depth, layer)
         return "An input per group while the model runs, and for a while those of one group."
 
     grade(3, body)
@@ -117,6 +135,12 @@ def _measure(stack: Callable[..., Any], depth: int) -> tuple[float, float]:
     kept = sum(row.bytes for row in rows if not row.argument and row.shape[-2:] != (WIDTH, WIDTH))
     flops = matmul_flops(jax.make_jaxpr(_gradients(stack))(w_LDD, x_ND).jaxpr)
     return kept / x_ND.nbytes, flops / (2 * ROWS * WIDTH * WIDTH)
+
+
+def _checkpoints_around_products(stack: Callable[..., Any], depth: int) -> list[tuple[Any, ...]]:
+    """Return the checkpoints around each product of a traced stack, outermost first; products in loops once."""
+    program = jax.make_jaxpr(stack)(*_stack_inputs(depth)).jaxpr
+    return [one.under for one in operations(program) if one.eqn.primitive.name == "dot_general"]
 
 
 def _check_values(stack: Callable[..., Any], depth: int, layer: Callable[..., Any]) -> None:
