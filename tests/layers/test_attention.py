@@ -1,6 +1,7 @@
 import functools
 import math
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -160,18 +161,22 @@ def test_saving_attn_spares_the_forward_pass():
 
 
 @pytest.mark.usefixtures("as_a_user")
-def test_what_an_implementation_cannot_do_is_said():
+def test_what_does_not_fit_or_cannot_be_computed_is_said():
     q, k, v, _ = arrays(7)
-    with pytest.raises(ValueError, match="multiple of 512, got T=7"):
-        causal_attention(q, k, v, implementation="splash")
-    with pytest.raises(ValueError, match="whole sequences"):
-        causal_attention(q, k, v, q_positions=jnp.arange(7), implementation="cudnn")
-    with pytest.raises(ValueError, match="whole sequences"):
-        causal_attention(q, k, v, segments_BT=jnp.zeros((2, 7), jnp.int32), q_positions=jnp.arange(7))
-    with pytest.raises(ValueError, match="packed documents"):
-        causal_attention(q, k, v, segments_BT=jnp.zeros((2, 7), jnp.int32), implementation="cudnn")
-    with pytest.raises(ValueError, match="implementation='flash'"):
-        causal_attention(q, k, v, implementation="flash")  # pyrefly: ignore[bad-argument-type]
+    segments, positions = jnp.zeros((2, 7), jnp.int32), jnp.arange(7)
+    shapes = [(q[:, :, :5], k, v), (q, k, v[:, :, :1]), (q, k[:1], v[:1]), (q, k[..., :4], v[..., :4]), (q[0], k, v)]
+    said: list[tuple[Any, Any, str]] = [(bad, {}, "K key/value heads divide the H query heads") for bad in shapes]
+    said += [
+        ((q, k, v), {"implementation": "splash"}, "multiple of 512, got T=7"),
+        ((q, k, v), {"implementation": "cudnn", "q_positions": positions}, "whole sequences"),
+        ((q, k, v), {"segments_BT": segments, "q_positions": positions}, "whole sequences"),
+        ((q, k, v), {"implementation": "cudnn", "segments_BT": segments}, "packed documents"),
+        ((q, k, v), {"implementation": "flash"}, "implementation='flash'"),
+        ((q, k, v), {"segments_BT": segments[0]}, r"segments_BT has shape \(7,\): expected one number per token"),
+    ]
+    for given, options, words in said:
+        with pytest.raises(ValueError, match=words):
+            causal_attention(*given, **options)
 
 
 def test_masks_are_not_computed_ahead_and_stored():
@@ -208,20 +213,6 @@ def test_splash_equals_the_reference_where_a_cpu_interprets_it(monkeypatch, pack
     (_, expected), wanted = grads(q, k, v, "xla")
     for a, b in zip((out, *got), (expected, *wanted), strict=True):
         assert np.linalg.norm(a - b) < 1e-5 * np.linalg.norm(b)
-
-
-@pytest.mark.usefixtures("as_a_user")
-@pytest.mark.parametrize("implementation", ["xla", "tiled"])
-def test_shapes_that_do_not_fit_are_named(implementation):
-    q, k, v, _ = arrays(7)
-    attend = functools.partial(causal_attention, implementation=implementation)
-    for bad in [(q[:, :, :5], k, v), (q, k, v[:, :, :1]), (q, k[:1], v[:1]), (q, k[..., :4], v[..., :4]), (q[0], k, v)]:
-        with pytest.raises(ValueError, match="K key/value heads divide the H query heads"):
-            attend(*bad)
-    with pytest.raises(ValueError, match=r"segments_BT has shape \(7,\): expected one number per token, \(2, 7\)"):
-        attend(q, k, v, segments_BT=jnp.zeros(7, jnp.int32))
-    with pytest.raises(ValueError, match="implementation='fast'"):
-        causal_attention(q, k[:1], v, implementation="fast")  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.mark.parametrize(

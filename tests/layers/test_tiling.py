@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamem.layers.tiling import fold_tiles, tile_size, tiled_map, tiled_sum
+from llamem.layers.tiling import fold_tiles, tiled_map, tiled_sum
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 X = jax.random.normal(KEYS[0], (13, 5))
@@ -107,27 +107,6 @@ def test_parameter_gradients_grow_in_float32():
     assert grad.dtype == jnp.bfloat16 and grad == 4096
 
 
-@pytest.mark.parametrize("num_tiles", [1, 3, 13, 50])
-def test_map_equals_the_plain_function(num_tiles):
-    def block(params, x):
-        return {"out": jnp.tanh(x @ params["w"]) + params["b"], "norm": jnp.sum(x**2, -1)}
-
-    def loss(f, p, x):
-        out = f(p, x)
-        return jnp.sum(jnp.sin(out["out"])) + jnp.sum(out["norm"] * LABELS)
-
-    p = {k: PARAMS[k] for k in ("w", "b")}
-
-    def tiles(p, x):
-        return tiled_map(block, p, x, num_tiles)
-
-    def grad(f):
-        return jax.value_and_grad(lambda p, x: loss(f, p, x), argnums=(0, 1))(p, X)
-
-    assert_trees_close(tiles(p, X), block(p, X))
-    assert_trees_close(grad(tiles), grad(block))
-
-
 def test_map_keeps_one_tile_of_activations():
     x, w = jax.ShapeDtypeStruct((4096, 64), jnp.float32), jax.ShapeDtypeStruct((64, 2048), jnp.float32)
 
@@ -159,11 +138,6 @@ def test_no_rows_is_a_sum_of_nothing():
     empty = (jnp.zeros((0, 5)), jnp.zeros(0, int))
     assert tiled_sum(scalar_of, PARAMS, empty, 4) == 0
     assert tiled_map(lambda w, x: x @ w, PARAMS["w"], empty[0], 4).shape == (0, 7)
-
-
-def test_tile_sizes():
-    assert [tile_size(13, n) for n in (1, 2, 4, 13, 50)] == [13, 7, 4, 1, 1]
-    assert tile_size(1000, 7, align=128) == 256 and tile_size(100, 1, align=128) == 100
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,8 @@ def test_decoding_beyond_the_cache_is_refused_or_nan(model):
     assert np.isfinite(decode(tokens[:, :12], cache)[0]).all(), "32 places hold 32"
     with pytest.raises(ValueError, match=r"for 2 sequences .*model.empty_cache\(2"):
         model.decode(tokens, model.empty_cache(3, 32))
+    with pytest.raises(TypeError, match=r"cache=None: expected model.empty_cache\(2"):
+        Llama.decode(model, tokens, None)
 
 
 @pytest.mark.parametrize(

@@ -52,13 +52,18 @@ def test_hugging_face_names_of_transformers_5():
         ({"rope_theta": float("nan")}, "rope_theta=nan"),
         ({"tied_head": "no"}, "tied_head='no'"),
         ({"rope_scaling": 8.0}, r"rope_scaling=8\.0.*RopeScaling"),
+        ({"n_experts": 4}, "experts_per_token=0"),
         ({"n_experts": 2, "experts_per_token": 3, "moe_d_ff": 8}, "experts_per_token at most n_experts"),
+        ({"moe_d_ff": 8}, "n_experts=0.*moe_d_ff=8"),
     ],
 )
 @pytest.mark.usefixtures("as_a_user")
 def test_bad_fields_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         LlamaConfig().replace(**changes)
+
+
+MIXTURE = config_to_hf(PRESETS["qwen3-30b-a3b"])
 
 
 @pytest.mark.parametrize(
@@ -72,6 +77,9 @@ def test_bad_fields_are_refused(changes, words):
         ({"rope_scaling": {"rope_type": "llama3"}}, "says no factor"),
         ({"vocab_size": None}, "says no vocab_size"),
         ({"hidden_size": "4096"}, "hidden_size='4096'"),
+        (MIXTURE | {"norm_topk_prob": None}, "norm_topk_prob=False"),
+        (MIXTURE | {"mlp_only_layers": [1]}, "mlp_only_layers="),
+        (MIXTURE | {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
     ],
 )
 def test_config_files_that_are_not_computed_here_are_refused_by_name(changes, words, tmp_path):
@@ -85,7 +93,9 @@ def test_config_files_that_are_not_computed_here_are_refused_by_name(changes, wo
         config_from_hf(tmp_path / "nowhere")
 
 
-def test_bad_scaling_and_unknown_presets_are_refused():
+def test_bad_scaling_unknown_presets_and_mixtures_of_no_family_are_refused():
+    with pytest.raises(ValueError, match="qk_norm"):
+        config_to_hf(PRESETS["qwen3-30b-a3b"].replace(qk_norm=False))
     with pytest.raises(ValueError, match="must be below high_freq_factor"):
         RopeScaling(8.0, high_freq_factor=1.0)
     with pytest.raises(ValueError, match=r"'llama4'.*llama3\.2-1b"):

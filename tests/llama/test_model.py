@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from flax import nnx
 from models import MOE, SMALL, VARIANTS, expected_gradients, in_float64, model_of, tokens_of
 from norms import errors_by_name
 
-from llamem import generate
+from llamem import Policy, generate
 from llamem.llama import ACTIVATIONS
 from llamem.llama.sample import _generate, pick_token
 from llamem.train import loss_fn
@@ -17,9 +18,12 @@ from llamem.train import loss_fn
 pytestmark = pytest.mark.accelerator
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+CONFIGS = {**VARIANTS, "experts": MOE}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_the_reference(name):
-    config = VARIANTS[name]
+    config = CONFIGS[name]
     model, tokens = model_of(config), np.asarray(tokens_of(config))
     expected = in_float64(reference.logits, config, model, tokens)
     np.testing.assert_allclose(model(jnp.asarray(tokens)), expected, rtol=2e-4, atol=2e-4)
@@ -40,6 +44,8 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("untied", {**TOOLS, "offload": ("attn_out", "block_in")}),
     ("untied", {**TOOLS, "mode": "unroll", "attention": "tiled"}),
     ("qwen3", TOOLS),
+    ("experts", {"remat": "minimal"}),
+    ("experts", {"remat": Policy(save=("router",)), "loss_tiles": 3}),
     ("experts", TOOLS),
 ]
 
@@ -47,7 +53,7 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("name", "plan"), PLANS, ids=str)
 def test_every_gradient_of_the_mean_loss(name, plan):
     """The test that a feature shipped without for eleven months: mean loss, real layers, every leaf, in every plan."""
-    config = {**VARIANTS, "experts": MOE}[name]
+    config = CONFIGS[name]
     tokens = tokens_of(config, T=38)
     graphdef, params = nnx.split(model_of(config, **plan))
 
@@ -72,21 +78,10 @@ def test_activation_names_are_those_of_the_block():
     assert set(names_in(jaxpr.jaxpr)) == set(ACTIVATIONS)
 
 
-def test_hidden_states():
-    model, tokens = model_of(SMALL), tokens_of(SMALL)
-    x_BTD, hidden = model.hidden(tokens, return_hidden=True)
-    assert hidden.shape == (SMALL.n_layers + 1, *x_BTD.shape)
-    np.testing.assert_array_equal(hidden[0], model.embedding[...][tokens])
-    one_layer = model_of(SMALL.replace(n_layers=1))
-    nnx.update(one_layer, nnx.state(model, lambda path, _: "blocks" not in path))
-    nnx.update(one_layer.blocks, jax.tree.map(lambda leaf: leaf[:1], nnx.state(model.blocks)))
-    np.testing.assert_allclose(one_layer.hidden(tokens, return_hidden=True)[1][1], hidden[1], rtol=1e-5, atol=1e-5)
+def test_a_model_is_computed_as_its_plan_says_and_eval_turns_rematerialisation_off():
+    def program(train=True, **plan):
+        graphdef, params = nnx.split(model_of(SMALL, **plan))
 
-
-def test_eval_turns_rematerialisation_off_and_train_on():
-    graphdef, params = nnx.split(model_of(SMALL))
-
-    def program(train):
         def loss(p):
             model = nnx.merge(graphdef, p)
             (model.train if train else model.eval)()
@@ -94,15 +89,17 @@ def test_eval_turns_rematerialisation_off_and_train_on():
 
         return str(jax.make_jaxpr(jax.grad(loss))(params))
 
-    assert "checkpoint" in program(train=True) or "remat" in program(train=True)
-    assert "checkpoint" not in program(train=False) and "remat" not in program(train=False)
+    assert "scan" in program() and "scan" not in program(mode="unroll")
+    assert re.search("checkpoint|remat", program())
+    for without in (program(remat=None), program(train=False)):
+        assert not re.search("checkpoint|remat", without)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["untied", "qwen3", "rope scaling"])
+@pytest.mark.parametrize("name", ["untied", "qwen3", "rope scaling", "experts"])
 @pytest.mark.parametrize("remat", [None, "nothing"])
 def test_decoding_with_the_cache_equals_reading_at_once(name, remat):
-    config = VARIANTS[name]
+    config = CONFIGS[name]
     model, tokens = model_of(config, remat=remat), tokens_of(config, T=13)
     at_once = nnx.jit(lambda model, t: model(t))(model, tokens)
     decode = nnx.jit(lambda model, t, cache: model.decode(t, cache))

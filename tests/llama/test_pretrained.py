@@ -158,6 +158,9 @@ def test_damaged_folders(folder, tmp_path):
     file.unlink()
     with pytest.raises(FileNotFoundError, match="Download it again"):
         llamem.load_pretrained(folder)
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+    with pytest.raises(ValueError, match=r"index.json has no weight_map"):
+        llamem.load_pretrained(folder)
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")

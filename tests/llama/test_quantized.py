@@ -13,7 +13,7 @@ from models import MOE, SMALL, model_of
 from norms import errors_by_name
 
 import llamem
-from llamem.llama import IN_LAYERS, Adapters, check_trainable, dequantize, quantize, smollm2_file
+from llamem.llama import IN_LAYERS, Adapters, check_trainable, dequantize, quantize
 from llamem.llama.gguf_weights import GgufTensor
 from llamem.llama.quantized import KINDS, dequantize_rows, quantize_rows
 from llamem.memory.compiling import matmul_flops
@@ -53,6 +53,9 @@ def test_blocks_are_those_of_gguf(kind):
     minimum = jnp.asarray(theirs["minimum"]) if "minimum" in theirs else None
     numbers = dequantize_rows(kind, values, scale, minimum, jnp.float32)
     np.testing.assert_array_equal(numbers, gguf.quants.dequantize(raw, type_))
+    for dtype in (jnp.bfloat16, jnp.float16):  # rounded once
+        rounded = dequantize_rows(kind, values, scale, minimum, dtype)
+        np.testing.assert_array_equal(rounded, numbers.astype(dtype))
 
 
 def _tensor(raw, type_, shape):
@@ -206,16 +209,3 @@ def test_the_real_model_in_its_own_four_bits(smollm2, smollm2_blocks, smollm2_to
     prompt = smollm2_tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True)
     answer = llamem.generate(smollm2_blocks, jnp.asarray([prompt]), 8, temperature=0)[0]
     assert smollm2_tokenizer.decode(np.asarray(answer)) == "The capital of France is Paris.<|im_end|>"
-
-
-@pytest.mark.weekly
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_gradients_over_blocks_in_16_bits_are_as_good_as_over_numbers(smollm2, smollm2_tokenizer, dtype):
-    given = problem(smollm2_tokenizer, smollm2.config)
-    blocks = llamem.load_pretrained(smollm2_file(), compute_dtype=dtype)
-    numbers = llamem.load_pretrained(smollm2_file(), dtype=dtype)
-    leaves = [jax.tree.leaves(gradients(model, *given)[1]) for model in (blocks, numbers, smollm2)]
-    for found, plain, exact in zip(*leaves, strict=True):
-        error, least = (np.linalg.norm(grad - exact) / np.linalg.norm(exact) for grad in (found, plain))
-        assert np.isfinite(found).all() and error < 1.2 * least + 1e-4, (error, least)

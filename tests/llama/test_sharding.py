@@ -59,8 +59,5 @@ def test_a_mesh_without_its_devices_leaves_the_sharing_to_the_program():
     """As one with them does, whatever JAX takes where nobody says it: "explicit" axes since 0.12."""
     mesh = MeshShape(fsdp=4096, tensor=2).mesh()
     assert dict(mesh.shape)["fsdp"] == 4096 and set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
-
-
-def test_more_devices_than_there_are_is_refused():
     with pytest.raises(ValueError, match="has 4096 devices, and there are"):
         MeshShape(fsdp=4096).check_devices()

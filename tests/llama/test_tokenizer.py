@@ -122,6 +122,8 @@ def test_what_no_tokenizer_has_is_refused(llama3, smollm2, tmp_path):
         (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\n")
         with pytest.raises(ValueError, match=words):
             Tokenizer(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=r"There is no tokenizer file .*nowhere"):
+        Tokenizer(tmp_path / "nowhere.model")
 
 
 def test_how_llama3_cuts_text_in_both_libraries(llama3):

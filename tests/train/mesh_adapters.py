@@ -19,7 +19,6 @@ from llamem import Plan, TrainSettings, abstract_lora_step  # noqa: E402
 from llamem.train import init_lora_state, make_lora_step  # noqa: E402
 
 CONFIG = SMALL.replace(vocab_size=324, d_model=48, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=80)
-MESHES = {"all but data": {"fsdp": 2, "tensor": 2, "context": 2}, "data": {"data": 4}}
 IDS = np.array([2, 0, 2, 1, 0, 0, 2, 2])
 SETTINGS = TrainSettings(batch_size=8, seq_len=16, clip_norm=0.1, learning_rate=1e-2)
 
@@ -40,22 +39,20 @@ def stepped(config, mesh, accumulate=1, mlp_tiles=1):
 
 
 def main():
-    seen = {}
-    for tied in (False, True):
-        config = CONFIG.replace(tied_head=tied)
-        want, expected = stepped(config, {})
-        for name, mesh in MESHES.items():
-            got, metrics = stepped(config, mesh, accumulate=2 if name == "data" else 1, mlp_tiles=1 if tied else 3)
-            seen[f"{name}, {'tied' if tied else 'untied'}"] = {
-                "errors": {**errors_by_name(got.opt_state, want.opt_state), **errors_by_name(metrics, expected)},
-                "steps": np.asarray(got.step).tolist(),
-            }
     experts = CONFIG.replace(n_layers=1, n_experts=3, experts_per_token=2, moe_d_ff=12)
-    (want, expected), (got, metrics) = stepped(experts, {}), stepped(experts, MESHES["all but data"])
-    seen["experts"] = {
-        "errors": {**errors_by_name(got.opt_state, want.opt_state), **errors_by_name(metrics, expected)},
-        "steps": np.asarray(got.step).tolist(),
+    every = {"fsdp": 2, "tensor": 2, "context": 2}
+    cases = {
+        "all but data, untied": (CONFIG, every, {"mlp_tiles": 3}),
+        "data, tied": (CONFIG.replace(tied_head=True), {"data": 4}, {"accumulate": 2}),
+        "experts": (experts, every, {}),
     }
+    seen = {}
+    for name, (config, mesh, how) in cases.items():
+        (want, expected), (got, metrics) = stepped(config, {}), stepped(config, mesh, **how)
+        seen[name] = {
+            "errors": {**errors_by_name(got.opt_state, want.opt_state), **errors_by_name(metrics, expected)},
+            "steps": np.asarray(got.step).tolist(),
+        }
     print(json.dumps(seen))
 
 

@@ -23,6 +23,7 @@ import numpy as np  # noqa: E402
 import reference  # noqa: E402
 from flax import nnx  # noqa: E402
 from jax.sharding import PartitionSpec  # noqa: E402
+from norms import errors_by_name  # noqa: E402
 from stopping import stopped_after  # noqa: E402
 
 from llamem import LlamaConfig, Plan, TrainSettings, generate  # noqa: E402
@@ -121,20 +122,13 @@ def message_runs(program):
     return runs, sorted(set(program.executions.values()))
 
 
-def errors(grads, expected):
-    """How far each gradient is from the expected one, as a part of it."""
-    got = jax.tree.map(lambda a: np.asarray(a, np.float64), nnx.to_pure_dict(grads))
-    error = jax.tree.map(lambda a, b: float(np.abs(a - b).max() / np.abs(b).max()), got, expected)
-    return {jax.tree_util.keystr(path): e for path, e in jax.tree.leaves_with_path(error)}
-
-
 def check_gradient_outside(sizes, expected):
     """The gradients of `loss_fn`, taken outside of `shard_map`."""
     params, _, grads = expected
     settings, plan = TrainSettings(batch_size=B, seq_len=T), Plan(mesh=sizes, loss_tiles=TILES)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(CONFIG, settings, plan)))
     got = jax.jit(jax.grad(partial(loss_fn, graphdef)))(params, *batch_of(CONFIG))
-    return errors(got, grads)
+    return errors_by_name(nnx.to_pure_dict(got), grads)
 
 
 def check(case, expected):
@@ -148,7 +142,6 @@ def check(case, expected):
     params, loss, grads = expected
     program, args = compiled_gradients(config, settings, plan, params)
     got_loss, got = program(*args)
-    error = errors(got, grads)
     compiled = parse(optimised_text(program))
     share = traced_products(config, "vocab" if "tensor" in sizes else axis, **case) / MeshShape.of(sizes).devices
     runs, trips = message_runs(compiled)
@@ -157,7 +150,7 @@ def check(case, expected):
         "way": {"tied": tied, "axis": axis, **case},
         "accumulate": accumulate,
         "loss error": abs(float(got_loss) - loss) / loss,
-        "gradient errors": error,
+        "gradient errors": errors_by_name(nnx.to_pure_dict(got), grads),
         "products of share": (compiled_matmul_flops(compiled) or 0) / share,
         "message runs": runs,
         "loop trips": trips,

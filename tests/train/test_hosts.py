@@ -13,13 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
-import numpy as np
 import pytest
 import test_loop
 from test_loop import losses, wait_for_rows
 
 from llamem.train import hosts, train
-from llamem.train.batches import Batches
 from llamem.train.hosts import GONE
 
 HERE = Path(__file__).parent
@@ -143,16 +141,6 @@ def test_ten_random_kills_lose_nothing(tmp_path):
         cluster.kill(kill % 2)
     again = Cluster(folder, 2, settings=settings).answers[0]
     assert again["finished"] and again["losses"] == whole["losses"]
-
-
-@pytest.mark.parametrize("count", [3, 12])
-def test_rows_of_a_batch_shared_out_are_the_batch(count):
-    batches = Batches(np.arange(2000, dtype=np.uint32), 12, 7, seed=3)
-    for step in (0, 40):  # of the second epoch, too
-        size = 12 // count
-        parts = [batches.batch_at(step, slice(i * size, (i + 1) * size)) for i in range(count)]
-        for half, whole in enumerate(batches.batch_at(step)):
-            np.testing.assert_array_equal(np.concatenate([part[half] for part in parts]), whole)
 
 
 OURS = {"LLAMEM_COORDINATOR": "a:1", "LLAMEM_HOST": "1", "LLAMEM_NUM_HOSTS": "3"}

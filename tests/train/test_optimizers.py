@@ -3,11 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 from models import SMALL, model_of
 
-import llamem
 from llamem import TrainSettings
 from llamem.train import stochastically_rounded
 from llamem.train.optimizers import clip
@@ -60,10 +58,3 @@ def test_each_layer_is_clipped_by_its_own_norm():
             np.testing.assert_allclose(other, row * 3 / norm, rtol=1e-5)
     small = jax.tree.map(lambda a: 1e-3 * a, grads)
     jax.tree.map(np.testing.assert_array_equal, small, clip(settings, small, jnp.asarray(jnp.inf)))
-
-
-@pytest.mark.parametrize("wrong", [{"clip": "layer"}, {"rounding": "stochastic"}])
-def test_what_is_for_one_device_is_refused_on_a_mesh(wrong):
-    settings = TrainSettings(batch_size=2, seq_len=8, **wrong)
-    with pytest.raises(ValueError, match="on a mesh"):
-        llamem.abstract_step(SMALL, settings, llamem.Plan(mesh={"fsdp": 2}))

@@ -1,4 +1,4 @@
-"""The templates under scale/: short, in valid shell and YAML, and asking for what `scale/train.py` understands."""
+"""The templates under scale/: in valid shell and YAML, and asking for what `scale/train.py` understands."""
 
 import argparse
 import json
@@ -18,12 +18,6 @@ from llamem.llama import smollm2_file
 from llamem.train import Tokenizer
 
 SCALE = Path(__file__).resolve().parents[2] / "scale"
-TEMPLATES = sorted([*SCALE.glob("*.sh"), *SCALE.glob("*.yaml")])
-
-
-@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
-def test_a_template_is_short(path):
-    assert len(path.read_text().splitlines()) < 40
 
 
 @pytest.mark.parametrize("path", sorted(SCALE.glob("*.sh")), ids=lambda path: path.name)

@@ -126,6 +126,12 @@ def test_bf16_is_the_plain_step_up_to_its_rounding(rounding, plan):
     assert got == [pytest.approx(row, rel=2e-2) for row in expected]
 
 
+def test_matrices_wait_on_the_host_and_vectors_do_not():
+    moments = init_state(models.ON_HOST["untied, 96 rows"], SETTINGS, Plan(moments="host")).opt_state
+    there = [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(moments) if waits_on_host(p)]
+    assert len(there) == 2 * (7 + 2) and not any("norm" in name or "count" in name for name in there)
+
+
 def placed_step(config, plan):
     """The step, with a state that lies where it will, and a batch."""
     settings = settings_of(**LAYERS)
@@ -177,19 +183,22 @@ def test_what_crosses_the_link_is_what_the_estimate_says(name, plan):
     assert (counted == 0) == (plan == "in the backward pass")
 
 
-def go(folder):
+def go(folder, **plan):
     """Four steps of a small run, or what is left of them."""
     config = models.ON_HOST["untied, 96 rows"].replace(n_layers=2)
     settings = TrainSettings(batch_size=2, seq_len=16, steps=4, eval_every=2, snapshot_every=0, clip="layer")
-    return train(config, corpus(96), settings, folder, plan=Plan(**STREAMED), progress=False)
+    return train(config, corpus(96), settings, folder, plan=Plan(**plan), progress=False)
 
 
-def test_a_run_stops_and_goes_on_bit_by_bit(tmp_path):
-    with stopped_after(2):
-        assert not go(tmp_path / "parts").finished
-    parts, whole = go(tmp_path / "parts"), go(tmp_path / "whole")
+def test_a_run_stops_and_goes_on_bit_by_bit_or_with_its_state_elsewhere(tmp_path):
+    for name, plan in (("parts", STREAMED), ("moved", {})):
+        with stopped_after(2):
+            assert not go(tmp_path / name, **plan).finished
+    parts, moved, whole = (go(tmp_path / name, **STREAMED) for name in ("parts", "moved", "whole"))
     assert losses(parts.metrics) == losses(whole.metrics) and len(parts.metrics) == 4
     assert_same_model(parts, whole)
+    found, expected = ([row["loss"] for row in run.metrics] for run in (moved, whole))
+    assert found == pytest.approx(expected, rel=1e-5)
     # A model whose weights are on the host also answers.
     logits = parts.model(jnp.asarray([[1, 2, 3]], jnp.int32))
     assert logits.shape == (1, 3, 96) and bool(jnp.isfinite(logits).all())
@@ -233,29 +242,21 @@ def test_adapters_over_weights_on_the_host(name, tools):
 
 
 @pytest.mark.parametrize(
-    ("plan", "settings", "says"),
+    ("plan", "settings", "lora", "says"),
     [
-        (STREAMED, {}, "the norm of all gradients is known when .* Choose clip='layer'"),
-        (STREAMED, {"accumulate": 2, **LAYERS}, "Choose accumulate=1"),
-        ({}, {"rounding": "stochastic"}, "with weights in float32"),
+        (STREAMED, {}, (), "the norm of all gradients is known when .* Choose clip='layer'"),
+        (STREAMED, {"accumulate": 2, **LAYERS}, (), "Choose accumulate=1"),
+        ({}, {"rounding": "stochastic"}, (), "with weights in float32"),
+        ({"mesh": {"fsdp": 2}}, LAYERS, (), "on a mesh"),
+        ({"mesh": {"fsdp": 2}}, {"rounding": "stochastic"}, (), "on a mesh"),
+        ({"update": "in_backward"}, {}, (2,), "weights='host' is for the frozen model"),
+        ({}, LAYERS, (2,), "clipped by the norm of its own gradients"),
     ],
 )
-def test_what_cannot_be_computed_one_by_one_is_refused(plan, settings, says):
+def test_what_a_step_cannot_do_is_refused(plan, settings, lora, says):
+    given = models.ON_HOST["tied, 101 rows"], settings_of(**settings), Plan(**plan)
     with pytest.raises(ValueError, match=says):
-        abstract_step(models.ON_HOST["tied, 101 rows"], settings_of(**settings), Plan(**plan))
-
-
-@pytest.mark.parametrize(
-    ("plan", "settings", "says"),
-    [
-        ({"update": "in_backward"}, {}, "weights='host' is for the frozen model"),
-        ({}, {"clip": "layer"}, "clipped by the norm of its own gradients"),
-    ],
-)
-def test_adapters_have_no_moments_worth_a_place(plan, settings, says):
-    lora = llamem.LoraConfig(ranks=(2,), alphas=(2,))
-    with pytest.raises(ValueError, match=says):
-        llamem.abstract_lora_step(models.ON_HOST["tied, 101 rows"], settings_of(**settings), Plan(**plan), lora)
+        llamem.abstract_lora_step(*given, llamem.LoraConfig(ranks=lora)) if lora else abstract_step(*given)
 
 
 def test_every_row_of_the_benchmark_can_be_asked():

@@ -6,7 +6,6 @@ Source: PEFT's `LoraConfig`, `LoraModel` and `utils/save_and_load.py`, versions 
 import json
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from llamem._checks import check_number, show
+from llamem._checks import check_number, check_whole, show
 from llamem._extras import import_extra
 from llamem._files import read_json, whole_folder
 from llamem.llama.lora import IN_LAYERS, Adapters, shape_of, targets_in
@@ -28,7 +27,7 @@ MODULES["head"] = "lm_head"
 # Fields that say nothing about what is computed, or are read here; which modules are adapted, the tensors tell. Any
 # other must be off: it changes the computation.
 _READ = {
-    *("peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights"),
+    *("peft_type", "r", "lora_alpha", "use_rslora", "init_lora_weights"),
     *("task_type", "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "inference_mode"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "lora_dropout", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "megatron_core", "qalora_group_size"),
@@ -39,9 +38,10 @@ _CHANGE_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")  # ways to be
 def load_adapters(model: Llama, folders: str | os.PathLike | Sequence[str | os.PathLike]) -> Adapters:
     """Load the adapters of one or several PEFT folders, in order, for this model, in f32.
 
-    Ranks and alphas may differ by folder, layer and module. A dropout in the folder is for training by PEFT, and not
-    computed here. Raises FileNotFoundError for a file that is missing, ValueError, with the folder's name, for an
-    adapter of another base or of another kind (DoRA, trained biases, whole modules ..).
+    Ranks and alphas may differ from folder to folder, and some layers or modules may have no adapter. A dropout in the
+    folder is for training by PEFT, and not computed here. Raises FileNotFoundError for a file that is missing,
+    ValueError, with the folder's name, for an adapter of another base or of another kind (DoRA, trained biases, whole
+    modules, ranks or alphas of single modules ..).
     """
     paths = [folders] if isinstance(folders, (str, os.PathLike)) else folders
     return Adapters.join([_load(model, Path(path).expanduser()) for path in paths])
@@ -56,18 +56,16 @@ def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base:
     safetensors = import_extra("safetensors.numpy", "writing adapters")
     one, folder = adapters.select([i]), Path(folder)
     tensors: dict[str, np.ndarray] = {}
-    ranks: dict[str, int] = {}
-    alphas: dict[str, float] = {}
     targets: list[str] = []
+    r, largest = (max(np.max(array) for array in part.values()) for part in (one.rank, one.scale))
+    alpha = float(largest * np.float32(r))
     for target in one.a:
-        a, b, scale, rank = (np.asarray(part[target]) for part in (one.a, one.b, one.scale, one.rank))
+        a, b, rank = (np.asarray(part[target]) for part in (one.a, one.b, one.rank))
         if target not in IN_LAYERS:
-            a, b, scale, rank = a[None], b[None], scale[None], rank[None]
+            a, b, rank = a[None], b[None], rank[None]
         adapted = {layer: _module_path(target, layer) for layer in range(len(a)) if rank[layer, 0]}
         targets += [MODULES[target].split(".")[-1]] if len(adapted) == len(a) else adapted.values()
-        for layer, path in adapted.items():
-            r = ranks[path] = int(rank[layer, 0])
-            alphas[path] = float(np.float32(scale[layer, 0] * np.float32(r)))
+        for layer in adapted:
             for name, matrix in zip(_tensor_names(target, layer), (a[layer, 0, :r], b[layer, 0, :r].T), strict=True):
                 tensors[name] = np.ascontiguousarray(matrix)
     config: dict[str, Any] = {
@@ -75,13 +73,13 @@ def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base:
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
+        "r": int(r),
+        "lora_alpha": int(alpha) if alpha.is_integer() else alpha,
         "target_modules": targets,
         "bias": "none",
         "lora_dropout": 0.0,
         "fan_in_fan_out": False,
         "use_rslora": False,
-        **_with_pattern("r", "rank_pattern", ranks),
-        **_with_pattern("lora_alpha", "alpha_pattern", alphas),
     }
     with whole_folder(folder) as unfinished:
         (unfinished / CONFIG).write_text(json.dumps(config, indent=2))
@@ -99,13 +97,6 @@ def _tensor_names(target: str, layer: int) -> list[str]:
     return [f"base_model.model.{_module_path(target, layer)}.lora_{part}.weight" for part in "AB"]
 
 
-def _with_pattern(field: str, pattern: str, values: Mapping[str, float]) -> dict[str, Any]:
-    """Return the commonest value, and by module those that differ from it."""
-    values = {path: int(value) if value == int(value) else value for path, value in values.items()}
-    common = max(values.values(), key=list(values.values()).count)
-    return {field: common, pattern: {path: value for path, value in values.items() if value != common}}
-
-
 def _load(model: Llama, folder: Path) -> Adapters:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
@@ -114,23 +105,19 @@ def _load(model: Llama, folder: Path) -> Adapters:
     _check_config(peft, folder)
     stored, one = tensors_in(folder / WEIGHTS), Adapters({}, {}, {}, {})
     _check_base(model, stored, folder)
-    targets = targets_in(model.config)
+    targets, r = targets_in(model.config), check_whole(f"r in {folder / CONFIG}", peft.get("r"))
+    alpha = check_number(f"lora_alpha in {folder / CONFIG}", peft.get("lora_alpha"), above=0)
     for target in targets:
         layers, n_in, n_out = shape_of(model.config, target)
-        pairs = {}
+        a, b = (np.zeros((math.prod(layers), 1, r, size), np.float32) for size in (n_in, n_out))
+        scale, rank = np.zeros(a.shape[:2], np.float32), np.zeros(a.shape[:2], np.int32)
         for layer in range(math.prod(layers)):
             if pair := [stored.pop(name).read() for name in _tensor_names(target, layer) if name in stored]:
-                _check_pair(pair, n_in, n_out, f"{_module_path(target, layer)} in {folder}")
-                pairs[layer] = pair
-        if not pairs:
+                _check_pair(pair, r, n_in, n_out, f"{_module_path(target, layer)} in {folder}")
+                a[layer, 0], b[layer, 0] = pair[0], pair[1].T
+                scale[layer], rank[layer] = alpha / (math.sqrt(r) if peft.get("use_rslora") else r), r
+        if not rank.any():
             continue
-        width = max(len(a) for a, _ in pairs.values())
-        a, b = (np.zeros((math.prod(layers), 1, width, size), np.float32) for size in (n_in, n_out))
-        scale, rank = np.zeros(a.shape[:2], np.float32), np.zeros(a.shape[:2], np.int32)
-        for layer, (a_rI, b_Or) in pairs.items():
-            r = rank[layer] = len(a_rI)
-            scale[layer] = _scale(peft, _module_path(target, layer), r, folder)
-            a[layer, 0, :r], b[layer, 0, :r] = a_rI, b_Or.T
         for part, array in zip((one.a, one.b, one.scale, one.rank), (a, b, scale, rank), strict=True):
             part[target] = jnp.asarray(array if layers else array[0])
     if stored or not one.a:
@@ -169,23 +156,15 @@ def _check_base(model: Llama, stored: dict[str, Stored], folder: Path) -> None:
                 )
 
 
-def _check_pair(pair: Sequence[np.ndarray], n_in: int, n_out: int, what: str) -> None:
-    shapes, r = [x.shape for x in pair], len(pair[0])
-    if shapes != [(r, n_in), (n_out, r)] or r < 1:
+def _check_pair(pair: Sequence[np.ndarray], r: int, n_in: int, n_out: int, what: str) -> None:
+    shapes = [x.shape for x in pair]
+    if shapes != [(r, n_in), (n_out, r)]:
         raise ValueError(
-            f"{what} has matrices of shapes {shapes}; over this model A is [r, {n_in}], and B [{n_out}, r]. The "
-            "adapter belongs to another base, or its file is damaged."
+            f"{what} has matrices of shapes {shapes}; over this model and at the folder's r={r} A is [r, {n_in}], and "
+            f"B [{n_out}, r]. The adapter belongs to another base, or its file is damaged."
         )
     if not all(np.isfinite(x).all() for x in pair):
         raise ValueError(
             f"the matrices of {what} hold NaN or infinite numbers: the file is damaged, or the training that wrote it "
             "had diverged."
         )
-
-
-def _scale(peft: Mapping[str, Any], path: str, r: int, folder: Path) -> float:
-    """Return `alpha / r` of one module. Its alpha is that of the first pattern that names the end of its path."""
-    patterns = (peft.get("alpha_pattern") or {}).items()
-    alpha = next((value for key, value in patterns if re.match(rf"(.*\.)?({key})$", path)), peft.get("lora_alpha"))
-    alpha = check_number(f"lora_alpha of {path} in {folder / CONFIG}", alpha, above=0)
-    return alpha / math.sqrt(r) if peft.get("use_rslora") else alpha / r

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from llamem._checks import check_whole
+from llamem._checks import check_whole, show
 from llamem.layers.attention import causal_attention
 from llamem.layers.context import local_positions
 from llamem.layers.stack import apply_stack
@@ -86,14 +86,10 @@ class Llama(nnx.Module):
         tokens_BT: Int[Array, "B T"],
         segments_BT: Int[Array, "B T"] | None = None,
         *,
-        return_hidden: bool = False,
         adapters: Adapters | None = None,
         adapter_B: Int[Array, " B"] | None = None,
-    ) -> Any:
+    ) -> Float[Array, "B _ D"]:
         """Return the last layer's output after the final norm, `[B, T, D]`: what the loss multiplies with the head.
-
-        With `return_hidden=True` also `[L + 1, B, T, D]`, what entered each layer and what left the last, before the
-        norm.
 
         `segments_BT` numbers documents packed into one sequence (padding counts as one): they do not see each other.
         Positions need not start again with each, since RoPE is relative.
@@ -127,18 +123,15 @@ class Llama(nnx.Module):
             lora = LayerAdapters.of(part, adapter_B, mesh.tensor_axis)
             return compute(self._at_hand(params), x_BTD, lora)
 
-        result = apply_stack(
+        x_BTD = apply_stack(
             layer,
             stacked,
             self.embed(tokens_BT),
             layers_of(adapters),
             mode=self.plan.mode,
             remat=None if self.deterministic else self.plan.policy,
-            return_hidden=return_hidden,
         )
-        x_BTD, hidden = result if return_hidden else (result, None)
-        x_BTD = rms_norm(x_BTD, self.norm[...], self.config.norm_eps)
-        return (x_BTD, hidden) if return_hidden else x_BTD
+        return rms_norm(x_BTD, self.norm[...], self.config.norm_eps)
 
     def embed(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Return what enters the first layer, in the products' type. On a mesh inside `shard_map`, as `hidden`."""
@@ -197,9 +190,9 @@ class Llama(nnx.Module):
     ) -> tuple[Float[Array, "B V"], KVCache]:
         """Read T more tokens after those in the cache; return the logits that follow the last, and the longer cache.
 
-        Raises ValueError where `cache.length + T` is known to be beyond the cache's S places. In a program that is
-        traced the length is not known: there the logits are NaN. No training option touches this path. A cache belongs
-        to the adapters with which it was filled: see `hidden`.
+        Raises TypeError for no cache, ValueError where `cache.length + T` is known to be beyond its S places. In a
+        program that is traced the length is not known: there the logits are NaN. No training option touches this path.
+        A cache belongs to the adapters with which it was filled: see `hidden`.
         """
         check_tokens(tokens_BT, self.config.vocab_size)
         adapter_B = check_adapters(adapters, adapter_B, tokens_BT.shape[0], self.config)
@@ -245,7 +238,12 @@ class Llama(nnx.Module):
         return logits_BTV
 
     def _check_cache(self, cache: KVCache, batch_size: int, T: int) -> int:
-        """Return how many places the cache has. Raise ValueError for another model's, and where T known ones lack."""
+        """Return how many places the cache has.
+
+        Raise TypeError for no cache, ValueError for another model's, and where it is known that T more do not fit.
+        """
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cache={show(cache)}: expected model.empty_cache({batch_size}, max_len).")
         c, shape = self.config, jnp.shape(cache.k_LBSKh)
         places = shape[2]
         expected = (c.n_layers, batch_size, places, c.n_kv_heads, c.head_dim)

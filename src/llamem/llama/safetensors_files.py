@@ -35,7 +35,12 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     another type than floating-point numbers.
     """
     if (folder / INDEX).is_file():
-        files = {Path(name).name for name in read_json(folder / INDEX, _MAX_INDEX)["weight_map"].values()}
+        listed = read_json(folder / INDEX, _MAX_INDEX).get("weight_map")
+        if not isinstance(listed, dict):
+            raise ValueError(
+                f"{folder / INDEX} has no weight_map, which says what file a tensor is in: download it again."
+            )
+        files = {Path(str(name)).name for name in listed.values()}
         return {name: stored for file in sorted(files) for name, stored in tensors_in(folder / file).items()}
     if (folder / WEIGHTS).is_file():
         return tensors_in(folder / WEIGHTS)
