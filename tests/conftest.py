@@ -28,7 +28,6 @@ runpy.run_path(str(ROOT / "src" / "llamem" / "_startup.py"))
 import jax
 import jaxtyping
 import pytest
-from cpu_table import CpuTable
 
 
 @pytest.fixture
@@ -57,7 +56,6 @@ def remat3(request):
 
 def pytest_addoption(parser):
     parser.addoption("--weekly", action="store_true", help="run the tests marked weekly, too")
-    parser.addoption("--cpu", action="store_true", help="print where the CPU's time went, by folder and kind")
 
 
 class ReadersEnvironment:
@@ -84,8 +82,6 @@ class ReadersEnvironment:
 
 def pytest_configure(config):
     config.pluginmanager.register(ReadersEnvironment())
-    if config.getoption("--cpu"):
-        config.pluginmanager.register(CpuTable())
 
 
 def pytest_collection_modifyitems(config, items):

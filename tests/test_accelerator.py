@@ -9,7 +9,6 @@ import accelerator
 import jax
 import pytest
 from accelerator_programs import programs
-from loss import time_cell
 from measured import Measurement
 
 import llamem
@@ -54,19 +53,6 @@ def test_the_table_says_what_was_measured():
     assert len({line.count("|") for line in accelerator.peaks_table(rows, None).splitlines()}) == 1
     said = accelerator.peaks_text(rows, "abacus")[1]
     assert "1 of 3 programs: 0.500 to 0.500" in said and said.endswith("Counted by: beads.")
-
-
-def test_losses_that_did_not_run_say_so():
-    plain = {"loss": "plain logits (optax)", "seconds": 0.5, "GiB": 1.0, "error": None}
-    fast = {"loss": "fast", "seconds": 0.02, "GiB": None, "error": None}
-    assert time_cell(plain, [plain]) == "0.50 s (1.00), 1.0 GiB"
-    assert time_cell(fast, [plain, fast]) == "20.00 ms (0.04)"
-    assert time_cell(fast | {"error": "no Triton"}, [plain]) == "failed: no Triton"
-    assert time_cell(fast | {"seconds": float("inf"), "GiB": 99.0}, [plain]) == "not run, 99.0 GiB"
-    products = {"loss": "the three products alone", "seconds": 0.01, "GiB": 0.1, "error": None}
-    auto = {"loss": "llamem, auto", "seconds": 0.013, "GiB": 0.1, "error": None}
-    rows = [row | {"dtype": "bfloat16", "tokens": 4096} for row in (plain, products, auto)]
-    assert "takes 1.30 of" in accelerator.losses_text(rows)[1]
 
 
 @pytest.mark.weekly

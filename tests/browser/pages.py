@@ -20,6 +20,17 @@ def served(folder: Path) -> Iterator[str]:
     server.shutdown()
 
 
+def touch_the_timeline(page) -> None:
+    """Click on the weights in the page of memory against time that notebook 00 shows: they tell of themselves."""
+    where = "iframe[title='Memory against time']"
+    page.locator(where).scroll_into_view_if_needed()  # a browser lets pages in frames out of sight stand still
+    frame = page.frame_locator(where)
+    canvas = frame.locator("canvas").first
+    before, box = frame.locator("#buffer").inner_text(), canvas.bounding_box()
+    canvas.click(position={"x": box["width"] / 2, "y": box["height"] - 40})  # just above the axis lie the weights
+    assert "weights" in frame.locator("#buffer").inner_text() != before
+
+
 def check_pictures(page, within: str, words: bool = True) -> int:
     """Every picture is there and, where `words`, has some for those who do not see it; how many there are."""
     pictures = page.evaluate(

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from pages import PICTURES, check_pictures, served
+from pages import PICTURES, check_pictures, served, touch_the_timeline
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,22 +67,10 @@ def jupyter(request, tmp_path_factory):
         settings.parent.mkdir(parents=True, exist_ok=True)
         settings.write_text(json.dumps(value))
     port = free_port()
-    command = [
-        *(
-            sys.executable,
-            "-m",
-            "jupyterlab" if request.param == "lab" else "notebook",
-            "--no-browser",
-            "--allow-root",
-            f"--port={port}",
-        ),
-        *(
-            "--IdentityProvider.token=",
-            "--ServerApp.password=",
-            f"--ServerApp.root_dir={home}",
-            "--expose-app-in-browser",
-        ),
-    ]
+    module, place = {"lab": ("jupyterlab", "lab/tree"), "notebook": ("notebook", "notebooks")}[request.param]
+    options = f"--no-browser --allow-root --port={port} --expose-app-in-browser"
+    options += " --IdentityProvider.token= --ServerApp.password="
+    command = [sys.executable, "-m", module, *options.split(), f"--ServerApp.root_dir={home}"]
     kernels = {
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "PYTHONPATH": str(ROOT / "src"),
@@ -92,10 +80,7 @@ def jupyter(request, tmp_path_factory):
         server = subprocess.Popen(command, cwd=home, stdout=log, stderr=log, env=os.environ | kernels)
         try:
             _wait_for(port, server, home / "log")
-            yield (
-                f"http://127.0.0.1:{port}/{'lab/tree' if request.param == 'lab' else 'notebooks'}/notebooks",
-                request.param,
-            )
+            yield f"http://127.0.0.1:{port}/{place}/notebooks", request.param
         finally:
             server.terminate()
             server.wait(30)
@@ -178,7 +163,7 @@ def test_run_all_reaches_the_end(browser, jupyter, number):
     controls = _move_controls(page, path)
     if number == "00":
         assert controls == 1
-        _touch_the_timeline(page)
+        touch_the_timeline(page)
     if number == "08":
         assert controls > 8
         _ask_the_compiler(page)
@@ -232,16 +217,6 @@ def _ask_the_compiler(page) -> None:
     button = page.locator(".jp-Notebook button", has_text="ask the compiler")
     button.click()
     page.locator(".jp-OutputArea", has_text="the compiler: ").first.wait_for(timeout=PATIENCE)
-
-
-def _touch_the_timeline(page) -> None:
-    where = ".jp-Notebook iframe[title='Memory against time']"
-    page.locator(where).scroll_into_view_if_needed()  # a browser lets pages in frames out of sight stand still
-    frame = page.frame_locator(where)
-    canvas = frame.locator("canvas").first
-    box = canvas.bounding_box()
-    canvas.click(position={"x": box["width"] / 2, "y": box["height"] - 40})  # just above the axis lie the weights
-    assert "weights" in frame.locator("#buffer").inner_text()
 
 
 @pytest.mark.weekly

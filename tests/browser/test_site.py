@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from pages import PICTURES, check_pictures, served
+from pages import PICTURES, check_pictures, served, touch_the_timeline
 
 SITE = Path(__file__).resolve().parents[2] / "build" / "site" / "_build" / "html"
 PAGES = sorted(SITE.glob("notebooks/[0-9]*.html")) + [SITE / f"{name}.html" for name in ("README", "api")]
@@ -52,13 +52,6 @@ def test_search_finds_what_stands_in_a_notebook(browser, site):
 def test_the_timeline_in_notebook_00_answers(browser, site):
     page = browser.new_page(viewport={"width": 1280, "height": 1000})
     page.goto(f"{site}/notebooks/00_where_the_memory_goes.html", wait_until="domcontentloaded")
-    page.locator("iframe[title='Memory against time']").scroll_into_view_if_needed()
-    frame = page.frame_locator("iframe[title='Memory against time']")
-    canvas = frame.locator("canvas").first
-    before = frame.locator("#buffer").inner_text()
-    box = canvas.bounding_box()
-    canvas.click(position={"x": box["width"] / 2, "y": box["height"] - 40})  # just above the axis lie the weights
-    assert frame.locator("#buffer").inner_text() != before
-    assert "weights" in frame.locator("#buffer").inner_text()
+    touch_the_timeline(page)
     page.screenshot(path=PICTURES / "site_timeline.png")
     page.close()

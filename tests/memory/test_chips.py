@@ -46,13 +46,6 @@ def test_what_the_user_chose_stays():
     assert started.stdout == "cpu\n"
 
 
-def test_importing_pulls_in_nothing_of_notebooks():
-    code = (
-        "import sys, llamem; print({'matplotlib', 'ipywidgets', 'torch', 'tokenizers', 'datasets'} & set(sys.modules))"
-    )
-    assert python(code).stdout == "set()\n"
-
-
 @pytest.mark.parametrize(
     ("written", "name"),
     [

@@ -67,21 +67,6 @@ def test_moves_to_the_host_name_their_destination():
     assert jaxprs.moved_to_host(traced(lambda x: jax.device_put(x, there), X)) == 0
 
 
-def test_python_that_is_called_back_is_seen():
-    def prints(x):
-        jax.debug.print("{}", x)
-
-    def calls(x):
-        return jax.pure_callback(lambda x: x, X, x)
-
-    def observed(x):
-        jax.experimental.io_callback(lambda x: None, None, x)
-
-    for fn in (prints, calls, observed, lambda x: jax.debug.callback(lambda x: None, x)):
-        assert len(list(jaxprs.callbacks_in(traced(fn, X)))) == 1, fn
-    assert not list(jaxprs.callbacks_in(traced(jnp.sin, X)))
-
-
 def test_a_mesh_of_an_absent_chip_says_for_which_chip_one_traces():
     from llamem.memory.chips import CHIPS
 

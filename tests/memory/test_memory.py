@@ -147,11 +147,11 @@ def test_reports_agree_with_the_process():
     # Freed memory goes back at once, so that the next program has to ask for its own.
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, str(HERE / "real_peaks.py"), "stack", "loss", "donated", "train step"]
+    command = [sys.executable, str(HERE / "real_peaks.py"), "stack", "loss", "donated"]
     out = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     differences = {row["name"]: row["rose_MB"] - row["said_MB"] for row in map(json.loads, out.splitlines())}
     # A plan is what is needed at least.
-    assert len(differences) == 4 and min(differences.values()) > -5 and max(differences.values()) < 40, differences
+    assert len(differences) == 3 and min(differences.values()) > -5 and max(differences.values()) < 40, differences
 
 
 def plain_loss(hidden, head):
@@ -200,6 +200,8 @@ def test_the_quick_answer_is_the_whole_one(empty_cache):
     shapes, options = (shape(5000, 7000), shape(5000, 7000)), {"chip": "v5e-1", "donate_argnums": (0, 1)}
     quick, whole = (llamem.compile_report(square, *shapes, depth=depth, **options) for depth in ("memory", "code"))
     assert (quick.depth, whole.depth) == ("memory", "code")
+    assert quick.alias_bytes == quick.argument_bytes >= 2 * 4 * 5000 * 7000  # both results lie in donated arguments
+    assert any("VMEM" in warning for warning in quick.warnings)  # so small
     for name in ("argument_bytes", "output_bytes", "alias_bytes", "host_bytes", "compiled_matmul_flops", "buffers"):
         assert getattr(quick, name) == getattr(whole, name), name
     few = 2**15 if jax.__version_info__ >= (0, 10) else 2**16
@@ -248,16 +250,6 @@ def test_too_big_is_a_report(empty_cache):
     roomy = llamem.compile_report(jax.grad(plain_loss), *shapes, chip="v5p-1")
     assert roomy.fits and report.peak_bytes == pytest.approx(roomy.peak_bytes, rel=0.1)
     assert report.argument_bytes == roomy.argument_bytes and report.temp_bytes < report.peak_bytes
-
-
-@needs_tpu_compiler
-@pytest.mark.tpu_compile
-def test_donation_reaches_the_compiler_and_toys_are_pointed_out(empty_cache):
-    report = llamem.compile_report(
-        lambda a, b: a + b.sum(), shape(512, 512), shape(3), chip="v5e-1", donate_argnums=(0,)
-    )
-    assert report.alias_bytes == 4 * 512 * 512
-    assert any("VMEM" in warning for warning in report.warnings)
 
 
 def test_reports_side_by_side():
@@ -461,22 +453,25 @@ def test_arguments_that_are_none(as_a_user, args, options, error, message):
         llamem.compile_report(lambda x, y: x, *args, **options)
 
 
-def printing(x):
-    jax.debug.print("{}", x.sum())
-    return x
-
-
-def calling(x):
-    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-
 @needs_tpu_compiler
 @pytest.mark.tpu_compile
-@pytest.mark.parametrize("fn", [printing, calling, jax.checkpoint(calling)])
-def test_a_chip_that_is_not_there_has_no_python_to_call(fn):
-    assert llamem.compile_report(fn, shape(3)).fits
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: jax.debug.print("{}", x),
+        jax.checkpoint(lambda x: jax.pure_callback(np.sin, shape(3), x)),
+        lambda x: jax.experimental.io_callback(print, None, x),
+        lambda x: jax.debug.callback(print, x),
+    ],
+    ids=["print", "in a checkpoint", "io_callback", "callback"],
+)
+def test_a_chip_that_is_not_there_has_no_python_to_call(call):
+    def calling(x):
+        return x, call(x)
+
+    assert llamem.compile_report(calling, shape(3)).fits
     with pytest.raises(ValueError, match=r"calls back into Python \(.+\).*v5e-1.*leave out jax\.debug\.print"):
-        llamem.compile_report(fn, shape(3), chip="v5e-1")
+        llamem.compile_report(calling, shape(3), chip="v5e-1")
 
 
 @pytest.mark.tpu_compile
