@@ -1,5 +1,6 @@
 """Answers that a reader may well give to the exercises of notebooks 06 and 07, and that are wrong: each is rejected."""
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -33,6 +34,68 @@ def in_tiles(q_h, tiles, rescale_sum=True, rescale_mix=True, start=-np.inf, scal
         top = new_top
     with np.errstate(all="ignore"):
         return mix_h / total
+
+
+def from_the_first_maximum(q_h, tiles, dtype: Any = np.float64):
+    """Every score counted from the first tile's maximum."""
+    top, total, mix_h = None, 0.0, 0.0
+    for k_Sh, v_Sh in tiles:
+        scores_S = np.asarray(k_Sh, dtype) @ np.asarray(q_h, dtype) / np.sqrt(dtype(len(q_h)))
+        top = scores_S.max() if top is None else top
+        with np.errstate(all="ignore"):
+            p_S = np.exp(scores_S - top)
+            total, mix_h = total + p_S.sum(), mix_h + p_S @ np.asarray(v_Sh, dtype)
+    with np.errstate(all="ignore"):
+        return mix_h / total
+
+
+def wide_without_maximum(q_h, tiles):
+    """In 80 bits, where e to the power of a few thousand is still a number."""
+    total, mix_h = np.longdouble(0), 0.0
+    for k_Sh, v_Sh in tiles:
+        with np.errstate(all="ignore"):
+            p_S = np.exp(np.asarray(k_Sh, np.longdouble) @ np.asarray(q_h, np.longdouble) / np.sqrt(np.longdouble(8)))
+            total, mix_h = total + p_S.sum(), mix_h + p_S @ np.asarray(v_Sh, np.longdouble)
+    with np.errstate(all="ignore"):
+        return mix_h / total
+
+
+def own_maximum_of_each_tile(q_h, tiles):
+    """Old sums are scaled rightly, new ones count from their own tile's maximum."""
+    top, total, mix_h = -np.inf, 0.0, 0.0
+    for k_Sh, v_Sh in tiles:
+        scores_S = np.asarray(k_Sh, np.float64) @ q_h / np.sqrt(len(q_h))
+        new_top = max(top, scores_S.max())
+        p_S, shrink = np.exp(scores_S - scores_S.max()), np.exp(top - new_top)
+        top, total, mix_h = new_top, total * shrink + p_S.sum(), mix_h * shrink + p_S @ np.asarray(v_Sh)
+    return mix_h / total
+
+
+def the_best_key_alone(q_h, tiles):
+    best, row_h = -np.inf, np.zeros(len(q_h))
+    for k_Sh, v_Sh in tiles:
+        scores_S = np.asarray(k_Sh @ q_h)
+        if scores_S.max() > best:
+            best, row_h = scores_S.max(), np.asarray(v_Sh)[scores_S.argmax()]
+    return row_h
+
+
+def means_by_length(q_h, tiles):
+    total, rows_h = 0, 0.0
+    for k_Sh, v_Sh in tiles:
+        total, rows_h = total + len(k_Sh), rows_h + len(k_Sh) * in_tiles(q_h, [(k_Sh, v_Sh)])
+    return rows_h / total
+
+
+def two_passes(q_h, tiles):
+    """The tiles are kept for a second pass, with the maximum of all."""
+    first, second = itertools.tee(tiles)
+    top = max(float((k_Sh @ q_h).max()) for k_Sh, _ in first) / np.sqrt(len(q_h))
+    total, mix_h = 0.0, 0.0
+    for k_Sh, v_Sh in second:
+        p_S = np.exp(np.asarray(k_Sh @ q_h) / np.sqrt(len(q_h)) - top)
+        total, mix_h = total + p_S.sum(), mix_h + p_S @ np.asarray(v_Sh)
+    return mix_h / total
 
 
 def tiles_of_means(q_h, tiles):
@@ -180,6 +243,37 @@ WRONG: Answers = {
         lambda *a: parameters(*a, feed_forward=2),
         "missing or double",
     ),
+    "one layer": (llama3.check_count_parameters, lambda D, V, L, *a: parameters(D, V, 1, *a), "missing or double"),
+    "no output projection": (
+        llama3.check_count_parameters,
+        lambda D, V, L, H, K, h, F: parameters(D, V, L, H, K, h, F) - L * H * h * D,
+        "missing or double",
+    ),
+    "keys without values": (
+        llama3.check_count_parameters,
+        lambda D, V, L, H, K, h, F: parameters(D, V, L, H, K, h, F) - L * K * h * D,
+        "missing or double",
+    ),
+    "biases": (
+        llama3.check_count_parameters,
+        lambda D, V, L, H, K, h, F: parameters(D, V, L, H, K, h, F) + L * (H + 2 * K) * h,
+        "Nothing else is a vector",
+    ),
+    "a square output projection": (
+        llama3.check_count_parameters,
+        lambda D, V, L, H, K, h, F: parameters(D, V, L, H, K, h, F) + L * (D - H * h) * D,
+        "Where does h belong",
+    ),
+    "from the first tile's maximum": (llama3.check_attend_in_tiles, from_the_first_maximum, "of all keys so far"),
+    "in 80 bits without a maximum": (llama3.check_attend_in_tiles, wide_without_maximum, "of all keys so far"),
+    "new sums from their own maximum": (
+        llama3.check_attend_in_tiles,
+        own_maximum_of_each_tile,
+        "every tile brings a new maximum",
+    ),
+    "the value of the best key": (llama3.check_attend_in_tiles, the_best_key_alone, "softmax"),
+    "means weighed by length": (llama3.check_attend_in_tiles, means_by_length, "three tiles"),
+    "all tiles read twice": (llama3.check_attend_in_tiles, two_passes, "stay in memory"),
     "no old sums scaled": (
         llama3.check_attend_in_tiles,
         partial(in_tiles, rescale_sum=False, rescale_mix=False),
@@ -187,7 +281,7 @@ WRONG: Answers = {
     ),
     "the mix not scaled": (llama3.check_attend_in_tiles, partial(in_tiles, rescale_mix=False), "three tiles"),
     "the sum not scaled": (llama3.check_attend_in_tiles, partial(in_tiles, rescale_sum=False), "three tiles"),
-    "no maximum": (llama3.check_attend_in_tiles, partial(in_tiles, use_max=False), "a thousand"),
+    "no maximum": (llama3.check_attend_in_tiles, partial(in_tiles, use_max=False), "hundred thousand"),
     "a maximum from zero": (llama3.check_attend_in_tiles, partial(in_tiles, start=0.0), "however negative"),
     "no root of h": (llama3.check_attend_in_tiles, partial(in_tiles, scale=False), "one tile"),
     "the last tile left out": (llama3.check_attend_in_tiles, partial(in_tiles, last=False), "one tile"),

@@ -42,6 +42,7 @@ def check_attend_in_tiles(fn: Callable[..., Any]) -> None:
     q_h = jax.random.normal(keys[0], (8,))
     k_Sh, v_Sh = (jax.random.normal(key, (23, 8)) for key in keys[1:])
     k_Sh = k_Sh * np.sign(k_Sh @ q_h)[:, None] + q_h  # so that all scores have one sign, which `scale` chooses
+    k_Sh = k_Sh[np.argsort(k_Sh @ q_h)]  # so that with a positive one every tile brings a new maximum
 
     def plain(q_h: Any, k_Sh: Any, v_Sh: Any) -> Any:
         return jax.nn.softmax(k_Sh @ q_h / 8**0.5) @ v_Sh
@@ -51,9 +52,10 @@ def check_attend_in_tiles(fn: Callable[..., Any]) -> None:
             (1.0, (23,), "with all keys in one tile it must be plain attention: scores over the root of h, softmax"),
             (1.0, (10, 10, 3), "three tiles do not give what one gives. What must happen to the old sums, and to the "
              "old mix, when a new maximum comes? And is the last tile as long as the others?"),
-            (300.0, (10, 10, 3), "scores may be as large as a thousand: nothing may be raised to the power of such a "
-             "number before a maximum is taken off"),
-            (-300.0, (4, 19), "the maximum so far begins below every score, however negative"),
+            (-1.0, (4, 19), "right as long as every tile brings a new maximum. What is taken off where it does not?"),
+            (2e4, (10, 10, 3), "scores may be as large as a hundred thousand: nothing may be raised to the power of "
+             "such a number before the maximum of all keys so far is taken off"),
+            (-2e4, (4, 19), "the maximum so far begins below every score, however negative"),
         ):  # fmt: skip
             scaled_h, edges = scale * q_h, [0, *np.cumsum(sizes)]
             given = [(k_Sh[a:b], v_Sh[a:b]) for a, b in itertools.pairwise(edges)]
