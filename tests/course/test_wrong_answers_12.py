@@ -174,6 +174,87 @@ def clipped_by_what_is_known(layer, update, state, inputs_LND, dy_ND, max_norm):
     return scanned(visit, dy_ND, (state, 0.0), inputs_LND)[1][0]
 
 
+def two_passes(norm_of):
+    """An answer that goes back once more, with the factor that the norm gives."""
+
+    def answer(layer, update, state, inputs_LND, dy_ND, max_norm):
+        norm = norm_of(layer, state, inputs_LND, dy_ND)
+        return right(layer, update, state, inputs_LND, jnp.minimum(1.0, max_norm / norm) * dy_ND)[1]
+
+    return answer
+
+
+def norm_of_all(grads):
+    return jnp.sqrt(jnp.sum(norms(grads) ** 2))
+
+
+def put_into_one_stack(layer, state, inputs_LND, dy_ND):
+    def visit(dx, all_grads, i, x):
+        grads, dx = jax.vjp(layer, take(state, i)["w"], x)[1](dx)
+        return dx, put(all_grads, grads, i)
+
+    return norm_of_all(scanned(visit, dy_ND, jax.tree.map(jnp.zeros_like, state["w"]), inputs_LND)[1])
+
+
+def differentiated_whole(layer, state, inputs_LND, dy_ND):
+    def whole(w):
+        return jax.lax.scan(lambda x, w: (layer(w, x), None), inputs_LND[0], w)[0]
+
+    return norm_of_all(jax.vjp(whole, state["w"])[1](dy_ND)[0])
+
+
+def largest_layer(layer, state, inputs_LND, dy_ND):
+    def visit(dx, largest, i, x):
+        grads, dx = jax.vjp(layer, take(state, i)["w"], x)[1](dx)
+        return dx, jnp.maximum(largest, norms(grads))
+
+    return scanned(visit, dy_ND, 0.0, inputs_LND)[1]
+
+
+def half_of_the_weights(layer, state, inputs_LND, dy_ND):
+    return jnp.linalg.norm(gradients(layer, state, inputs_LND, dy_ND)[1]["up"])
+
+
+def each_number_clipped(layer, update, state, inputs_LND, dy_ND, max_norm):
+    def clipped(one, grads):
+        return update(one, jax.tree.map(lambda g: jnp.clip(g, -max_norm, max_norm), grads))
+
+    return right(layer, clipped, state, inputs_LND, dy_ND)[1]
+
+
+def updated_by_pairs(layer, update, state, inputs_LND, dy_ND):
+    for last in range(len(inputs_LND) - 1, -1, -2):
+        pair, found = [i for i in (last, last - 1) if i >= 0], []
+        for i in pair:
+            grads, dy_ND = jax.vjp(layer, take(state, i)["w"], inputs_LND[i])[1](dy_ND)
+            found.append(grads)
+        grads = jax.tree.map(lambda *leaves: jnp.stack(leaves), *found)
+        state = put(state, jax.vmap(update)(take(state, jnp.array(pair)), grads), jnp.array(pair))
+    return dy_ND, state
+
+
+def turned_round(layer, update, state, inputs_LND, dy_ND):
+    def visit(dx, at):
+        one, x = at
+        grads, dx = jax.vjp(layer, one["w"], x)[1](dx)
+        return dx, update(one, grads)
+
+    return jax.lax.scan(visit, dy_ND, (take(state, slice(None, None, -1)), inputs_LND[::-1]))
+
+
+def uphill(layer, update, state, inputs_LND, dy_ND):
+    return right(layer, lambda one, g: update(one, jax.tree.map(jnp.negative, g)), state, inputs_LND, dy_ND)
+
+
+def inputs_of_the_next(layer, update, state, inputs_LND, dy_ND):
+    return right(layer, update, state, jnp.roll(inputs_LND, -1, axis=0), dy_ND)
+
+
+def inputs_computed_again(layer, update, state, inputs_LND, dy_ND):
+    _, again = jax.lax.scan(lambda x, w: (layer(w, x), x), inputs_LND[0], state["w"])
+    return right(layer, update, state, again, dy_ND)
+
+
 def updated_in_both_passes(layer, update, state, inputs_LND, dy_ND, max_norm):
     state = right(layer, update, state, inputs_LND, dy_ND)[1]
     return right(layer, update, state, inputs_LND, dy_ND)[1]
@@ -203,7 +284,6 @@ def hidden(trained: tuple[int, int], frozen: tuple[int, int]) -> Callable[..., f
 WRONG: Answers = {
     "nothing recomputed": (HIDDEN, hidden((7, 6), (2, 4)), "What runs once more"),
     "the forward pass alone": (HIDDEN, hidden((7, 2), (2, 2)), "forward pass alone"),
-    "what is fetched alone": (HIDDEN, hidden((4, 8), (2, 6)), "are not it"),
     "nothing goes back": (HIDDEN, hidden((5, 8), (2, 6)), "what goes back"),
     "weights fetched once": (HIDDEN, hidden((6, 8), (1, 6)), "In which passes"),
     "weights and moments once": (HIDDEN, hidden((3, 8), (2, 6)), "in one direction"),
@@ -220,6 +300,18 @@ WRONG: Answers = {
         lambda flops, link, size, _: 4096**2 * size * flops / link,
         "cancels",
     ),
+    "four bytes, always": (
+        HIDDEN,
+        lambda flops, link, size, trained: hidden((7, 8), (2, 6))(flops, link, 4, trained),
+        "four",
+    ),
+    "one direction of the cable": (HIDDEN, hidden((4, 8), (2, 6)), "one direction of the cable"),
+    "frozen, the forward pass alone": (HIDDEN, hidden((7, 8), (2, 2)), "forward pass alone"),
+    "thousands of tokens": (
+        HIDDEN,
+        lambda *given: hidden((7, 8), (2, 6))(*given) / 1000,
+        "Set them equal",
+    ),
     "the speeds swapped": (HIDDEN, lambda flops, link, size, _: size * link / flops, "Set them equal"),
     "bits": (HIDDEN, lambda flops, link, size, trained: 8 * size * flops / link, "are not it"),
     "a list": (HIDDEN, lambda flops, link, size, trained: [1.0, 2.0], "one number"),
@@ -235,9 +327,32 @@ WRONG: Answers = {
     "the moments forgotten": (BACKWARD, moments_forgotten, "moments came back"),
     "the state alone": (BACKWARD, state_alone, "return two things"),
     "not the input's gradient": (BACKWARD, wrong_dx, "first layer's input is not"),
+    "updated by pairs": (BACKWARD, updated_by_pairs, "Where must the update stand"),
+    "the stack turned round": (BACKWARD, turned_round, "in reverse order"),
+    "uphill": (BACKWARD, uphill, "not those of autodiff"),
+    "the next layer's input": (BACKWARD, inputs_of_the_next, "not those of autodiff"),
+    "inputs computed again": (BACKWARD, inputs_computed_again, "are enough"),
     "the two swapped": (BACKWARD, lambda *args: right(*args)[::-1], "other names"),
     "gradients kept": (CLIPPED, clipped_by(lambda g, most: most / jnp.sqrt(jnp.sum(norms(g) ** 2))), "stand"),
     "gradients kept, updated by a map": (CLIPPED, clipped_in_a_map, "Where must the update stand"),
+    "gradients kept for the norm": (
+        CLIPPED,
+        two_passes(lambda *given: norm_of_all(gradients(*given)[1])),
+        "gradients of several layers",
+    ),
+    "gradients put into one stack for the norm": (
+        CLIPPED,
+        two_passes(put_into_one_stack),
+        "gradients of several layers",
+    ),
+    "all differentiated at once for the norm": (
+        CLIPPED,
+        two_passes(differentiated_whole),
+        "gradients of several layers",
+    ),
+    "the norm of the largest layer": (CLIPPED, two_passes(largest_layer), "by one factor"),
+    "the norm of half of the weights": (CLIPPED, two_passes(half_of_the_weights), "by one factor"),
+    "each number clipped": (CLIPPED, each_number_clipped, "not clipped"),
     "three ways back": (CLIPPED, norm_computed_twice, "two ways back"),
     "the norm of dy": (
         CLIPPED,
@@ -293,8 +408,17 @@ def test_other_right_answers_are_accepted(capsys):
         norm = jnp.sqrt(scanned(visit, dy_ND, 0.0, inputs_LND)[1])
         return right(layer, update, state, inputs_LND, jnp.minimum(1.0, max_norm / norm) * dy_ND)[1]
 
+    def state_carried_along(layer, state, inputs_LND, dy_ND):
+        def visit(dx, carry, i, x):
+            state, total = carry
+            grads, dx = jax.vjp(layer, take(state, i)["w"], x)[1](dx)
+            return dx, (state, total + norms(grads) ** 2)
+
+        return jnp.sqrt(scanned(visit, dy_ND, (state, 0.0), inputs_LND)[1][1])
+
     for answer in (right, in_a_python_loop, with_the_state_scanned):
         BACKWARD(answer)
+    CLIPPED(two_passes(state_carried_along))
     CLIPPED(smaller_from_the_start)
     HIDDEN(hidden((7, 8), (2, 6)))
-    assert capsys.readouterr().out.count("correct") == 5
+    assert capsys.readouterr().out.count("correct") == 6

@@ -50,6 +50,8 @@ def _not_these(case: str, share: float, trained: bool) -> None:
             8
             / 7: "seven numbers cross, for eight FLOPs a token. Do you send gradients, or leave the forward pass out?",
             8 / 2: "that is the forward pass alone. What else is computed while a layer's bytes are on their way?",
+            2.0: "four bytes for each number, here as well? How many has it?",
+            4 / 7: "that is one direction of the cable. All bytes are asked for: what goes back as well?",
             5 / 7: "what is fetched. And what goes back?",
             6 / 7: "weights are fetched once in your answer. In which passes are they needed?",
             3 / 7: "weights and moments, once in one direction. Follow a layer through forward, backward and update.",
@@ -59,6 +61,7 @@ def _not_these(case: str, share: float, trained: bool) -> None:
             7 / 2 * 6 / 8: "adapters move, the frozen weights do not. What of a frozen layer has to cross the link?",
             7 / 2: "adapters move, the frozen weights do not. What of a frozen layer has to cross the link?",
             1 / 2: "weights are fetched once in your answer. In which passes are they needed?",
+            6 / 2: "that is the forward pass alone. What else is computed while a layer's bytes are on their way?",
             6 / 4: "half as many again. Does a frozen weight go home? And what runs once more in the backward pass?",
         },
     }
@@ -128,6 +131,10 @@ def check_backward_scan(fn: Callable[..., Any]) -> None:
         assert not _near(new["m"], state["m"]), "the moments came back as they were. What all does `update` return?"
         if 0 in wrong and L - 1 in wrong and _near(_one(new, 0), _one(_update_all(state, _forwards(state)), 0)):
             raise AssertionError("you go through the layers forwards. Which one's gradient is known first?")
+        if _near(new, jax.tree.map(lambda a: a[::-1], expected)):
+            raise AssertionError(
+                "each layer is right, and they stand in reverse order: which is the first of the stack?"
+            )
         assert not wrong, f"layers {wrong} are not those of autodiff and the same update, layer by layer"
         assert _near(dx_ND, d_first_ND), "the layers are right, the gradient of the first layer's input is not"
         other = fn(_layer, _other_update, state, inputs_LND, dy_ND)[1]
@@ -232,11 +239,27 @@ def _no_gradients_of_all(fn: Callable[..., Any], *args: Any) -> None:
     """Raise where gradients of several layers wait for their update, as the order of the traced program tells."""
     program = jax.make_jaxpr(lambda *args: fn(_layer, _update, *args))(*args).jaxpr
     shapes = {getattr(var.aval, "shape", ()) for eqn, _ in equations(program) for var in eqn.outvars}
-    if shapes & {(L, D + 1, F), (L, F + 1, D)} or not _in_order(program):
+    at_once = any(len(shape) > 2 and shape[-2:] in ((D + 1, F), (F + 1, D)) for shape in shapes)
+    if at_once or _gathered(program) or not _in_order(program):
         raise AssertionError(
             "the numbers are right, but gradients of several layers wait for their update: they exist at once, and "
-            "that room was to be saved. Where must the update stand?"
+            "that room was to be saved. Where must the update stand, and what of a gradient is needed after its turn?"
         )
+
+
+def _gathered(program: Any) -> bool:
+    """Whether a loop without an update makes what has the shape of all weights: their gradients."""
+    for eqn, _ in equations(program):
+        for body in inner_jaxprs(eqn) if eqn.primitive.name in ("scan", "while") else ():
+            updates = any(_letter(inner) == "U" for inner, _ in equations(body))
+            made = [
+                one
+                for one, last in zip(eqn.outvars, body.outvars, strict=False)
+                if not any(last is given for given in body.invars)
+            ]
+            if not updates and any(one.aval.shape in ((L, D, F), (L, F, D)) for one in made):
+                return True
+    return False
 
 
 def _in_order(program: Any, in_loop: bool = False) -> bool:
