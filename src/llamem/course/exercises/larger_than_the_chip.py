@@ -257,7 +257,7 @@ def _gathered(program: Any) -> bool:
                 for one, last in zip(eqn.outvars, body.outvars, strict=False)
                 if not any(last is given for given in body.invars)
             ]
-            if not updates and any(one.aval.shape in ((L, D, F), (L, F, D)) for one in made):
+            if not updates and any(getattr(one.aval, "shape", ()) in ((L, D, F), (L, F, D)) for one in made):
                 return True
     return False
 
