@@ -1,7 +1,7 @@
 """Checks of notebook 12's exercises: when a link is hidden, updates in a backward scan, clipping by the norm of all."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
+from llamem.course.exercises.waiting_gradients import D, F, L, N, refuse_waiting_gradients
 from llamem.memory import CHIPS, matmul_flops
-from llamem.memory.jaxprs import equations, inner_jaxprs
 from llamem.planner import HOST_LINK, PRODUCTS
 
-L, N, D, F = 5, 6, 8, 12  # layers, tokens and widths of the stack that exercises 2 and 3 are tried on
 ONCE = 3 * L * 2 * N * 2 * D * F  # FLOPs of one way back: the layer again, and two products for each of its own
 
 
@@ -141,7 +140,7 @@ def check_backward_scan(fn: Callable[..., Any]) -> None:
         assert _near(other, _update_all(state, grads, _other_update)), (
             "with another `update` your layers are wrong: is it `update` that you call?"
         )
-        _no_gradients_of_all(fn, state, inputs_LND, dy_ND)
+        refuse_waiting_gradients(_traced(fn, state, inputs_LND, dy_ND))
         flops = _flops(fn, state, inputs_LND, dy_ND)
         if flops > 1.1 * ONCE:
             raise AssertionError(
@@ -207,7 +206,7 @@ def check_clipped_scan(fn: Callable[..., Any]) -> None:
         assert _near(other, _scaled(limit / norm, _other_update)), (
             "with another `update` your layers are wrong: is it `update` that you call?"
         )
-        _no_gradients_of_all(fn, state, inputs_LND, dy_ND, limit)
+        refuse_waiting_gradients(_traced(fn, state, inputs_LND, dy_ND, limit))
         flops = _flops(fn, state, inputs_LND, dy_ND, limit)
         if flops > 2.2 * ONCE:
             raise AssertionError(
@@ -235,62 +234,12 @@ def _same_shapes(new: Any, state: Any) -> None:
     )
 
 
-def _no_gradients_of_all(fn: Callable[..., Any], *args: Any) -> None:
-    """Raise where gradients of several layers wait for their update, as the order of the traced program tells."""
-    program = jax.make_jaxpr(lambda *args: fn(_layer, _update, *args))(*args).jaxpr
-    shapes = {getattr(var.aval, "shape", ()) for eqn, _ in equations(program) for var in eqn.outvars}
-    at_once = any(len(shape) > 2 and shape[-2:] in ((D + 1, F), (F + 1, D)) for shape in shapes)
-    if at_once or _gathered(program) or not _in_order(program):
-        raise AssertionError(
-            "the numbers are right, but gradients of several layers wait for their update: they exist at once, and "
-            "that room was to be saved. Where must the update stand, and what of a gradient is needed after its turn?"
-        )
-
-
-def _gathered(program: Any) -> bool:
-    """Whether a loop without an update makes what has the shape of all weights: their gradients."""
-    for eqn, _ in equations(program):
-        for body in inner_jaxprs(eqn) if eqn.primitive.name in ("scan", "while") else ():
-            updates = any(_letter(inner) == "U" for inner, _ in equations(body))
-            made = [
-                one
-                for one, last in zip(eqn.outvars, body.outvars, strict=False)
-                if not any(last is given for given in body.invars)
-            ]
-            if not updates and any(getattr(one.aval, "shape", ()) in ((L, D, F), (L, F, D)) for one in made):
-                return True
-    return False
-
-
-def _in_order(program: Any, in_loop: bool = False) -> bool:
-    """Whether between two updates a layer's gradient is computed: U for an update's mark, P for a product.
-
-    In a loop's body that updates, a product has to stand too.
-    """
-    letters = "".join(_letter(eqn) for eqn in _without_loops(program))
-    if "UU" in letters or (in_loop and set(letters) == {"U"}):
-        return False
-    loops = [eqn for eqn in _without_loops(program) if eqn.primitive.name in ("scan", "while")]
-    return all(_in_order(body, in_loop=True) for eqn in loops for body in inner_jaxprs(eqn))
-
-
-def _without_loops(program: Any) -> Iterator[Any]:
-    for eqn in program.eqns:
-        yield eqn
-        if eqn.primitive.name not in ("scan", "while"):
-            for inner in inner_jaxprs(eqn):
-                yield from _without_loops(inner)
-
-
-def _letter(eqn: Any) -> str:
-    if eqn.primitive.name == "dot_general":
-        return "P"
-    updates = eqn.primitive.name == "pad" and eqn.outvars[0].aval.shape[-2:] == (D + 1, F)
-    return "U" if updates else ""
+def _traced(fn: Callable[..., Any], *args: Any) -> Any:
+    return jax.make_jaxpr(lambda *args: fn(_layer, _update, *args))(*args).jaxpr
 
 
 def _flops(fn: Callable[..., Any], *args: Any) -> int:
-    return matmul_flops(jax.make_jaxpr(lambda *args: fn(_layer, _update, *args))(*args).jaxpr)
+    return matmul_flops(_traced(fn, *args))
 
 
 def _update_all(state: Any, grads: Any, update: Callable[..., Any] = _update) -> Any:

@@ -1,0 +1,61 @@
+"""Whether an answer of notebook 12 holds the gradients of several layers at once, as its traced program tells."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from llamem.memory.jaxprs import equations, inner_jaxprs
+
+L, N, D, F = 5, 6, 8, 12  # layers, tokens and widths of the stack that the answers are tried on
+
+
+def refuse_waiting_gradients(program: Any) -> None:
+    """Raise AssertionError where gradients of several layers wait for their update, by a traced program's order."""
+    shapes = {getattr(var.aval, "shape", ()) for eqn, _ in equations(program) for var in eqn.outvars}
+    at_once = any(len(shape) > 2 and shape[-2:] in ((D + 1, F), (F + 1, D)) for shape in shapes)
+    if at_once or _gathered(program) or not _in_order(program):
+        raise AssertionError(
+            "the numbers are right, but gradients of several layers wait for their update: they exist at once, and "
+            "that room was to be saved. Where must the update stand, and what of a gradient is needed after its turn?"
+        )
+
+
+def _gathered(program: Any) -> bool:
+    """Whether a loop without an update makes what has the shape of all weights: their gradients."""
+    for eqn, _ in equations(program):
+        for body in inner_jaxprs(eqn) if eqn.primitive.name in ("scan", "while") else ():
+            updates = any(_letter(inner) == "U" for inner, _ in equations(body))
+            made = [
+                one
+                for one, last in zip(eqn.outvars, body.outvars, strict=False)
+                if not any(last is given for given in body.invars)
+            ]
+            if not updates and any(getattr(one.aval, "shape", ()) in ((L, D, F), (L, F, D)) for one in made):
+                return True
+    return False
+
+
+def _in_order(program: Any, in_loop: bool = False) -> bool:
+    """Whether between two updates a layer's gradient is computed: U for an update's mark, P for a product.
+
+    In a loop's body that updates, a product has to stand too.
+    """
+    letters = "".join(_letter(eqn) for eqn in _without_loops(program))
+    if "UU" in letters or (in_loop and set(letters) == {"U"}):
+        return False
+    loops = [eqn for eqn in _without_loops(program) if eqn.primitive.name in ("scan", "while")]
+    return all(_in_order(body, in_loop=True) for eqn in loops for body in inner_jaxprs(eqn))
+
+
+def _without_loops(program: Any) -> Iterator[Any]:
+    for eqn in program.eqns:
+        yield eqn
+        if eqn.primitive.name not in ("scan", "while"):
+            for inner in inner_jaxprs(eqn):
+                yield from _without_loops(inner)
+
+
+def _letter(eqn: Any) -> str:
+    if eqn.primitive.name == "dot_general":
+        return "P"
+    updates = eqn.primitive.name == "pad" and eqn.outvars[0].aval.shape[-2:] == (D + 1, F)
+    return "U" if updates else ""
