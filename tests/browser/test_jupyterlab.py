@@ -259,21 +259,18 @@ def test_an_exercise_typed_in_wrong_and_right(browser, jupyter):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """The notebooks as nbviewer shows them, in both of its themes, served on this machine: the address."""
+    """The notebooks as nbviewer shows them, served on this machine: the address."""
     folder = tmp_path_factory.mktemp("html")
-    for theme in ("light", "dark"):
-        command = [sys.executable, "-m", "nbconvert", "--to", "html", f"--HTMLExporter.theme={theme}"]
-        command += ["--output-dir", str(folder / theme), *map(str, NOTEBOOKS)]
-        subprocess.run(command, check=True, capture_output=True)
+    command = [sys.executable, "-m", "nbconvert", "--to", "html", "--output-dir", str(folder), *map(str, NOTEBOOKS)]
+    subprocess.run(command, check=True, capture_output=True)
     with served(folder) as address:
         yield address
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem[:2])
-def test_an_exported_page_is_whole(browser, exported, path, scheme):
-    page = browser.new_page(viewport={"width": 1100, "height": 1000}, color_scheme=scheme)
-    page.goto(f"{exported}/{scheme}/{path.stem}.html", wait_until="domcontentloaded")
+def test_an_exported_page_is_whole(browser, exported, path):
+    page = browser.new_page(viewport={"width": 1100, "height": 1000})
+    page.goto(f"{exported}/{path.stem}.html", wait_until="domcontentloaded")
     assert check_pictures(page, "main") >= sum("image/png" in o.get("data", {}) for o in _outputs(path))
-    page.screenshot(path=PICTURES / f"html_{scheme}_{path.stem}.png")
+    page.screenshot(path=PICTURES / f"html_{path.stem}.png")
     page.close()

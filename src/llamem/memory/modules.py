@@ -1,6 +1,7 @@
 """Models as arguments: flax nnx's, which a step changes in place, and equinox's, of which a part is no array."""
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,24 +18,23 @@ def with_arrays_alone(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Ca
     """
     leaves, tree = jax.tree.flatten(args, is_leaf=_is_module)
     stateful = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, nnx.Pytree)}
-    static = {i: _part(leaf, arrays=False) for i, leaf in enumerate(leaves) if _is_equinox(leaf)}
-    if not stateful and not static:
+    parts = {i: _equinox().partition(leaf, _is_array) for i, leaf in enumerate(leaves) if _is_equinox(leaf)}
+    if not stateful and not parts:
         return fn, args
     graph, state = nnx.split(dict(stateful))
-    shown = {i: state.get(i, nnx.State({})) for i in stateful}
-    shown |= {i: _part(leaves[i], arrays=True) for i in static}
+    shown = {i: state.get(i, nnx.State({})) for i in stateful} | {i: arrays for i, (arrays, _) in parts.items()}
 
     @functools.wraps(fn)
     def of_arrays(*args: Any) -> Any:
         given = tree.flatten_up_to(args)
         modules = nnx.merge(graph, {i: given[i] for i in stateful})
-        whole = modules | {i: _combined(given[i], static[i]) for i in static}
+        whole = modules | {i: _equinox().combine(given[i], static) for i, (_, static) in parts.items()}
         result = fn(*tree.unflatten([whole.get(i, leaf) for i, leaf in enumerate(given)]))
         results = jax.tree.leaves(result, is_leaf=_is_module)
         returned = [one for one in results if isinstance(one, nnx.Pytree)]
         plain = [one for one in results if not isinstance(one, nnx.Pytree)]
         after = nnx.state((modules, returned))  # together: a module that is changed and returned is one result
-        return after, [leaf for leaf in jax.tree.leaves(plain) if not static or _is_array(leaf)]
+        return after, [leaf for leaf in jax.tree.leaves(plain) if not parts or _is_array(leaf)]
 
     return of_arrays, tree.unflatten([shown.get(i, leaf) for i, leaf in enumerate(leaves)])
 
@@ -43,18 +43,14 @@ def _is_module(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Pytree) or _is_equinox(leaf)
 
 
+def _equinox() -> Any:
+    """Return equinox where it was imported, as it was where one of its modules is an argument; else None."""
+    return sys.modules.get("equinox")
+
+
 def _is_equinox(leaf: Any) -> bool:
-    return any(kind.__module__.startswith("equinox.") and kind.__name__ == "Module" for kind in type(leaf).__mro__)
+    return _equinox() is not None and isinstance(leaf, _equinox().Module)
 
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
-def _part(module: Any, *, arrays: bool) -> Any:
-    """Return the module with None in the place of what is no array, or of what is one."""
-    return jax.tree.map(lambda leaf: leaf if _is_array(leaf) == arrays else None, module)
-
-
-def _combined(arrays: Any, static: Any) -> Any:
-    return jax.tree.map(lambda a, s: s if a is None else a, arrays, static, is_leaf=lambda leaf: leaf is None)
