@@ -197,6 +197,16 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "nothing": "lambda t, b: llamem.Policy()",
             "all names": "lambda t, b: llamem.Policy(save=tuple(n for n in t if n not in ('gate', 'up')))",
             "the chart's line": "lambda t, b: llamem.Policy(save=('q', 'k', 'v', 'attn'))",
+            "three names": "lambda t, b: llamem.Policy(save=max((s for s in fitting(t, b) if len(s) < 4), "
+            "key=lambda s: total(t, s, 1)))",
+            "less than the budget": "lambda t, b: llamem.Policy(save=max((s for s in fitting(t, b) "
+            "if total(t, s, 0) < b), key=lambda s: total(t, s, 1), default=()))",
+            "the better of two orders": "lambda t, b: llamem.Policy(save=max((in_order(t, b, key).save for key in "
+            "(lambda n: -t[n][1], lambda n: -t[n][1] / t[n][0])), key=lambda s: total(t, s, 1)))",
+            "the most for a byte on the whole": "lambda t, b: llamem.Policy(save=max("
+            "fitting(t, b), key=lambda s: total(t, s, 1) / max(1, total(t, s, 0))))",
+            "without attn_out": "lambda t, b: llamem.Policy(save=max((s for s in fitting(t, b) "
+            "if 'attn_out' not in s), key=lambda s: total(t, s, 1)))",
             "cheapest first": "lambda t, b: in_order(t, b, lambda n: t[n][0])",
             "the greatest saving first": "lambda t, b: in_order(t, b, lambda n: -t[n][1])",
             "the most for a byte first": "lambda t, b: in_order(t, b, lambda n: (-t[n][1] / t[n][0], -t[n][0]))",
@@ -232,6 +242,15 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "narrow feed-forward": "lambda c, N, names: c.compute_dtype.itemsize * "
             "elements(c, N, names, gate=c.d_model, up=c.d_model)",
             "elements": "lambda c, N, names: elements(c, N, names)",
+            "the first name alone": "lambda c, N, names: c.compute_dtype.itemsize * elements(c, N, names[:1])",
+            "outputs of layers, too": "lambda c, N, names: c.compute_dtype.itemsize * "
+            "(elements(c, N, names) + c.n_layers * N * c.d_model)",
+            "the input of the first layer alone": "lambda c, N, names: c.compute_dtype.itemsize * "
+            "(elements(c, N, names) - (c.n_layers - 1) * N * c.d_model)",
+            "a logsumexp whatever is kept": "lambda c, N, names: c.compute_dtype.itemsize * elements(c, N, names)"
+            " + 4 * c.n_layers * N * c.n_heads",
+            "one layer more": "lambda c, N, names: c.compute_dtype.itemsize * "
+            "elements(c.replace(n_layers=c.n_layers + 1), N, names)",
             "one layer": "lambda c, N, names: c.compute_dtype.itemsize * elements(c, N, names) // c.n_layers",
             "names without a type": "lambda c, N, names: c.n_layers * N * c.d_model * c.compute_dtype.itemsize",
             "a thousand tokens written in": "lambda c, N, names: c.compute_dtype.itemsize * elements(c, 1000, names)",
@@ -244,6 +263,13 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
         {
             "no checkpoint": "lambda w1, w2, w3, x: jnp.sin(jnp.tanh(x @ w1) @ w2) @ w3",
             "no policy": "lambda *a: jax.checkpoint(named)(*a)",
+            "named and nothing else": "lambda *a: named(*a)",
+            "named outside": "lambda *a: checkpoint_name(jax.checkpoint(named)(*a), 'narrow')",
+            "the input has the name": "lambda *a: save('narrow', lambda w1, w2, w3, x: "
+            "jnp.sin(jnp.tanh(checkpoint_name(x, 'narrow') @ w1) @ w2) @ w3)(*a)",
+            "in 16 bits": "lambda *a: save('narrow', lambda w1, w2, w3, x: jnp.sin(checkpoint_name("
+            "(jnp.tanh(x @ w1) @ w2).astype(jnp.bfloat16), 'narrow').astype(jnp.float32)) @ w3)(*a)",
+            "one checkpoint more around it": "lambda *a: jax.checkpoint(save('narrow', named))(*a)",
             "everything_saveable": "lambda *a: jax.checkpoint(named, policy=policies.everything_saveable)(*a)",
             "dots_saveable": "lambda *a: jax.checkpoint(named, policy=policies.dots_saveable)(*a)",
             "another name": "lambda *a: save('narow', named)(*a)",
@@ -376,6 +402,11 @@ def named(w1, w2, w3, x):
     return jnp.sin(checkpoint_name(jnp.tanh(x @ w1) @ w2, "narrow")) @ w3
 
 
+def halves(w1, w2, w3, x):
+    narrow = jax.checkpoint(lambda w1, w2, x: jnp.tanh(x @ w1) @ w2)(w1, w2, x)
+    return jax.checkpoint(lambda narrow, w3: jnp.sin(narrow) @ w3)(narrow, w3)
+
+
 def unused(w1, w2, w3, x):
     narrow = jnp.tanh(x @ w1) @ w2
     checkpoint_name(narrow, "narrow")
@@ -456,6 +487,7 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, 
             "lambda f, w, x, size: inside(lambda w, x: f(w[-1], scan(jax.checkpoint(f), w[:-1], x)), w, x, size)",
         ),
         ("checkpoint_policies", "check_thrifty", "lambda *a: save('narrow', named)(*a)"),
+        ("checkpoint_policies", "check_thrifty", "lambda *a: halves(*a)"),
         (
             "checkpoint_policies",
             "check_residual_bytes",

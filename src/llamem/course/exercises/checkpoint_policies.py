@@ -99,7 +99,7 @@ def check_residual_bytes(fn: Callable[..., Any]) -> None:
             (
                 (llama, (), "What does a layer keep that saves no name at all?"),
                 (llama, ("attn",), "The attention's output has all its heads, and perhaps a logsumexp for each."),
-                (llama, ("k", "v"), "Do keys and values have as many heads as queries?"),
+                (llama, ("k", "v"), "These are two arrays. Do keys and values have as many heads as queries?"),
                 (llama, ("gate", "up", "q"), "How wide is a feed-forward inside?"),
                 (qwen, ("q", "attn"), "Are all heads together always as wide as the residual stream?"),
                 (
@@ -121,7 +121,7 @@ def check_residual_bytes(fn: Callable[..., Any]) -> None:
                 want += (got > want) * 4 * config.n_layers * tokens * config.n_heads
             other = elements * jnp.dtype(config.param_dtype).itemsize
             if got == other != want and names != ("k", "v"):  # whose heads, all of them, are as many bytes
-                think = "In which type are weights stored, and in which are activations computed?"
+                think = "In which type are activations computed, and weights stored? Or does an array count twice?"
             assert got == want, (
                 f"{config.n_layers} layers, {tokens:,} tokens, computing in {config.compute_dtype}, keeping {names}: "
                 f"yours is {got / want:.3f} times what is kept. {think}"
