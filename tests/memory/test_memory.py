@@ -453,6 +453,15 @@ def test_arguments_that_are_none(as_a_user, args, options, error, message):
         llamem.compile_report(lambda x, y: x, *args, **options)
 
 
+def test_what_jit_was_told_of_arguments_has_to_be_told_to_the_report():
+    step = jax.jit(lambda state, n: state * n, donate_argnums=0)
+    for told in ((), (0,)):
+        report = llamem.compile_report(step, shape(300, 500), 2.0, donate_argnums=told)
+        assert (report.alias_bytes > 0) == bool(told) == ("Tell the report" not in str(report))
+    with pytest.raises(ValueError, match=r"(?s)static arguments.*leave static_argnums out, and close over"):
+        llamem.compile_report(jax.jit(lambda state, n: state * n, static_argnums=1), shape(3), 2)
+
+
 @needs_tpu_compiler
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ from typing import Any
 
 import jax
 from flax import nnx
-
-from llamem.memory.jaxprs import read_in_vain
+from jax.extend import core as jex_core
 
 
 class Watch:
@@ -51,7 +50,7 @@ def check_not_lost(body: Callable, x: Any, layer: Any) -> jax.extend.core.Closed
     for path, node in jax.tree.leaves_with_path(layer, is_leaf=_is_variable):
         state = _is_variable(node) and not isinstance(node, nnx.Param)
         names += [jax.tree_util.keystr(path[1:]) if state else ""] * len(jax.tree.leaves(node))
-    lost = [name for name, read in zip(names, read_in_vain(jaxpr.jaxpr), strict=True) if name and read]
+    lost = [name for name, read in zip(names, _read_in_vain(jaxpr.jaxpr), strict=True) if name and read]
     if lost:
         raise ValueError(
             f"the layer computes new values of {', '.join(lost[:4])}, which would be lost: each step would draw the "
@@ -60,6 +59,15 @@ def check_not_lost(body: Callable, x: Any, layer: Any) -> jax.extend.core.Closed
             "then carried. Or switch the layer to evaluation: module.eval()."
         )
     return jaxpr
+
+
+def _read_in_vain(jaxpr: jex_core.Jaxpr) -> list[bool]:
+    """Return for each input whether an operation reads it whose result nothing needs. JAX keeps such operations."""
+    needed, in_vain = {var for var in jaxpr.outvars if isinstance(var, jex_core.Var)}, set()
+    for eqn in reversed(jaxpr.eqns):
+        inputs = [var for var in eqn.invars if isinstance(var, jex_core.Var)]
+        (needed if eqn.effects or needed.intersection(eqn.outvars) else in_vain).update(inputs)
+    return [var in in_vain for var in jaxpr.invars]
 
 
 def has_state(tree: Any) -> bool:

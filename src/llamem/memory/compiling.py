@@ -120,9 +120,10 @@ def compile_report(
 def _traced(jitted: jax.stages.Wrapped, shapes: Sequence[jax.ShapeDtypeStruct]) -> jex_core.ClosedJaxpr:
     try:
         return jitted.trace(*shapes).jaxpr
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         if words := remedy(str(error)):
-            raise RuntimeError(f"{error}{words}") from error
+            kind = ValueError if isinstance(error, ValueError) else RuntimeError
+            raise kind(f"{error}{words}") from error
         raise
 
 

@@ -81,6 +81,10 @@ def remedy(error: str) -> str:
 
 
 _REMEDIES = {
+    "Non-hashable static arguments": (
+        " All arguments of a report are traced, so that none can be static: leave static_argnums out, and close over "
+        "the setting, functools.partial(fn, setting=...)."
+    ),
     "cuDNN not found": (
         " cuDNN's attention is not compiled for a GPU that is not here: its library comes with the GPU's software. "
         "Take another implementation for the report, or ask on the GPU itself with chip='local'."

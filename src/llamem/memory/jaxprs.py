@@ -275,13 +275,9 @@ def _is_library(file: str) -> bool:
     return file.startswith((*_LIBRARIES, str(Path(__file__).parent), "<frozen"))
 
 
-def read_in_vain(jaxpr: jex_core.Jaxpr) -> list[bool]:
-    """Return for each input whether an operation reads it whose result nothing needs. JAX keeps such operations."""
-    needed, in_vain = {var for var in jaxpr.outvars if isinstance(var, jex_core.Var)}, set()
-    for eqn in reversed(jaxpr.eqns):
-        inputs = [var for var in eqn.invars if isinstance(var, jex_core.Var)]
-        (needed if eqn.effects or needed.intersection(eqn.outvars) else in_vain).update(inputs)
-    return [var in in_vain for var in jaxpr.invars]
+def donates_itself(jaxpr: jex_core.Jaxpr) -> bool:
+    """Return whether a program calls a function that donates, as `jax.jit(donate_argnums=)` makes them."""
+    return any(any(eqn.params.get("donated_invars", ())) for eqn in jaxpr.eqns)
 
 
 def inputs_used(jaxpr: jex_core.ClosedJaxpr) -> list[bool]:

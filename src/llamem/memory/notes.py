@@ -9,7 +9,7 @@ from jax.extend import core as jex_core
 from llamem.memory.arguments import Leaf, shard_bytes
 from llamem.memory.flops import Products
 from llamem.memory.gpu_offload import FAULTY_PASS
-from llamem.memory.jaxprs import constants_in, equations, inputs_used, moved_to_host
+from llamem.memory.jaxprs import constants_in, donates_itself, equations, inputs_used, moved_to_host
 from llamem.memory.report import Report
 from llamem.memory.show import size_text
 
@@ -81,10 +81,17 @@ def _multiplies_bf16(traced: jex_core.ClosedJaxpr) -> bool:
 
 
 def _state_notes(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Iterator[str]:
-    """Yield a state that is donated and not given back, and arguments without which every result is the same."""
+    """Yield a donation of which the report was not told, a state that is donated and not given back, and arguments
+    without which every result is the same.
+    """
     results = {(out.shape, out.dtype) for out in traced.out_avals}
     arguments = dict.fromkeys(leaf.argument for leaf in leaves)
     used = inputs_used(traced) if leaves else []
+    if donates_itself(traced.jaxpr) and not any(leaf.donated for leaf in leaves):
+        yield (
+            "the function donates arguments, as jax.jit(donate_argnums=) has it, and inside of another program that "
+            "means nothing: they count as kept. Tell the report, compile_report(..., donate_argnums=(0,))."
+        )
     for argument in arguments:
         own = [i for i, leaf in enumerate(leaves) if leaf.argument == argument]
         name = leaves[own[0]].name.partition("[")[0].partition(".")[0] or f"argument {argument}"
