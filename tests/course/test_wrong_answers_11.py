@@ -51,6 +51,22 @@ def in_turns(step, batch, hosts_from, host):
     return range(step * batch + host, (step + 1) * batch, hosts) if host < hosts else []
 
 
+def by(hosts_of):
+    """An answer that is right but for the number of hosts, which `hosts_of(step, hosts_from)` gives."""
+
+    def answer(step, batch, hosts_from, host):
+        hosts = hosts_of(step, hosts_from)
+        first = step * batch + host * batch // hosts
+        return range(first, first + batch // hosts) if host < hosts else []
+
+    return answer
+
+
+def counted_from_the_change(step, batch, hosts_from, host):
+    first = max(first for first in hosts_from if first <= step)
+    return by(lambda step, _: hosts_from[first])(step - first, batch, hosts_from, host)
+
+
 def par(journeys, with_remat, without, bytes_of=lambda n_bytes: n_bytes):
     return lambda flops, link, n, remat: journeys * bytes_of(n) / link * flops / (with_remat if remat else without)
 
@@ -79,6 +95,28 @@ WRONG: Answers = {
     "the first number of hosts": (SEQUENCES, of_the_first_hosts, "who is host|nobody|more than"),
     "the last number of hosts": (SEQUENCES, of_the_last_change, "as many as the others|nobody|who is host"),
     "a step late": (SEQUENCES, changed_a_step_late, "who is host|nobody"),
+    "in the order of the dictionary": (
+        SEQUENCES,
+        by(lambda step, hosts_from: hosts_from[[first for first in hosts_from if first <= step][-1]]),
+        "who is host",
+    ),
+    "the fewest hosts": (SEQUENCES, by(lambda step, hosts_from: min(hosts_from.values())), "as many as the others"),
+    "the nearest change": (
+        SEQUENCES,
+        by(lambda step, hosts_from: hosts_from[min(hosts_from, key=lambda first: abs(first - step))]),
+        "as many as the others|nobody",
+    ),
+    "counted from the change": (SEQUENCES, counted_from_the_change, "earlier step"),
+    "the last host first": (
+        SEQUENCES,
+        sequences(lambda s, b, n, h: s * b + (n - 1 - h) * b // n, lambda s, b, n, h: b // n),
+        "another order",
+    ),
+    "one sequence too many": (
+        SEQUENCES,
+        sequences(lambda s, b, n, h: s * b + h * b // n, lambda s, b, n, h: b // n + 1),
+        "same sequence",
+    ),
     "a host that is gone": (SEQUENCES, host_that_is_gone, "who is host"),
     "nothing for a host that is gone": (
         SEQUENCES,
@@ -102,6 +140,14 @@ WRONG: Answers = {
     "always again": (PAR, par(3, 8, 8), "once more with remat"),
     "the forward pass": (PAR, par(3, 2, 2), "forward pass alone"),
     "numbers, no bytes": (PAR, par(3, 8, 6, lambda n: 1), "how many travel"),
+    "bits": (PAR, par(3, 8, 6, lambda n: 8 * n), "are not it"),
+    "the backward pass alone": (PAR, par(2, 6, 4), "are not it|What travels"),
+    "again without remat, and not with it": (PAR, par(3, 6, 8), "once more with remat"),
+    "journeys by remat": (
+        PAR,
+        lambda flops, link, n, remat: (3 if remat else 2) * n / link * flops / (8 if remat else 6),
+        "What travels in the backward pass",
+    ),
     "two bytes": (PAR, par(3, 8, 6, lambda n: 2), "are not it"),
     "all weights of a model": (PAR, par(3 * 8e9, 8, 6), "cancels"),
     "the speeds swapped": (PAR, lambda flops, link, n, remat: 3 * n * link / flops, "Set them equal"),
@@ -112,6 +158,7 @@ WRONG: Answers = {
     "too many": (scale_out.check_mesh, lambda: {"fsdp": 128}, "64 chips"),
     "one chip": (scale_out.check_mesh, lambda: {}, "64 chips"),
     "eight sequences": (scale_out.check_mesh, lambda: {"fsdp": 8, "context": 8}, "8 sequences: at least 16"),
+    "sizes without names": (scale_out.check_mesh, lambda: [16, 4], "expected axes and their sizes"),
     "a mesh of no axes": (scale_out.check_mesh, lambda: {"model": 64}, "no mesh axis"),
 }
 

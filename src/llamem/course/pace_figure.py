@@ -17,7 +17,7 @@ def mfu_curves(paces: Mapping[str, Sequence[Pace]], late: Mapping[str, Pace]) ->
         (line,) = ax.plot(on_each, [step.mfu for step in steps], marker=marker, label=chip)
         ring = {"markersize": 14, "fillstyle": "none", "color": line.get_color()}
         ax.plot(late[chip].tokens / late[chip].chips, late[chip].mfu, "o", **ring)
-    ax.set(xscale="log", xlabel="tokens on each chip", ylabel="MFU (estimate)", ylim=(0, 0.5))
+    ax.set(xscale="log", xlabel="tokens on each chip (more chips to the right)", ylabel="MFU (estimate)", ylim=(0, 0.5))
     ax.set_xticks([256, 4096, 65_536, 262_144], ["256", "4,096", "65,536", "262,144"])
     ax.invert_xaxis()
     ax.minorticks_off()
