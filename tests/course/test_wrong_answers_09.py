@@ -68,6 +68,18 @@ def merged_in_a_loop(x, w, down, up, scale, adapter):
     return jax.lax.map(lambda one: one[0] @ (w + scale[one[1]] * down[one[1]] @ up[one[1]]), (x, adapter))
 
 
+def stopped_where(stops):
+    """The gradient of the clipped loss, but that a token stands still where `stops(ratio, advantage, epsilon)`."""
+
+    def answer(z, targets, advantages, old, epsilon):
+        hit = jax.nn.one_hot(targets, z.shape[1])
+        ratio = jnp.exp(jnp.sum(jax.nn.log_softmax(z) * hit, 1) - old)
+        g = jnp.where(stops(ratio, advantages, epsilon), 0, -advantages * ratio)
+        return g[:, None] * (hit - jax.nn.softmax(z))
+
+    return answer
+
+
 def blocks(values, scale, dtype, way="right", minus=8, low=15):
     halves = [values & low, values >> 4]
     q = jnp.concatenate(halves[::-1] if way == "high" else halves, axis=-1)
@@ -77,6 +89,18 @@ def blocks(values, scale, dtype, way="right", minus=8, low=15):
         q = jnp.concatenate(halves, axis=1).reshape(*values.shape[:2], 32)
     if way == "uint8":
         q, minus = q - 8, 0
+    if way == "a signed byte":
+        q = jnp.concatenate([values & 15, (values.astype(jnp.int8) >> 4).astype(jnp.uint8)], axis=-1)
+    if way == "minus last":
+        return (blocks(values, scale, jnp.float32, minus=0) - 8).astype(dtype)
+    if way == "divided":
+        return blocks(values, 1 / scale.astype(jnp.float32), dtype)
+    if way == "columns":
+        return blocks(values, scale, dtype).reshape(-1, len(values)).T
+    if way == "float16":
+        return blocks(values, scale, jnp.float16, way="early").astype(dtype)
+    if way == "the scale rounded":
+        return blocks(values, scale.astype(dtype), dtype)
     if way == "signed":
         q, minus = jnp.where(q > 7, q.astype(jnp.float32) - 16, q), 0
     kept = dtype if way == "early" else jnp.float32
@@ -109,8 +133,70 @@ WRONG: Answers = {
     "weights merged for each example": (rl.check_adapted, merged, "you merge weights"),
     "weights merged for each adapter": (rl.check_adapted, merged_by_adapter, "you merge weights"),
     "every adapter for every example": (rl.check_adapted, everyone, "not its own"),
+    "four adapters": (
+        rl.check_adapted,
+        lambda x, w, d, u, s, a: adapted(x, w, d[:4], u[:4], s[:4], a),
+        "written down",
+    ),
+    "rank three": (
+        rl.check_adapted,
+        lambda x, w, d, u, s, a: adapted(x, w, d[..., :3], u[:, :3], s, a),
+        "written down",
+    ),
+    "the scale twice": (rl.check_adapted, lambda x, w, d, u, s, a: adapted(x, w, d, u, s * s, a), "once"),
+    "the mean scale": (
+        rl.check_adapted,
+        lambda x, w, d, u, s, a: adapted(x, w, d, u, 0 * s + s.mean(), a),
+        "a scale of its own",
+    ),
+    "adapters in order": (
+        rl.check_adapted,
+        lambda x, w, d, u, s, a: adapted(x, w, d, u, s, jnp.sort(a)),
+        "one for each example is not",
+    ),
+    "adapters that send nothing down": (
+        rl.check_adapted,
+        lambda x, w, d, u, s, a: x @ w + s[a][:, None, None] * (jax.lax.stop_gradient(x) @ d[a]) @ u[a],
+        "layers below",
+    ),
+    "clipped above alone": (
+        rl.check_clipped_gradient,
+        stopped_where(lambda r, a, epsilon: r > 1 + epsilon),
+        "holds it still",
+    ),
+    "good tokens clipped alone": (
+        rl.check_clipped_gradient,
+        stopped_where(lambda r, a, epsilon: (a > 0) & (r > 1 + epsilon)),
+        "must stand still",
+    ),
+    "bad tokens clipped alone": (
+        rl.check_clipped_gradient,
+        stopped_where(lambda r, a, epsilon: (a < 0) & (r < 1 - epsilon)),
+        "must stand still",
+    ),
+    "a bound of 1 / (1 + epsilon)": (
+        rl.check_clipped_gradient,
+        stopped_where(lambda r, a, epsilon: jnp.where(a > 0, r > 1 + epsilon, r < 1 / (1 + epsilon))),
+        "two bounds",
+    ),
+    "the likeliest token": (
+        rl.check_clipped_gradient,
+        lambda z, y, *rest: clipped(z, z.argmax(1), *rest),
+        "already there it is wrong",
+    ),
+    "the advantage's sign": (
+        rl.check_clipped_gradient,
+        lambda z, y, a, *rest: clipped(z, y, jnp.sign(a), *rest),
+        "already there it is wrong",
+    ),
+    "8 taken after the scale": (rl.check_dequantized, partial(blocks, way="minus last"), "the 8 or the scale"),
+    "divided by the scale": (rl.check_dequantized, partial(blocks, way="divided"), "the 8 or the scale"),
+    "shifted as a signed byte": (rl.check_dequantized, partial(blocks, way="a signed byte"), "a byte holds two"),
+    "computed in float16": (rl.check_dequantized, partial(blocks, way="float16"), "compute in float32"),
+    "the scale rounded first": (rl.check_dequantized, partial(blocks, way="the scale rounded"), "rounded twice"),
+    "column by column": (rl.check_dequantized, partial(blocks, way="columns"), "its own scale"),
     "upwards": (rl.check_clipped_gradient, partial(clipped, way="sign"), "the sign"),
-    "only the target": (rl.check_clipped_gradient, partial(clipped, way="only the target"), "rows sum to"),
+    "only the target": (rl.check_clipped_gradient, partial(clipped, way="only the target"), "a row sums to"),
     "a mean": (rl.check_clipped_gradient, partial(clipped, way="mean"), "already there it is wrong"),
     "no ratio": (rl.check_clipped_gradient, partial(clipped, way="no ratio"), "at 1.1 and 0.9 not"),
     "never clipped": (rl.check_clipped_gradient, partial(clipped, way="never"), "nothing is clipped"),

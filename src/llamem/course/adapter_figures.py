@@ -36,11 +36,11 @@ def reward_rounds_alt(rounds: Sequence[np.ndarray], before: np.ndarray, after: n
 
 
 def ledger_bars(
-    ledgers: Mapping[str, Mapping[str, float]], peaks: Mapping[str, float], rooms: Mapping[str, float]
+    ledgers: Mapping[str, Mapping[str, float]], peaks: Mapping[tuple[str, str], float], rooms: Mapping[str, float]
 ) -> Figure:
-    """Draw ledgers, bytes by name, as bars of their parts, chips' `rooms` as lines.
+    """Draw ledgers, bytes by name, as bars of their parts, and chips: what each has as a line, its peaks as marks.
 
-    `peaks`: of some of the ledgers, by the compiler of the first of the chips.
+    `rooms` are of chips, `peaks` of some of them and of a ledger each.
     """
     fig, ax = plt.subplots(figsize=(8, 2.6))
     rows, left = list(ledgers), np.zeros(len(ledgers))
@@ -48,15 +48,14 @@ def ledger_bars(
         sizes = np.array([ledgers[row][name] / GiB for row in rows])
         ax.barh(rows, sizes, left=left, hatch=hatch, edgecolor="white", label=name)
         left += sizes
-    if peaks:
-        ax.plot(
-            [peak / GiB for peak in peaks.values()],
-            list(peaks),
-            "kD",
-            label=f"the compiler's peak, {next(iter(rooms))}",
-        )
-    for (name, room), style in zip(rooms.items(), ("--", ":", "-."), strict=False):
-        ax.axvline(room / GiB, color="black", linestyle=style, label=f"what a {name} has")
+    for (chip, room), style, mark, up in zip(rooms.items(), ("--", ":"), ("D", "o"), (0.18, -0.18), strict=True):
+        ax.axvline(room / GiB, color="black", linestyle=style, label=f"{chip}: what it has")
+        mine = {rows.index(row) + up: peak / GiB for (whose, row), peak in peaks.items() if whose == chip}
+        if mine:
+            ax.plot(list(mine.values()), list(mine), mark, color="black", label=f"{chip}: its compiler's peak")
+        for y, peak in mine.items():
+            ax.annotate(f"{peak:.1f}", (peak, y), xytext=(7, 0), textcoords="offset points", va="center", fontsize=9)
+    ax.margins(x=0.09)
     ax.set_xlabel("GiB")
     ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1.05), fontsize=8)
     return fig

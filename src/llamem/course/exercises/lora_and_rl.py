@@ -13,10 +13,14 @@ from llamem.memory import matmul_flops
 
 def check_adapted(fn: Callable[..., Any]) -> None:
     """Exercise 1: a linear layer whose examples bring an adapter each."""
+
+    def inputs(B: int, T: int, D: int, F: int, R: int, A: int) -> tuple[Any, ...]:
+        keys = jax.random.split(jax.random.key(0), 4)
+        shapes = (B, T, D), (D, F), (A, D, R), (A, R, F)
+        return tuple(jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+
     B, T, D, F, R, A = 5, 6, 16, 24, 3, 4
-    keys = jax.random.split(jax.random.key(0), 4)
-    shapes = (B, T, D), (D, F), (A, D, R), (A, R, F)
-    x_BTD, w_DF, down_ADR, up_ARF = (jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+    x_BTD, w_DF, down_ADR, up_ARF = inputs(B, T, D, F, R, A)
     scale_A = jnp.array([1.0, 0.5, 3.0, -2.0])
     adapter_B = jnp.array([2, 0, 3, 3, 1])
 
@@ -49,6 +53,9 @@ def check_adapted(fn: Callable[..., Any]) -> None:
             "along which axis must it lie?"
         )
         _close(found, right(scale_A, adapter_B), hint)
+        other = *inputs(3, 2, 12, 8, 5, 7), jnp.arange(1.0, 8.0), jnp.array([6, 1, 4])
+        hint = "with 4 adapters of rank 3 you are right, with 7 of rank 5 not: which number have you written down?"
+        _close(fn(*other), layer(*other), hint)
         program = jax.make_jaxpr(fn)(x_BTD, w_DF, down_ADR, up_ARF, scale_A, adapter_B).jaxpr
         largest = largest_array(program)
         assert largest < 2 * D * F, (
@@ -100,8 +107,9 @@ def check_clipped_gradient(fn: Callable[..., Any]) -> None:
         assert shape == z_NV.shape, f"return a gradient for each logit, {z_NV.shape}; got {shape}"
         assert not np.allclose(on_policy, -exact, atol=1e-5), "the sign: a loss falls where a good token gains"
         rows_N = np.asarray(on_policy).sum(1)
+        far = rows_N[np.abs(rows_N).argmax()]
         assert np.allclose(rows_N, 0, atol=1e-5), (
-            f"your rows sum to {rows_N[0]:.3f}. What happens to the loss when all logits of a token grow by the same, "
+            f"a row sums to {far:.3f}. What happens to the loss when all logits of a token grow by the same, "
             "and what must a row of the gradient then sum to?"
         )
         _close(on_policy, exact, "where old and new policy are one nothing is clipped, and already there it is wrong")
@@ -179,7 +187,8 @@ def check_dequantized(fn: Callable[..., Any]) -> None:
                 "hold when you take 8 from 3?"
             )
             assert np.abs(found).max() < 1.0, (
-                "values of hundreds: a byte holds two numbers. How do you get at one alone?"
+                f"values as far from zero as {np.abs(found).max():.0f}, where 8 scales are below 1: a byte holds two "
+                "numbers, how do you get at one alone? And what comes first, the 8 or the scale?"
             )
             right = np.asarray(np.isclose(found, exact, rtol=1e-6, atol=1e-9))
             sixteens = np.all(right.reshape(n_out, -1, 16), axis=2)
