@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 from loss_reference import reference  # noqa: E402
 
 import llamem  # noqa: E402
-from llamem.layers.varying import varying_axes  # noqa: E402
 
 N, D, V = 40, 6, 52  # no tile size divides what a device holds of them: 10 tokens, 26 rows of the head
 RNG = np.random.default_rng(5)
@@ -150,19 +149,7 @@ def on_explicit_axes() -> None:
     np.testing.assert_allclose(policy(put(X, "data"), W, *given), policy(X, W, IDS, C), rtol=1e-5)
 
 
-def types_say_what_differs() -> None:
-    """What `varying_axes` reads is there: JAX has named it otherwise before."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-
-    def look(x, w):
-        assert (varying_axes(x), varying_axes(w)) == ({"data"}, set())
-        return jax.lax.psum(jnp.sum(x @ w), "data")
-
-    jax.jit(jax.shard_map(look, mesh=mesh, in_specs=(P("data"), P()), out_specs=P()))(X, W.T)
-
-
 if __name__ == "__main__":
-    types_say_what_differs()
     for checked in (True, False):
         inside_shard_map(checked)
         vocabulary_over_devices(checked)

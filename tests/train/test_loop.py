@@ -134,9 +134,6 @@ def test_snapshots_of_another_run_are_refused(finished):
         train(CONFIG, corpus(), dataclasses.replace(SETTINGS, seed=1), finished, progress=False)
     with pytest.raises(ValueError, match="training data"):
         train(CONFIG, corpus(seed=5), SETTINGS, finished, progress=False)
-    for other in (dataclasses.replace(SETTINGS, learning_rate=0.5), dataclasses.replace(SETTINGS, batch_size=8)):
-        with pytest.raises(ValueError, match=r"another run: .*on_change='continue'"):
-            train(CONFIG, corpus(), other, finished, progress=False)
     with pytest.raises(ValueError, match="is of step 12, beyond steps=9"):
         less = dataclasses.replace(SETTINGS, steps=9)
         train(CONFIG, corpus(), less, finished, progress=False, on_change="continue")

@@ -2,12 +2,10 @@
 
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 from children import answer_of
-from compilers import not_of_old_compilers
 
-from llamem import LlamaConfig, Plan, TrainSettings, abstract_step, compile_report
+from llamem import LlamaConfig, Plan, TrainSettings, abstract_step
 
 CASES = Path(__file__).parent / "mesh_cases.py"
 
@@ -83,16 +81,6 @@ def test_a_run_goes_on_on_another_mesh_and_its_model_writes_the_same_text(others
         assert validation == other or validation == pytest.approx(other, rel=1e-5)
     assert others["run"]["texts"][0] == others["run"]["texts"][1]
     assert others["run"]["held"] == 1 / 4
-
-
-@not_of_old_compilers
-@pytest.mark.slow
-@pytest.mark.tpu_compile
-def test_llama_8b_trains_on_eight_v5e_chips_8192_tokens_on_each():
-    config = LlamaConfig.from_name("llama3.1-8b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
-    step, state, batch = abstract_step(config, TrainSettings(batch_size=8, seq_len=8192), Plan(mesh={"fsdp": 8}))
-    report = compile_report(step, state, batch, chip="v5e-8", donate_argnums=(0,))
-    assert report.fits and report.peak_bytes < 12.1 * 2**30
 
 
 @pytest.mark.parametrize(
