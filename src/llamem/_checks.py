@@ -41,3 +41,8 @@ def show(value: Any) -> str:
     except Exception:
         text = f"<{type(value).__name__}>"
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def few(names: Sequence[str]) -> str:
+    """Return the first four of some names, and how many more there are."""
+    return ", ".join(name[:80] for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -8,7 +8,7 @@ import shutil
 import socket
 import uuid
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +59,8 @@ def _unused_name(place: Path) -> Path:
     return place.with_name(f".{place.name}-{uuid.uuid4().hex}")
 
 
-def read_json(
-    file: Path, max_bytes: int, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
-) -> dict[str, Any]:
-    """Return the JSON object in a file that someone else wrote. `pairs`: see `json.loads(object_pairs_hook=)`.
+def read_json(file: Path, max_bytes: int) -> dict[str, Any]:
+    """Return the JSON object in a file that someone else wrote.
 
     Raises ValueError, with the file's name, for one that is longer than `max_bytes` (before it is read) or that does
     not hold a JSON object.
@@ -70,21 +68,12 @@ def read_json(
     size = file.stat().st_size
     if size > max_bytes:
         raise ValueError(f"{file} has {size:,} bytes: expected a JSON file of at most {max_bytes:,}.")
-    return parse_json(file.read_bytes(), f"{file}", pairs)
-
-
-def parse_json(
-    content: bytes, what: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
-) -> dict[str, Any]:
-    """Return the JSON object in some bytes. Raise ValueError that says `what` does not hold one, and why."""
     try:
-        value = json.loads(content, object_pairs_hook=pairs)
-    except RecursionError:
-        raise ValueError(f"{what} is nested too deep for a JSON object of this kind.") from None
-    except ValueError as error:
-        raise ValueError(f"{what} holds no JSON object: {error}. Write or download it again.") from None
+        value = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} holds no JSON object: {error}. Write or download it again.") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{what} holds no JSON object, but {type(value).__name__} {str(value)[:60]!r}.")
+        raise ValueError(f"{file} holds no JSON object, but {type(value).__name__} {str(value)[:60]!r}.")
     return value
 
 

@@ -42,7 +42,7 @@ class Policy:
             )
         if self.save_all_but and (self.save or self.offload):
             raise ValueError("Policy: save_all_but stands alone; list what to keep in save= and offload= instead.")
-        if self.also is not None and (not isinstance(self.also, str) or self.also not in _HEURISTICS or self.offload):
+        if self.also is not None and (self.also not in _HEURISTICS or self.offload):
             raise ValueError(
                 f"Policy(also={self.also!r}): expected one of {', '.join(_HEURISTICS)}, and no offload= beside it, "
                 "which JAX cannot combine with another policy."
@@ -59,7 +59,6 @@ _HEURISTICS = {
     name: getattr(_JAX, name)
     for name in ("nothing_saveable", "everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
 }
-_REMAT3_KNOWS = (None, *_HEURISTICS.values())
 # By name: JAX's own heuristics under JAX's own names, and policies over what `llamem.llama.Block` names.
 POLICIES: dict[str, Policy | Callable[..., Any]] = {
     "nothing": Policy(),
@@ -68,7 +67,6 @@ POLICIES: dict[str, Policy | Callable[..., Any]] = {
     "minimal": Policy(save=("q", "k", "v", "attn", "attn_out", "gate", "up", "mlp_out")),
     "offload_block_in": Policy(offload=("block_in",)),
     **_HEURISTICS,
-    "offload_dot_with_no_batch_dims": _JAX.offload_dot_with_no_batch_dims("device", "pinned_host"),
 }
 
 
@@ -116,7 +114,7 @@ def check_policy(remat: str | Policy | None) -> Policy | Callable[..., Any] | No
 def offloads(remat: str | Policy | None) -> bool:
     """Return whether something waits in the host's memory for the backward pass."""
     policy = check_policy(remat)
-    return bool(policy.offload) if isinstance(policy, Policy) else remat == "offload_dot_with_no_batch_dims"
+    return isinstance(policy, Policy) and bool(policy.offload)
 
 
 def offloading_too(remat: str | Policy | None, names: tuple[str, ...]) -> str | Policy | None:
@@ -138,8 +136,8 @@ def offloading_too(remat: str | Policy | None, names: tuple[str, ...]) -> str | 
 
 def _jax_policy(remat: str | Policy | None) -> Callable[..., Any] | None:
     policy = check_policy(remat)
-    names_only = isinstance(policy, Policy) and not policy.offload and policy.also is None
-    if getattr(jax.config, "jax_remat3", False) and not (names_only or policy in _REMAT3_KNOWS):
+    beyond = isinstance(policy, Policy) and (policy.offload or policy.also is not None)
+    if beyond and getattr(jax.config, "jax_remat3", False):
         raise ValueError(
             f"remat={remat!r}: with jax_remat3 on, this JAX would recompute everything instead, without a word. Turn "
             "it off, jax.config.update('jax_remat3', False), or choose a policy that neither offloads nor combines."

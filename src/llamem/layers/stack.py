@@ -123,7 +123,7 @@ def _unroll(body: Callable, x: Any, xs: Any, n_layers: int, remat: str | Policy 
 
 def _nest(body: Callable, x: Any, xs: Any, groups: int, remat: str | Policy | None) -> tuple[Any, Any]:
     grouped = jax.tree.map(lambda a: a.reshape(groups, len(a) // groups, *a.shape[1:]), xs)
-    away = isinstance(policy := check_policy(remat), Policy) and bool(policy.offload)
+    away = offloads(remat)
 
     def group(x: Any, xs: Any) -> tuple[Any, Any]:
         x = jax.tree.map(_named, x) if away else x

@@ -29,11 +29,6 @@ def fetch(layer: PyTree) -> PyTree:
     return jax.tree.map(lambda a: to_device(a) if a.ndim > 1 else a, layer)
 
 
-def send(layer: PyTree) -> PyTree:
-    """Send one layer's matrices to the host; the reverse of `fetch`."""
-    return jax.tree.map(lambda a: to_host(a) if a.ndim > 1 else a, layer)
-
-
 def take(stacked: PyTree, i: Array, on_host: bool) -> PyTree:
     """Take layer `i` of a stack `[L, ...]` to the device."""
     layer = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), stacked)
@@ -42,7 +37,7 @@ def take(stacked: PyTree, i: Array, on_host: bool) -> PyTree:
 
 def put_back(stacked: PyTree, layer: PyTree, i: Array, on_host: bool) -> PyTree:
     """Return the stack with `layer`, on the device, as its layer `i`; in place where a loop carries the stack."""
-    layer = send(layer) if on_host else layer
+    layer = jax.tree.map(lambda a: to_host(a) if a.ndim > 1 else a, layer) if on_host else layer
     return jax.tree.map(lambda a, b: jax.lax.dynamic_update_index_in_dim(a, b, i, 0), stacked, layer)
 
 

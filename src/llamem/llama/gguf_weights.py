@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from llamem._checks import check_whole
+from llamem._checks import check_whole, few
 from llamem._extras import import_extra
 from llamem.llama.config import LlamaConfig, RopeScaling
 from llamem.llama.gguf_files import Gguf, open_gguf
 from llamem.llama.quantized import KINDS, BlockKind, Blocks, check_kinds
-from llamem.llama.safetensors_files import few
 from llamem.llama.tensor_names import IN_LAYER, from_gguf
 
 _ARCHITECTURES = ("llama", "qwen3")

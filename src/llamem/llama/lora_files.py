@@ -13,12 +13,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from llamem._checks import check_number, check_whole, show
+from llamem._checks import check_number, check_whole, few, show
 from llamem._extras import import_extra
 from llamem._files import read_json, whole_folder
 from llamem.llama.lora import IN_LAYERS, Adapters, shape_of, targets_in
 from llamem.llama.model import Llama
-from llamem.llama.safetensors_files import Stored, few, tensors_in
+from llamem.llama.safetensors_files import Stored, tensors_in
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MODULES = {target: f"self_attn.{target}_proj" for target in ("q", "k", "v", "o")}

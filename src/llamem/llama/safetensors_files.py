@@ -66,11 +66,6 @@ def tensors_in(file: Path) -> dict[str, Stored]:
     return {name: Stored(file, name, shape) for name, shape in shapes.items()}
 
 
-def few(names: list[str]) -> str:
-    """Return the first four of some names, and how many more there are."""
-    return ", ".join(name[:80] for name in names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
 def _open(file: Path) -> Any:
     safetensors = import_extra("safetensors", "files of weights")
     try:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
@@ -22,7 +21,7 @@ from llamem.llama.sharding import MeshShape, parameter_specs
 from llamem.train.batch_loss import IGNORED, loss_and_grads, summed_loss
 from llamem.train.optimizers import make_optimizer, norm_of, within
 from llamem.train.settings import TrainSettings
-from llamem.train.sharded_step import batch_spec, check_sizes, on_mesh, placed_shapes
+from llamem.train.sharded_step import batch_spec, check_sizes, on_mesh, placed_shapes, sum_over, sum_over_batch
 from llamem.train.step import TrainState, abstract_params, graphdef_of
 
 # inputs [B, T], targets [B, T], the adapter of each sequence [B], perhaps segments [B, T]
@@ -120,7 +119,9 @@ def losses_and_grads(
     weights_B, tokens_A, mean = _of_adapters(adapters.count, mesh, batch)
 
     def divided(path: tuple[Any, ...], grad: Array, axis: int) -> Array:
-        return _psum(grad, _summed_over(path, mesh)) / _along(axis, grad, jnp.maximum(tokens_A, 1).astype(grad.dtype))
+        return sum_over(grad, _summed_over(path, mesh)) / _along(
+            axis, grad, jnp.maximum(tokens_A, 1).astype(grad.dtype)
+        )
 
     # Of the sum over tokens, divided at the end, in the adapters' own f32: one over the number of tokens would push
     # what flows back through the layers below the smallest numbers of float16, whose loss scale this is.
@@ -158,13 +159,13 @@ def _of_adapters(count: int, mesh: MeshShape, batch: AdapterBatch) -> tuple[Arra
     """
     _, targets_BT, adapter_B, *_ = batch
     per_adapter = partial(jax.ops.segment_sum, segment_ids=adapter_B, num_segments=count)
-    tokens_A = _psum(per_adapter(jnp.sum(targets_BT != IGNORED, axis=1)), mesh.over("batch"))
+    tokens_A = sum_over(per_adapter(jnp.sum(targets_BT != IGNORED, axis=1)), mesh.over("batch"))
     weights_B = 1 / jnp.maximum(tokens_A, 1)[jnp.clip(adapter_B, 0, count - 1)]
 
     def mean(losses_B: Array) -> Array:
         # An id that is none belongs to no adapter's sum: its NaN is told to all of them.
         nowhere = jnp.sum(jnp.where((adapter_B < 0) | (adapter_B >= count), jnp.nan, 0.0))
-        loss_A = _psum(per_adapter(losses_B * weights_B) + nowhere, mesh.over("batch", "sequence"))
+        loss_A = sum_over_batch(per_adapter(losses_B * weights_B) + nowhere, mesh)
         return jnp.where(tokens_A > 0, loss_A, jnp.nan)
 
     return weights_B, tokens_A, mean
@@ -176,10 +177,6 @@ def _summed_over(path: tuple[Any, ...], mesh: MeshShape) -> tuple[str, ...]:
     # In a layer devices of "tensor" compute for their heads and their part of F, and B of the head meets their rows.
     in_parts = target in IN_LAYERS or (part, target) == ("b", "head")
     return mesh.over("batch", "sequence") + ((mesh.tensor_axis,) if in_parts and mesh.tensor_axis else ())
-
-
-def _psum(x: Array, axes: tuple[str, ...]) -> Array:
-    return lax.psum(x, axes) if axes else x
 
 
 def _axis_of_adapters(tree: Any) -> Any:

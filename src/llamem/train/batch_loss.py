@@ -26,7 +26,7 @@ from llamem.llama.sharding import gather_weight, parameter_specs
 from llamem.llama.tables import whole_logits
 from llamem.losses.choice import choose_tiles
 from llamem.losses.cross_entropy import tiled_cross_entropy
-from llamem.train.sharded_step import batch_spec, for_gradients_outside, on_mesh, sum_over_batch
+from llamem.train.sharded_step import batch_spec, for_gradients_outside, on_mesh, sum_over, sum_over_batch
 
 IGNORED = -100  # a target that does not count
 
@@ -56,8 +56,7 @@ def loss_fn(
 
 def mean_weights(targets_BT: Int[Array, "B T"], mesh: Any) -> Float[Array, " B"]:
     """Return the weight of each sequence with which `summed_loss` is the mean over all tokens that count."""
-    counted = jnp.sum(targets_BT != IGNORED).astype(jnp.float32)
-    counted = lax.psum(counted, mesh.over("batch")) if mesh.over("batch") else counted
+    counted = sum_over(jnp.sum(targets_BT != IGNORED).astype(jnp.float32), mesh.over("batch"))
     return jnp.broadcast_to(1 / jnp.maximum(counted, 1), targets_BT.shape[:1])
 
 

@@ -58,10 +58,14 @@ def check_sizes(mesh: MeshShape, settings: TrainSettings) -> None:
         )
 
 
+def sum_over(x: Array, axes: tuple[str, ...]) -> Array:
+    """Return the sum of what the devices along these mesh axes computed, on all of them; `x` itself without axes."""
+    return lax.psum(x, axes) if axes else x
+
+
 def sum_over_batch(x: Array, mesh: MeshShape) -> Array:
     """Return the sum of what devices with different tokens computed, on all of them."""
-    axes = mesh.over("batch", "sequence")
-    return lax.psum(x, axes) if axes else x
+    return sum_over(x, mesh.over("batch", "sequence"))
 
 
 def for_gradients_outside(params: Any, mesh: MeshShape) -> Any:
@@ -100,7 +104,7 @@ def sum_gradients(grads: Any, mesh: MeshShape) -> Any:
         axes = tuple(axis for axis in mesh.over("batch", "sequence") if axis not in summed)
         if name in READ_IN_PARTS and mesh.tensor_axis:
             axes += (mesh.tensor_axis,)
-        return lax.psum(grad, axes) if axes else grad
+        return sum_over(grad, axes)
 
     return jax.tree.map_with_path(one, grads) if mesh.devices > 1 else grads
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from llamem._checks import few
 from llamem._extras import import_extra
 from llamem._files import locked, write_whole
 from llamem.layers.offload import to_device
@@ -71,7 +72,7 @@ class Snapshots:
         arrays = _by_name(state)
         sums, finite = _sums(arrays)
         if ruined := [name for name in arrays if not finite[name]]:
-            raise FloatingPointError(f"{_few(ruined)} of step {step} hold NaN or infinity, so they were not saved.")
+            raise FloatingPointError(f"{few(ruined)} of step {step} hold NaN or infinity, so they were not saved.")
         about, args = {**self.about, "sums": sums}, self._ocp.args
         identity = args.JsonSave({"about": about, "checksum": _checksum(about)})
         self._manager.save(step, args=args.Composite(state=args.StandardSave(arrays), identity=identity), force=True)
@@ -116,7 +117,7 @@ class Snapshots:
         arrays = self._manager.restore(step, args=args.Composite(state=args.StandardRestore(wanted)))["state"]
         sums, _ = _sums(arrays)
         if wrong := [name for name in wanted if sums[name] != about["sums"][name]]:
-            raise _Damaged(f"{_few(wrong)} are not the numbers that were written")
+            raise _Damaged(f"{few(wrong)} are not the numbers that were written")
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
 
     def _put_aside(self, damage: dict[int, str]) -> None:
@@ -221,7 +222,3 @@ def _with_sharding(leaf: Any) -> Any:
 
 def _checksum(about: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(about, sort_keys=True).encode())
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
