@@ -55,6 +55,43 @@ def unrolled(w, x_ND, tiles):
     return jax.lax.scan(body, None, rows_of(x_ND, tiles), unroll=tiles)[1].reshape(x_ND.shape)
 
 
+def wide_tile(w):
+    wide = {name: a.astype(jnp.float32) for name, a in w.items()}
+    return jax.checkpoint(lambda x: one_tile({name: a.astype(x.dtype) for name, a in wide.items()}, x))
+
+
+def two_in_a_turn(w, x_ND, tiles):
+    tile = wide_tile(w)
+    pairs = rows_of(x_ND, tiles).reshape(tiles // 2, 2, -1, x_ND.shape[1])
+    return jax.lax.map(lambda pair: jnp.stack([tile(pair[0]), tile(pair[1])]), pairs).reshape(x_ND.shape)
+
+
+def two_loops(w, x_ND, tiles):
+    return jnp.concatenate([by_rows(w, half, tiles // 2) for half in jnp.split(x_ND, 2)])
+
+
+def products_in_f32(w, x_ND, tiles):
+    wide = {name: a.astype(jnp.float32) for name, a in w.items()}
+    tile = jax.checkpoint(lambda x: one_tile(wide, x.astype(jnp.float32)).astype(x.dtype))
+    return jax.lax.map(tile, rows_of(x_ND, tiles)).reshape(x_ND.shape)
+
+
+def wide_inside_the_tile(w, x_ND, tiles):
+    tile = lambda x: one_tile({name: a.astype(jnp.float32).astype(x.dtype) for name, a in w.items()}, x)  # noqa: E731
+    return jax.lax.map(jax.checkpoint(tile), rows_of(x_ND, tiles)).reshape(x_ND.shape)
+
+
+def one_matrix_wide(w, x_ND, tiles):
+    down = w["down"].astype(jnp.float32)
+    tile = lambda x: one_tile(w | {"down": down.astype(x.dtype)}, x)  # noqa: E731
+    return jax.lax.map(jax.checkpoint(tile), rows_of(x_ND, tiles)).reshape(x_ND.shape)
+
+
+def every_tiles_th_row(w, x_ND, tiles):
+    rows = x_ND.reshape(-1, tiles, x_ND.shape[1]).swapaxes(0, 1)
+    return jax.lax.map(wide_tile(w), rows).reshape(x_ND.shape)
+
+
 def in_f32(w, x_ND, tiles):
     return by_rows({k: v.astype(jnp.float32) for k, v in w.items()}, x_ND.astype(jnp.float32), tiles)
 
@@ -136,6 +173,15 @@ WRONG: Answers = {
     "one matrix": (LEDGER, but(sums=lambda D, F, tiles: 4 * D * F if tiles > 1 else 0), "How many matrices"),
     "a sum for each tile": (LEDGER, but(sums=lambda D, F, tiles: 12 * D * F // tiles if tiles > 1 else 0), "smaller"),
     "sums without tiles": (LEDGER, but(sums=lambda D, F, tiles: 12 * D * F), "what is there to add up"),
+    "two matrices": (LEDGER, but(sums=lambda D, F, tiles: 8 * D * F if tiles > 1 else 0), "How many matrices"),
+    "sixteen layers, whatever the model": (LEDGER, but(layers=16), "32 layers"),
+    "the embedding's output as well": (LEDGER, but(layers=17), "at this moment"),
+    "a gradient for gate and for up": (LEDGER, but(arrays=4), "at this moment"),
+    "sums of all layers": (
+        LEDGER,
+        but(sums=lambda D, F, tiles: 16 * 12 * D * F if tiles > 1 else 0),
+        "feed-forward: yours.*at this moment",
+    ),
     "two numbers": (LEDGER, lambda *given: tuple(lines(*given).values()), "a dictionary"),
     "nothing tiled": (ROWS, lambda w, x, tiles: one_tile(w, x), "2048 x 96 numbers"),
     "all at once in f32": (ROWS, all_in_f32, "2048 x 96 numbers"),
@@ -150,6 +196,22 @@ WRONG: Answers = {
     "always two tiles": (ROWS, lambda w, x, tiles: by_rows(w, x, 2), "How many rows"),
     "always 16 tiles": (ROWS, lambda w, x, tiles: by_rows(w, x, 16), "How many rows"),
     "one row at a time": (ROWS, lambda w, x, tiles: by_rows(w, x, len(x)), "How many rows"),
+    "two tiles in a turn": (ROWS, two_in_a_turn, "exist together"),
+    "two loops": (ROWS, two_loops, "turns 64 times"),
+    "tiles in batches of two": (
+        ROWS,
+        lambda w, x, n: jax.lax.map(wide_tile(w), rows_of(x, n), batch_size=2).reshape(x.shape),
+        "How many rows",
+    ),
+    "all tiles side by side": (
+        ROWS,
+        lambda w, x, n: jax.vmap(wide_tile(w))(rows_of(x, n)).reshape(x.shape),
+        "2048 x 96 numbers",
+    ),
+    "products in float32": (ROWS, products_in_f32, "inside of a tile"),
+    "wide inside of the tile": (ROWS, wide_inside_the_tile, "In which type is the sum"),
+    "one matrix of three wide": (ROWS, one_matrix_wide, "gradient of (gate|up).*In which type is the sum"),
+    "every so-manieth row": (ROWS, every_tiles_th_row, "is not silu"),
     "a Python loop": (ROWS, written_out, "written out"),
     "any name on the host": (LEDGER, any_name_on_the_host, "is the layers' input among them"),
     "in GiB": (LEDGER, lambda c, n, p: {k: v / 2**30 for k, v in lines(c, n, p).items()}, "not in GiB"),
@@ -157,6 +219,13 @@ WRONG: Answers = {
     "the estimate asked": (LEDGER, lambda c, n, p: llamem.estimate(c, p, "v5e-1", seq_len=n), "yourself"),
     "the gate left out": (ROWS, no_gate, "is not silu"),
     "rows left in tiles": (ROWS, lambda w, x, tiles: rows_of(x, tiles), "one row for every row"),
+    "the defaults": (BETTER, lambda: Plan(), "needs 19.70 of 15.75"),
+    "rows alone": (BETTER, lambda: Plan(mlp_tiles=64), "Which tool"),
+    "groups of heads alone": (BETTER, lambda: Plan(head_groups=8), "Which tool"),
+    "attention's output kept": (BETTER, lambda: Plan(remat="attn", offload=("block_in",)), "Which tool"),
+    "plain attention": (BETTER, lambda: Plan(attention="xla", offload=("block_in",)), "'attention'"),
+    "eight chips": (BETTER, lambda: Plan(mesh={"fsdp": 8}), "expected a mesh of 1"),
+    "only the rows given up": (BETTER, lambda: long_context.GIVEN.replace(mlp_tiles=1), "that you can spare"),
     "the same plan": (BETTER, lambda: long_context.GIVEN, "that is the plan"),
     "everything kept": (BETTER, lambda: Plan(remat=None), "Which tool makes that one smaller"),
     "no plan": (BETTER, lambda: {"mlp_tiles": 4}, "return a llamem.Plan"),

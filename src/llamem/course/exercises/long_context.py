@@ -28,7 +28,7 @@ def one_b() -> LlamaConfig:
 def check_ledger_lines(fn: Callable[..., Any]) -> None:
     """Exercise 1: the residuals and the feed-forward of a plan, as `llamem.estimate` has them."""
     wide = one_b().replace(compute_dtype=jnp.float32, param_dtype=jnp.float32)
-    away, rows = Plan(offload=("block_in",)), Plan(mlp_tiles=32)
+    away, rows = Plan(offload=("block_in",)), Plan(mlp_tiles=16)
 
     def body() -> str:
         if "estimate" in getattr(getattr(fn, "__code__", None), "co_names", ()):
@@ -101,6 +101,7 @@ def _feed_forward(config: LlamaConfig, tokens: int, plan: Plan, right: int) -> d
         whole + sums: together,
         tile: "The tiles share the weights. So what is added up from tile to tile?",
         tile + sums // 3: "How many matrices has a feed-forward?",
+        tile + 2 * sums // 3: "How many matrices has a feed-forward?",
         tile + sums // tiles: "Does a sum over all tiles grow smaller with the tile?",
         tile + size * matrices: narrow,
     }
@@ -108,7 +109,7 @@ def _feed_forward(config: LlamaConfig, tokens: int, plan: Plan, right: int) -> d
 
 def check_feed_forward(fn: Callable[..., Any]) -> None:
     """Exercise 2: a feed-forward by rows that never holds all of gate and up, and loses no bits."""
-    N, D, F, tiles = 2048, 16, 96, 128
+    N, D, F, tiles = 2048, 12, 96, 128
     keys = jax.random.split(jax.random.key(0), 5)
     w32 = {
         "gate": jax.random.normal(keys[0], (D, F)) / D**0.5,
@@ -124,13 +125,15 @@ def check_feed_forward(fn: Callable[..., Any]) -> None:
         found = fn(*exact, tiles)
         assert getattr(found, "shape", None) == (N, D), "return one row for every row of x, [N, D]"
         assert np.allclose(found, expected, atol=1e-4), "the result is not silu(x gate) * (x up) down, in f32"
-        lengths = set()
+        lengths, turns, pairs = set(), {}, []
         for tried in (tiles, 16):
             slope = jax.grad(lambda w, x, n=tried: jnp.sum(fn(w, x, n) * weight_ND), (0, 1))
             jaxpr = jax.make_jaxpr(slope)(w, x_ND).jaxpr
             found = list(equations(jaxpr))
             lengths.add(len(found))
             made: list[Any] = [v.aval for e, _ in found for v in e.outvars]
+            products: list[Any] = [e for e, _ in found if e.primitive.name == "dot_general"]
+            pairs += [{v.aval.dtype for v in product.invars} for product in products]
             if max(int(np.prod(a.shape)) for a in made) >= N * F:
                 raise AssertionError(
                     f"with {tried} tiles some array still holds {N} x {F} numbers, or more. In the forward pass, or "
@@ -144,15 +147,28 @@ def check_feed_forward(fn: Callable[..., Any]) -> None:
                     f"with {tried} tiles the largest array of {F} columns has {largest // F} rows. How many rows of "
                     f"{N} has one of {tried} tiles?"
                 )
+            tile = {N // tried, F}
+            turns[tried] = {n for e, n in found for v in e.outvars if tile <= {*getattr(v.aval, "shape", ())}}
         if len(lengths) > 1:
             raise AssertionError(
                 f"the program has {min(lengths)} operations with one number of tiles and {max(lengths)} with another: "
                 "the loop is written out, and a compiler may hold several tiles. Which function of JAX repeats one?"
             )
+        for tried, found in turns.items():
+            if found - {tried}:
+                raise AssertionError(
+                    f"a loop over {tried} tiles turns {min(found)} times. Is more than one tile of gate and up made "
+                    "in a turn, and how many exist together then?"
+                )
         out = jax.eval_shape(lambda w, x: fn(w, x, tiles), w, x_ND)
         assert out.dtype == x_ND.dtype, (
             f"the result is {out.dtype}, and x is {x_ND.dtype}: the next layer wants x's type"
         )
+        if {jnp.dtype(jnp.float32)} in pairs:
+            raise AssertionError(
+                "some product reads float32 on both sides, twice the bytes of x's type. Of which type should weights "
+                "and rows be inside of a tile, if only the sum over tiles has to be float32?"
+            )
         weight32_ND = np.asarray(weight_ND, np.float32)
 
         def slopes(f: Callable[..., Any], of: Any) -> dict[str, Any]:
