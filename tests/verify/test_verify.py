@@ -140,6 +140,11 @@ def test_donated_arguments_are_given_up():
     assert without.failed and "without donate_argnums" in without.cause, without
 
 
+def test_a_step_that_was_not_lowered_is_refused(as_a_user):
+    with pytest.raises(ValueError, match=r"step=.*expected jax\.jit\(step, donate_argnums=\(0,\)\)\.lower"):
+        verify_remat(in_mode("scan"), WEIGHTS, X, step=jax.jit(in_mode("scan")))  # pyrefly: ignore[bad-argument-type]
+
+
 def test_decoding_with_a_cache_is_untouched():
     loss, params, tokens_BT = model_case("moe", "scan")
     graphdef = nnx.graphdef(model_of(model_config("moe")))

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from llamem._checks import show
 from llamem.memory.show import Shown, Table
 from llamem.verify.proof import Proof, Title
 from llamem.verify.proofs import PROOFS
@@ -96,12 +97,14 @@ def verify_remat(
     they are printed: `skip=["random numbers are fresh"]` where one mask for all time steps is meant, or those that
     compile, to be quick; the answer lists them as skipped.
 
-    Raises what `loss_fn(params, batch, baseline)` raises, and ValueError for a name in `skip` that is no proof's, or
-    where `loss_fn` changes a flax nnx object from outside.
+    Raises what `loss_fn(params, batch, baseline)` raises, and ValueError for a name in `skip` that is no proof's, for a
+    `step` that was not lowered, or where `loss_fn` changes a flax nnx object from outside.
     Source: the test battery of Hugging Face transformers (PR 41818), extended to compiled programs.
     """
     if isinstance(skip, str) or set(skip) - set(PROOFS):
         raise ValueError(f"skip={skip!r}: expected a collection of proofs' names. Known: {'; '.join(PROOFS)}.")
+    if step is not None and not hasattr(step, "compile"):
+        raise ValueError(f"step={show(step)}: expected jax.jit(step, donate_argnums=(0,)).lower(state, batch).")
     both = BothWays(loss_fn, params, batch, remat, baseline, chip, evaluate, step)
     found: list[Proof | None] = []
     try:
