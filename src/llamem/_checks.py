@@ -16,14 +16,21 @@ def check_whole(name: str, value: Any, *, at_least: int = 1) -> int:
     return int(value)
 
 
-def check_number(name: str, value: Any, *, at_least: float = -math.inf, above: float = -math.inf) -> float:
-    """Return `value` as a float. Raise ValueError unless it is finite, at least `at_least` and more than `above`."""
-    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < at_least or value <= above:
-        bound = (
-            f" of at least {at_least:g}" if at_least > -math.inf else f" above {above:g}" if above > -math.inf else ""
-        )
-        raise ValueError(f"{name}={show(value)}: expected a finite number{bound}.")
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    at_least: float = -math.inf,
+    above: float = -math.inf,
+    at_most: float = math.inf,
+    below: float = math.inf,
+) -> float:
+    """Return `value` as a float. Raise ValueError unless it is a finite number within these bounds."""
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value) or not (at_least <= value <= at_most and above < value < below):
+        bounds = {"of at least": at_least, "above": above, "at most": at_most, "below": below}
+        told = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound))
+        raise ValueError(f"{name}={show(value)}: expected a finite number{told and ' '}{told}.")
     return float(value)
 
 

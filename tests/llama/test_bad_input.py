@@ -80,8 +80,8 @@ def test_decoding_beyond_the_cache_is_refused_or_nan(model):
     ("options", "words"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"temperature": float("nan")}, "temperature=nan must be at least 0"),
-        ({"top_p": 0.0}, r"top_p=0\.0"),
+        ({"temperature": float("nan")}, "temperature=nan: expected a finite number of at least 0"),
+        ({"top_p": 0.0}, r"top_p=0\.0: expected a finite number above 0 and at most 1"),
         ({"key": None}, "needs a key"),
         ({"max_new_tokens": 513}, "516 tokens, a prompt of 3 and 513 new ones.*max_seq_len=512"),
     ],

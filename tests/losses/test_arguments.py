@@ -30,7 +30,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"axis": "rows"}, r"axis='rows': expected one of 'auto', 'tokens', 'vocab'"),
     ({"reduction": "sum", "normalizer": 3.0}, "normalizer belongs to"),
     ({"normalizer": jnp.ones(N)}, r"normalizer must be one number.*got shape \(53,\)"),
-    ({"label_smoothing": 1.5}, "label_smoothing=1.5: expected a number between 0 and 1"),
+    ({"label_smoothing": 1.5}, "label_smoothing=1.5: expected a finite number of at least 0 and at most 1"),
     ({"logit_softcap": 0.0}, "logit_softcap=0.0: expected a finite number above 0"),
     ({"num_tiles": 2.5}, "num_tiles=2.5: expected a whole number"),
     ({"axis": "tokens", "reduction": "none"}, 'reduction="none" and vocab_axis_name go with axis="vocab"'),

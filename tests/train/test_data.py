@@ -62,7 +62,7 @@ def test_files_and_folders(tmp_path):
 
 def test_unusable_corpora(tmp_path):
     for load in (load_corpus, load_chats):
-        with pytest.raises(ValueError, match="heldout_fraction=5: expected a number between 0 and 1"):
+        with pytest.raises(ValueError, match="heldout_fraction=5: expected a finite number above 0 and below 1"):
             load(tmp_path, heldout_fraction=5)
     with pytest.raises(FileNotFoundError, match=r"There is no corpus 'no/such/folder'.*hf:owner/name"):
         read_documents("no/such/folder")

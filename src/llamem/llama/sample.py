@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from llamem._checks import check_whole, show
+from llamem._checks import check_number, check_whole, show
 from llamem.llama.inputs import check_tokens
 from llamem.llama.lora import Adapters, check_adapters
 from llamem.llama.model import KVCache, Llama
@@ -50,9 +50,8 @@ def generate(
     prompt_BT, length_B = _side_by_side(prompts)
     check_tokens(prompt_BT, model.config.vocab_size, "the prompt")
     max_new_tokens = check_whole("max_new_tokens", max_new_tokens)
-    temperature, top_p = float(temperature), float(top_p)
-    if not temperature >= 0 or not 0 < top_p <= 1:
-        raise ValueError(f"temperature={temperature} must be at least 0, and top_p={top_p} above 0 and at most 1.")
+    temperature = check_number("temperature", float(temperature), at_least=0)
+    top_p = check_number("top_p", float(top_p), above=0, at_most=1)
     if temperature > 0 and key is None:
         raise ValueError("drawing at a temperature above 0 needs a key: pass key=jax.random.key(0), or temperature=0.")
     B, T = prompt_BT.shape

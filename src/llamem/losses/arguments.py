@@ -38,14 +38,6 @@ def static_number(name: str, value: Any, **bounds: float) -> float:
     return check_number(name, value.item() if isinstance(value, jax.Array) and value.ndim == 0 else value, **bounds)
 
 
-def static_share(name: str, value: Any) -> float:
-    """Return the value as a Python float between 0 and 1."""
-    found = static_number(name, value, at_least=0)
-    if found > 1:
-        raise ValueError(f"{name}={found:g}: expected a number between 0 and 1.")
-    return found
-
-
 def check_batch(hidden: Any, targets: Any, weights: Any) -> Batch:
     """Return hidden, targets and weights as arrays that fit each other."""
     hidden, targets = as_floats("hidden", hidden, "[..., D]"), jnp.asarray(targets)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Integer
 
 from llamem._checks import check_one_of, check_whole
 from llamem.layers.varying import partitioned
-from llamem.losses.arguments import check_batch, check_head, static_number, static_share
+from llamem.losses.arguments import check_batch, check_head, static_number
 from llamem.losses.choice import choose_for
 from llamem.losses.rows import Rows, Softmax, quiet
 from llamem.losses.weighted_sum import reduce_losses
@@ -114,7 +114,7 @@ def tiled_cross_entropy(
         jnp.result_type(batch.hidden, *leaves),
         scale=static_number("logit_scale", logit_scale),
         softcap=None if logit_softcap is None else static_number("logit_softcap", logit_softcap, above=0),
-        smoothing=static_share("label_smoothing", label_smoothing),
+        smoothing=static_number("label_smoothing", label_smoothing, at_least=0, at_most=1),
     )
     only = "vocab" if reduction == "none" or vocab_axis_name is not None else axis
     tiles = choose_for(batch, leaves, softmax, only, num_tiles, vocab_axis_name)

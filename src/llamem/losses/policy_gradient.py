@@ -123,7 +123,7 @@ def tiled_policy_loss(
     """
     chosen = PolicyObjective(
         check_one_of("objective", objective, ("clip", "importance", "reinforce")),
-        arguments.static_share("clip_low", clip_low),
+        arguments.static_number("clip_low", clip_low, at_least=0, at_most=1),
         arguments.static_number("clip_high", clip_high, at_least=0),
         check_one_of("kl", kl, ("k1", "k2", "k3")),
         arguments.static_number("kl_weight", kl_weight, at_least=0),

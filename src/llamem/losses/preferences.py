@@ -48,9 +48,7 @@ def tiled_dpo_loss(
         A float32 scalar.
     """
     beta = arguments.static_number("beta", beta, above=0)
-    eps = arguments.static_share("label_smoothing", label_smoothing)
-    if eps >= 0.5:
-        raise ValueError(f"label_smoothing={eps:g}: expected a number of at least 0 and below 0.5.")
+    eps = arguments.static_number("label_smoothing", label_smoothing, at_least=0, below=0.5)
     batch = arguments.check_batch(hidden, targets, mask)
     shape = batch.targets.shape
     if len(shape) < 2 or shape[0] != 2:

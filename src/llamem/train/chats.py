@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32, UInt32
 
-from llamem._checks import check_whole, show
+from llamem._checks import check_number, check_whole, show
 from llamem.llama.tokenizer import Tokenizer
 from llamem.train.batch_loss import IGNORED
 from llamem.train.batches import Shuffled, check_vocabulary, fingerprint
-from llamem.train.data import check_fraction, read_utf8
+from llamem.train.data import read_utf8
 
 _EXPECTED = (
     'expected {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} or '
@@ -74,7 +74,7 @@ def load_chats(
     Raise FileNotFoundError for a missing file; ValueError for fewer than two chats, and, with file, line and what was
     expected, for a line that holds none: nothing is left out silently.
     """
-    check_fraction(heldout_fraction)
+    check_number("heldout_fraction", heldout_fraction, above=0, below=1)
     tokenizer = tokenizer or Tokenizer()
     chats = []
     for where, record in _records(source):

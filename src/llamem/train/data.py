@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
+from llamem._checks import check_number
 from llamem._extras import import_extra
 from llamem._files import cache_folder, whole_folder
 from llamem.llama.tokenizer import Tokenizer
@@ -97,12 +98,6 @@ def read_utf8(file: Path) -> str:
         raise ValueError(f"{str(file)!r} is not UTF-8 text: {error}. Convert it: iconv -f latin1 -t utf-8.") from None
 
 
-def check_fraction(heldout_fraction: float) -> None:
-    """Raise ValueError for what is no share of a corpus."""
-    if not 0 < heldout_fraction < 1:
-        raise ValueError(f"heldout_fraction={heldout_fraction!r}: expected a number between 0 and 1, such as 0.05.")
-
-
 @dataclass(frozen=True)
 class Corpus:
     """A tokenised corpus: two memory-mapped streams of uint32 ids, each document `<bos> text <eos>`."""
@@ -144,7 +139,7 @@ def load_corpus(
 
     Default `cache_dir`: `corpora` under `$LLAMEM_CACHE`, or under `llamem` in `$XDG_CACHE_HOME` or `~/.cache`.
     """
-    check_fraction(heldout_fraction)
+    check_number("heldout_fraction", heldout_fraction, above=0, below=1)
     documents = read_documents(source)
     tokenizer = tokenizer or Tokenizer()
     digest = hashlib.blake2b(f"{_CACHE_FORMAT} {tokenizer.fingerprint} {heldout_fraction}".encode(), digest_size=12)
