@@ -30,6 +30,14 @@ def remat_scan(layer, w, x):
     return scan(jax.checkpoint(layer), w, x)
 
 
+def sliced(w, index):
+    return jax.tree.map(lambda leaf: leaf[index], w)
+
+
+def in_pairs(w):
+    return jax.tree.map(lambda leaf: leaf.reshape(-1, 2, *leaf.shape[1:]), w)
+
+
 def everything(layer):
     return jax.checkpoint(layer, policy=jax.checkpoint_policies.everything_saveable)
 
@@ -116,6 +124,31 @@ STACKS: Answers = {
         lambda layer, w, x: remat_scan(layer, w, jax.lax.stop_gradient(x)),
         "gradients of w or x",
     ),
+    "all but the last layer in the scan": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: layer(sliced(w, -1), remat_scan(layer, sliced(w, slice(-1)), x)),
+        "more than the layers' inputs",
+    ),
+    "all but the first layer in the scan": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: remat_scan(layer, sliced(w, slice(1, None)), layer(sliced(w, 0), x)),
+        "more than the layers' inputs",
+    ),
+    "two layers in a turn of the stack": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: scan(jax.checkpoint(partial(scan, layer)), in_pairs(w), x),
+        "more than the layers' inputs",
+    ),
+    "products kept": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: scan(jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable), w, x),
+        "more than the layers' inputs",
+    ),
+    "gradients stopped between the layers": (
+        stacks.check_remat_stack,
+        lambda layer, w, x: scan(jax.checkpoint(lambda w, x: layer(w, jax.lax.stop_gradient(x))), w, x),
+        "gradients of w or x",
+    ),
     # The groups.
     "the divisor nearest to the formula's root": (
         stacks.check_best_groups,
@@ -161,6 +194,25 @@ STACKS: Answers = {
         lambda n, x, w: min(divisors(n)[1:-1], key=lambda g: (g + n // g) * x + 2 * (n // g) * w),
         "both among those",
     ),
+    "about eight": (stacks.check_best_groups, lambda n, x, w: min(divisors(n), key=lambda g: abs(g - 8)), "hold twice"),
+    "the last divisor below the formula's root": (
+        stacks.check_best_groups,
+        lambda n, x, w: max(g for g in divisors(n) if g * g <= n * (1 + 2 * w / x)),
+        "hold twice",
+    ),
+    "x for w": (
+        stacks.check_best_groups,
+        lambda n, x, w: min(divisors(n), key=lambda g: (g + n // g) * w + 2 * (n // g) * x),
+        "hold twice",
+    ),
+    "powers of two": (
+        stacks.check_best_groups,
+        lambda n, x, w: min(
+            (g for g in (1, 2, 4, 8, 16, 32, 64) if n % g == 0), key=lambda g: (g + n // g) * x + 2 * (n // g) * w
+        ),
+        "less is possible",
+    ),
+    "one group": (stacks.check_best_groups, lambda n, x, w: 1, "less is possible"),
     "only weights": (stacks.check_best_groups, lambda n, x, w: n, "less is possible"),
     "no divisor": (stacks.check_best_groups, lambda n, x, w: math.isqrt(n) + 1, "does not divide"),
     "a fraction": (stacks.check_best_groups, lambda n, x, w: n**0.5, "not of an integer type"),
@@ -268,6 +320,40 @@ STACKS: Answers = {
     "one key made of the step's": (
         stacks.check_dropout_stack,
         lambda layer, w, x, key: scan(jax.checkpoint(lambda w, x: layer(w, x, jax.random.fold_in(key, 1))), w, x),
+        "the same mask",
+    ),
+    "a thousand numbers of the key's bits": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(
+            layer, w, x, jax.vmap(jax.random.key)(jax.random.bits(key) % 1000 + jnp.arange(len(w["up"])))
+        ),
+        "few numbers",
+    ),
+    "numbers drawn below a thousand": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(
+            layer, w, x, jax.vmap(jax.random.key)(jax.random.randint(key, (len(w["up"]),), 0, 1000))
+        ),
+        "few numbers|two layers drew",
+    ),
+    "six keys, whatever the depth": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(layer, w, x, jax.random.split(key, 6)),
+        "different leading axis sizes",
+    ),
+    "no gradient for w, with keys": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(layer, jax.lax.stop_gradient(w), x, split(key, w)),
+        "does every gradient arrive",
+    ),
+    "a policy that keeps everything, with keys": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: dropout(layer, w, x, split(key, w), remat=everything),
+        "drawn again",
+    ),
+    "the key split alike in each turn": (
+        stacks.check_dropout_stack,
+        lambda layer, w, x, key: scan(jax.checkpoint(lambda w, x: layer(w, x, jax.random.split(key)[1])), w, x),
         "the same mask",
     ),
     "every key the first one": (

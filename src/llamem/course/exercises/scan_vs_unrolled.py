@@ -150,6 +150,13 @@ def check_dropout_stack(fn: Callable[..., Any]) -> None:
             "a layer draws with one key what its neighbour draws with the next: numbers that are added to a key give "
             "the masks of other steps. Which functions of jax.random make new keys?"
         )
+        keys = jax.random.split(jax.random.key(7), 60)
+        many = jax.vmap(lambda key: fn(marked, w, jnp.zeros((40, _WIDTH)), key))(keys).astype(int)
+        of_layers = (np.asarray(many)[:, None] >> np.arange(_DEPTH)[:, None, None]) & 1
+        assert len(np.unique(of_layers.reshape(60 * _DEPTH, -1), axis=0)) == 60 * _DEPTH, (
+            f"among the {60 * _DEPTH} masks of 60 steps some are the same: your keys are made of few numbers, which "
+            "come again. Which functions of jax.random make new keys of a whole key?"
+        )
         of_the_key = jax.random.bernoulli(jax.random.key(3), 0.5, x_ND.shape)
         assert not any(np.array_equal(mask, of_the_key) for mask in drawn), used_twice
         assert np.array_equal(drawn, masks(3)), "the same key must give the same masks, or nothing can be repeated"
