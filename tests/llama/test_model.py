@@ -70,6 +70,23 @@ def test_every_gradient_of_the_mean_loss(name, plan):
     assert max(errors.values()) < 1e-5, errors
 
 
+@pytest.mark.parametrize(
+    "plan", [{"remat": None}, {"remat": "nothing"}, {"mode": "nested"}, {"mode": "unroll"}], ids=str
+)
+def test_hidden_states_are_those_of_shorter_models(plan):
+    model, tokens = model_of(SMALL, **plan), tokens_of(SMALL)
+    model.train()
+    x_BTD, hidden = nnx.jit(lambda model: model.hidden(tokens, return_hidden=True))(model)
+    assert hidden.shape == (SMALL.n_layers + 1, *x_BTD.shape)
+    np.testing.assert_array_equal(hidden[0], model.embedding[...][tokens])
+    for layers in range(1, SMALL.n_layers + 1):
+        shorter = model_of(SMALL.replace(n_layers=layers))
+        nnx.update(shorter, nnx.state(model, lambda path, _: "blocks" not in path))
+        nnx.update(shorter.blocks, jax.tree.map(lambda leaf, stop=layers: leaf[:stop], nnx.state(model.blocks)))
+        last_BTD = shorter.hidden(tokens, return_hidden=True)[1][-1]
+        np.testing.assert_allclose(hidden[layers], last_BTD, rtol=1e-5, atol=1e-5)
+
+
 def test_activation_names_are_those_of_the_block():
     from llamem.memory.jaxprs import names_in
 

@@ -86,10 +86,14 @@ class Llama(nnx.Module):
         tokens_BT: Int[Array, "B T"],
         segments_BT: Int[Array, "B T"] | None = None,
         *,
+        return_hidden: bool = False,
         adapters: Adapters | None = None,
         adapter_B: Int[Array, " B"] | None = None,
-    ) -> Float[Array, "B _ D"]:
+    ) -> Any:
         """Return the last layer's output after the final norm, `[B, T, D]`: what the loss multiplies with the head.
+
+        With `return_hidden=True` also `[L + 1, B, T, D]`, what entered each layer and what left the last, before the
+        norm.
 
         `segments_BT` numbers documents packed into one sequence (padding counts as one): they do not see each other.
         Positions need not start again with each, since RoPE is relative.
@@ -123,15 +127,18 @@ class Llama(nnx.Module):
             lora = LayerAdapters.of(part, adapter_B, mesh.tensor_axis)
             return compute(self._at_hand(params), x_BTD, lora)
 
-        x_BTD = apply_stack(
+        result = apply_stack(
             layer,
             stacked,
             self.embed(tokens_BT),
             layers_of(adapters),
             mode=self.plan.mode,
             remat=None if self.deterministic else self.plan.policy,
+            return_hidden=return_hidden,
         )
-        return rms_norm(x_BTD, self.norm[...], self.config.norm_eps)
+        x_BTD, hidden = result if return_hidden else (result, None)
+        x_BTD = rms_norm(x_BTD, self.norm[...], self.config.norm_eps)
+        return (x_BTD, hidden) if return_hidden else x_BTD
 
     def embed(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Return what enters the first layer, in the products' type. On a mesh inside `shard_map`, as `hidden`."""
