@@ -25,7 +25,7 @@ except ImportError:  # Colab, Kaggle: leaves the jax and numpy found there alone
     %pip install -q "llamem[notebooks,train] @ git+https://github.com/{SLUG}@{TAG}"
     import llamem"""
 MAX_MIB = 3
-MAX_CELLS, MAX_LINES, MEDIAN_LINES = 36, 40, 12
+MAX_CELLS, MAX_LINES, MEDIAN_LINES = 36, 40, 8
 
 Notebook = dict[str, Any]
 
