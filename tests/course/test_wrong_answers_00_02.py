@@ -26,18 +26,19 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "no moments": "lambda c, B, T: tower(c, B, T) - 4 * c.n_params",
             "one moment": "lambda c, B, T: tower(c, B, T) - 2 * c.n_params",
             "gradients as well": "lambda c, B, T: tower(c, B, T) + 2 * c.n_params",
-            "no inputs": "lambda c, B, T: tower(c, B, T) - 2 * c.n_layers * B * T * c.d_model",
+            "no inputs": "lambda c, B, T: tower(c, B, T) - c.compute_dtype.itemsize * c.n_layers * B * T * c.d_model",
             "logits once": "lambda c, B, T: tower(c, B, T) - 4 * B * T * c.vocab_size",
             "logits in 16 bits": "lambda c, B, T: tower(c, B, T) - 4 * B * T * c.vocab_size",
             "no embedding": "lambda c, B, T: tower(c, B, T) - 3 * c.param_dtype.itemsize * c.vocab_size * c.d_model",
             "one of two arrays of logits in 16 bits": "lambda c, B, T: tower(c, B, T) - 2 * B * T * c.vocab_size",
             "moments in 32 bits": "lambda c, B, T: tower(c, B, T) + 2 * (4 - c.param_dtype.itemsize) * c.n_params",
-            "inputs in the weights' type": "lambda c, B, T: "
-            "tower(c, B, T) + (c.param_dtype.itemsize - 2) * c.n_layers * B * T * c.d_model",
+            "inputs in the weights' type": "lambda c, B, T: tower(c.replace(compute_dtype=c.param_dtype), B, T)",
+            "16 bits of what is computed written in": "lambda c, B, T: "
+            "tower(c.replace(compute_dtype=jnp.bfloat16), B, T)",
             "a vocabulary written in": "lambda c, B, T: tower(c.replace(vocab_size=128_256), B, T)",
             "one sequence": "lambda c, B, T: tower(c, 1, T)",
             "16 bits written in": "lambda c, B, T: tower(c.replace(param_dtype=jnp.bfloat16), B, T)",
-            "inputs in 32 bits": "lambda c, B, T: tower(c, B, T) + 2 * c.n_layers * B * T * c.d_model",
+            "inputs in 32 bits": "lambda c, B, T: tower(c.replace(compute_dtype=jnp.float32), B, T)",
             "8,000 tokens written in": "lambda c, B, T: tower(c, B, 8000)",
             "a hundredth and a half more, to be safe": "lambda c, B, T: 1.015 * tower(c, B, T)",
             "a hundredth more": "lambda c, B, T: 1.01 * tower(c, B, T)",
@@ -70,6 +71,7 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "the gradients": "lambda f, *a: size(jax.eval_shape(jax.grad(lambda *a: f(*a).sum()), *a))",
             "computed": "lambda f, *a: size(jax.vjp(f, *[jnp.ones(x.shape, x.dtype) for x in a])[1])",
             "only shapes were given": "lambda f, *a: size(jax.vjp(f, *a)[1])",
+            "the function itself on shapes": "lambda f, *a: size(f(*a))",
         },
     ),
     ("where_the_memory_goes", "check_peak_and_step"): (
@@ -135,24 +137,30 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
     ("checkpoint_basics", "check_best_group"): (
         ("sqrt", "// size + size", "n_layers // size"),
         {
-            "always four": "lambda n: 4",
-            "two where that divides": "lambda n: 2 - n % 2",
-            "the second largest divisor": "lambda n: ([1] + [s for s in range(1, n) if n % s == 0])[-1]",
-            "eight, or the next divisor below": "lambda n: max(s for s in range(1, 9) if n % s == 0)",
-            "everything for each layer of a group": "lambda n: min("
+            "always four": "lambda n, kept: 4",
+            "two where that divides": "lambda n, kept: 2 - n % 2",
+            "the second largest divisor": "lambda n, kept: ([1] + [s for s in range(1, n) if n % s == 0])[-1]",
+            "eight, or the next divisor below": "lambda n, kept: max(s for s in range(1, 9) if n % s == 0)",
+            "everything for each layer of a group": "lambda n, kept: min("
             "(s for s in range(1, n + 1) if n % s == 0), key=lambda s: n / s + 11 * s)",
-            "the root, no whole number": "lambda n: n**0.5",
-            "one layer": "lambda n: 1",
-            "all layers": "lambda n: n",
-            "the root, divisor or not": "lambda n: int(n**0.5)",
-            "the smallest divisor": "lambda n: next(s for s in range(2, n + 2) if n % s == 0 or s > n)",
-            "the largest divisor": "lambda n: max(s for s in range(1, max(2, n)) if n % s == 0)",
-            "a quarter": "lambda n: max(1, n // 4)",
-            "the logarithm, or the next divisor below": "lambda n: next("
+            "the root, no whole number": "lambda n, kept: n**0.5",
+            "one layer": "lambda n, kept: 1",
+            "all layers": "lambda n, kept: n",
+            "the root, divisor or not": "lambda n, kept: int(n**0.5)",
+            "the smallest divisor": "lambda n, kept: next(s for s in range(2, n + 2) if n % s == 0 or s > n)",
+            "the largest divisor": "lambda n, kept: max(s for s in range(1, max(2, n)) if n % s == 0)",
+            "a quarter": "lambda n, kept: max(1, n // 4)",
+            "the logarithm, or the next divisor below": "lambda n, kept: next("
             "s for s in range(n.bit_length(), 0, -1) if n % s == 0)",
-            "the largest divisor below a third": "lambda n: max(s for s in range(1, n + 1) "
+            "the largest divisor below a third": "lambda n, kept: max(s for s in range(1, n + 1) "
             "if n % s == 0 and s <= max(1, n // 3))",
-            "twice the inputs of a group": "lambda n: min((s for s in range(1, n + 1) if n % s == 0), "
+            "how many groups": "lambda n, kept: n // min("
+            "(s for s in range(1, n + 1) if n % s == 0), key=lambda s: n / s + kept * s)",
+            "inputs alone, whatever is kept": "lambda n, kept: min("
+            "(s for s in range(1, n + 1) if n % s == 0), key=lambda s: n / s + s)",
+            "kept for the groups": "lambda n, kept: min("
+            "(s for s in range(1, n + 1) if n % s == 0), key=lambda s: kept * n / s + s)",
+            "twice the inputs of a group": "lambda n, kept: min((s for s in range(1, n + 1) if n % s == 0), "
             "key=lambda s: n / s + 3 * s)",
         },
     ),
@@ -339,7 +347,8 @@ def first_nested(layer, w, x, size):
 
 def tower(c, sequences, length):
     tokens = sequences * length
-    return 3 * c.param_dtype.itemsize * c.n_params + 2 * c.n_layers * tokens * c.d_model + 8 * tokens * c.vocab_size
+    inputs = c.compute_dtype.itemsize * c.n_layers * tokens * c.d_model
+    return 3 * c.param_dtype.itemsize * c.n_params + inputs + 8 * tokens * c.vocab_size
 
 
 def size(tree):
@@ -488,6 +497,13 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, 
         ),
         ("checkpoint_policies", "check_thrifty", "lambda *a: save('narrow', named)(*a)"),
         ("checkpoint_policies", "check_thrifty", "lambda *a: halves(*a)"),
+        (
+            "checkpoint_policies",
+            "check_thrifty",
+            "lambda *a: jax.checkpoint(named, policy=jax.checkpoint_policies.save_and_offload_only_these_names("
+            "names_which_can_be_saved=[], names_which_can_be_offloaded=['narrow'], offload_src='device', "
+            "offload_dst='pinned_host'))(*a)",
+        ),
         (
             "checkpoint_policies",
             "check_residual_bytes",

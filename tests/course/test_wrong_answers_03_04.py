@@ -153,7 +153,7 @@ STACKS: Answers = {
     "the divisor nearest to the formula's root": (
         stacks.check_best_groups,
         lambda n, x, w: min(divisors(n), key=lambda g: abs(g - (n * (1 + 2 * w / x)) ** 0.5)),
-        "less is possible|hold twice|How many groups",
+        "less is possible|hold twice|How many groups|1 and L are allowed",
     ),
     "the square root": (
         stacks.check_best_groups,
@@ -193,6 +193,11 @@ STACKS: Answers = {
         stacks.check_best_groups,
         lambda n, x, w: min(divisors(n)[1:-1], key=lambda g: (g + n // g) * x + 2 * (n // g) * w),
         "both among those",
+    ),
+    "never each layer a group": (
+        stacks.check_best_groups,
+        lambda n, x, w: min(divisors(n)[:-1], key=lambda g: (g + n // g) * x + 2 * (n // g) * w),
+        "1 and L are allowed",
     ),
     "about eight": (stacks.check_best_groups, lambda n, x, w: min(divisors(n), key=lambda g: abs(g - 8)), "hold twice"),
     "the last divisor below the formula's root": (

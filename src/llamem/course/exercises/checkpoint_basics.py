@@ -62,19 +62,22 @@ def check_best_group(fn: Callable[..., Any]) -> None:
     """Exercise 2: the size of nested groups with the lowest peak, refereed by playing every size."""
 
     def body() -> str:
-        for n_layers in (16, 12, 20, 30, 28, 36, 64, 90, 7, 1):
+        for n_layers, kept in itertools.product((16, 12, 20, 30, 28, 36, 64, 90, 7, 1), (1, 2, 3)):
             sizes = [size for size in range(1, n_layers + 1) if n_layers % size == 0]
-            peaks = {size: play("nested", n_layers, size).live(kept=1, everything=11).max() for size in sizes}
-            got = fn(n_layers)
+            peaks = {size: play("nested", n_layers, size).live(kept=kept, everything=11).max() for size in sizes}
+            got = fn(n_layers, kept)
             assert got in sizes, (
                 f"{n_layers} layers in groups of {got!r}: the groups must be equal. Which sizes divide {n_layers}?"
             )
+            question = ""
+            if peaks[n_layers // got] == min(peaks.values()):
+                question = f"Is {got} the size of a group, or how many groups there are? "
             assert peaks[got] == min(peaks.values()), (
-                f"{n_layers} layers in groups of {got}: the peak is {peaks[got]:.0f} inputs, and another size has a "
-                "lower one. Count what waits while the first group runs backward: what is there once per group, and "
-                "what once per layer of that group?"
+                f"{n_layers} layers in groups of {got}, each layer of a group at work keeping {kept}: the peak is "
+                f"{peaks[got]:.0f} inputs, and another size has a lower one. {question}Count what waits while the "
+                "first group runs backward: what is there once per group, and what for each layer of that group?"
             )
-        return "Near the square root of the depth: inputs of groups and inputs of one group's layers balance."
+        return "What groups keep and what the layers of one group keep balance: near the square root of the depth."
 
     grade(2, body)
 

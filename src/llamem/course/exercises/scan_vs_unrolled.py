@@ -101,6 +101,10 @@ def check_best_groups(fn: Callable[[int, int, int], int]) -> None:
             if costs[found] == min(costs.values()):
                 continue
             least = min(costs, key=lambda g: costs[g])
+            if {found, least} == {1, n_layers}:
+                raise AssertionError(
+                    f"{case}: you say {found}. 1 and L are allowed: what does the formula say for both?"
+                )
             if costs[n_layers // found] == costs[least]:
                 raise AssertionError(f"{case}: {found} is the number of layers in a group. How many groups is that?")
             if found + n_layers // found == min(g + n_layers // g for g in divisors):
