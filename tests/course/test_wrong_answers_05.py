@@ -47,6 +47,11 @@ def counted_from(m, s, mix, axis, *, top):
     return top + jnp.log(s), mix / s[:, None]
 
 
+def mean_of_finite(m, axis):
+    finite = jnp.isfinite(m)
+    return lax.psum(jnp.where(finite, m, 0), axis) / lax.psum(finite.astype(m.dtype), axis)
+
+
 def over_the_sums_as_they_are(m, s, mix, axis):
     factor = jnp.exp(m - lax.pmax(m, axis))
     return merged(m, s, mix, axis)[0], lax.psum(mix * factor[:, None], axis) / lax.psum(s, axis)[:, None]
@@ -127,6 +132,17 @@ def word_by_word(x, w, ids, axis):
     return lax.psum(lax.scan(look, jnp.zeros(len(x)), (jnp.arange(len(w)), w))[0], axis)
 
 
+def word_by_word_in_an_open_loop(x, w, ids, axis):
+    own = ids - lax.axis_index(axis) * len(w)
+
+    def look(carry):
+        word, found = carry
+        return word + 1, found + jnp.where(own == word, x @ w[word], 0)
+
+    _, found = lax.while_loop(lambda carry: carry[0] < len(w), look, (0, jnp.zeros(len(x))))
+    return lax.psum(found, axis)
+
+
 WRONG: Answers = {
     # The softmax over devices.
     "sums added as they are": (
@@ -164,7 +180,27 @@ WRONG: Answers = {
     "the mean of the maxima": (
         mesh.check_merge_devices,
         lambda m, s, mix, axis: counted_from(m, s, mix, axis, top=lax.pmean(m, axis)),
-        "its maximum is -inf",
+        "maximum of its own",
+    ),
+    "the mean of the maxima that are finite": (
+        mesh.check_merge_devices,
+        lambda m, s, mix, axis: counted_from(m, s, mix, axis, top=mean_of_finite(m, axis)),
+        "maximum of its own",
+    ),
+    "the first device's maximum": (
+        mesh.check_merge_devices,
+        lambda m, s, mix, axis: counted_from(m, s, mix, axis, top=lax.all_gather(m, axis)[0]),
+        "maximum of its own",
+    ),
+    "a maximum of at least 0": (
+        mesh.check_merge_devices,
+        lambda m, s, mix, axis: counted_from(m, s, mix, axis, top=jnp.maximum(lax.pmax(m, axis), 0)),
+        "maximum of its own",
+    ),
+    "0 for a masked maximum": (
+        mesh.check_merge_devices,
+        lambda m, s, mix, axis: merged(jnp.where(jnp.isinf(m), 0, m), s, mix, axis),
+        "in place of -inf",
     ),
     "the maximum forgotten at the end": (
         mesh.check_merge_devices,
@@ -235,6 +271,7 @@ WRONG: Answers = {
     "all logits of its own words": (mesh.check_target_logit, all_its_own_logits, "one for every token"),
     "its row by a product": (mesh.check_target_logit, row_by_a_product, "one for every token"),
     "its own words one by one": (mesh.check_target_logit, word_by_word, "one for every token"),
+    "its own words in an open loop": (mesh.check_target_logit, word_by_word_in_an_open_loop, "how often it runs"),
     "five rows, whatever the head": (
         mesh.check_target_logit,
         lambda x, w, ids, axis: lax.psum(

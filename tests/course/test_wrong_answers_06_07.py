@@ -98,6 +98,37 @@ def two_passes(q_h, tiles):
     return mix_h / total
 
 
+def means_kept(q_h, tiles):
+    """A maximum, a sum and a row of every tile, merged at the end."""
+    found = []
+    for k_Sh, v_Sh in tiles:
+        scores_S = np.asarray(k_Sh, np.float64) @ q_h / np.sqrt(len(q_h))
+        p_S = np.exp(scores_S - scores_S.max())
+        found.append((scores_S.max(), p_S.sum(), p_S @ np.asarray(v_Sh)))
+    weights = np.exp([top - max(one[0] for one in found) for top, *_ in found])
+    total = sum(weight * one[1] for weight, one in zip(weights, found, strict=True))
+    return sum(weight * one[2] for weight, one in zip(weights, found, strict=True)) / total
+
+
+def the_last_64_keys(q_h, tiles):
+    k_Sh = v_Sh = np.zeros((0, len(q_h)))
+    for new_k, new_v in tiles:
+        k_Sh, v_Sh = np.concatenate([k_Sh, new_k])[-64:], np.concatenate([v_Sh, new_v])[-64:]
+    return in_tiles(q_h, [(k_Sh, v_Sh)])
+
+
+def maximum_of_the_tile_only(q_h, tiles):
+    top, total, mix_h = -np.inf, 0.0, 0.0
+    for k_Sh, v_Sh in tiles:
+        scores_S = np.asarray(k_Sh, np.float64) @ q_h / np.sqrt(len(q_h))
+        with np.errstate(all="ignore"):
+            p_S, shrink = np.exp(scores_S - scores_S.max()), np.exp(top - scores_S.max())
+            total, mix_h = total * shrink + p_S.sum(), mix_h * shrink + p_S @ np.asarray(v_Sh)
+        top = scores_S.max()
+    with np.errstate(all="ignore"):
+        return mix_h / total
+
+
 def tiles_of_means(q_h, tiles):
     return np.mean([in_tiles(q_h, [tile]) for tile in tiles], axis=0)
 
@@ -238,6 +269,16 @@ WRONG: Answers = {
         lambda D, V, L, H, K, h, F: parameters(D, V, L, H, H, h, F),
         "missing or double",
     ),
+    "eight key/value heads": (
+        llama3.check_count_parameters,
+        lambda D, V, L, H, K, h, F: parameters(D, V, L, H, 8, h, F),
+        "written into your answer",
+    ),
+    "heads of 128": (
+        llama3.check_count_parameters,
+        lambda D, V, L, H, K, h, F: parameters(D, V, L, H, K, 128, F),
+        "written into your answer",
+    ),
     "two feed-forward matrices": (
         llama3.check_count_parameters,
         lambda *a: parameters(*a, feed_forward=2),
@@ -274,6 +315,14 @@ WRONG: Answers = {
     "the value of the best key": (llama3.check_attend_in_tiles, the_best_key_alone, "softmax"),
     "means weighed by length": (llama3.check_attend_in_tiles, means_by_length, "three tiles"),
     "all tiles read twice": (llama3.check_attend_in_tiles, two_passes, "stay in memory"),
+    "a row kept of every tile": (llama3.check_attend_in_tiles, means_kept, "stay in memory"),
+    "the last 64 keys": (llama3.check_attend_in_tiles, the_last_64_keys, "every key that came"),
+    "the root of eight": (
+        llama3.check_attend_in_tiles,
+        lambda q_h, tiles: in_tiles(q_h / np.sqrt(8), tiles, scale=False),
+        "written into your answer",
+    ),
+    "the maximum of the tile only": (llama3.check_attend_in_tiles, maximum_of_the_tile_only, "only smaller ones"),
     "no old sums scaled": (
         llama3.check_attend_in_tiles,
         partial(in_tiles, rescale_sum=False, rescale_mix=False),

@@ -31,7 +31,7 @@ def two_cuts() -> Figure:
     _cut(left, "tiles of tokens", [[(-1.5, 2, 1, 1), _W], [rows], [(6.5, 2, 1, 1)], [_DW]])
     _cut(right, "tiles of the vocabulary", [[_X, (2, 4.5, 1.5, 1)], [words], [(2, -1.5, 1.5, 1)], [_DX]])
     handles = [_patch((0, 0, 1, 1), *style, label=kind) for kind, style in _KINDS.items()]
-    fig.legend(handles=handles, loc="lower center", ncols=4, frameon=False, bbox_to_anchor=(0.5, -0.06))
+    fig.legend(handles=handles, loc="lower center", ncols=4, frameon=False, bbox_to_anchor=(0.5, 0.05))
     return fig
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
@@ -16,10 +17,15 @@ def check_count_parameters(fn: Callable[..., int]) -> None:
     """Exercise 1: against the configurations' own counts."""
 
     def body() -> str:
-        for name in ("llama3-8b", "qwen3-0.6b"):
+        for name in ("llama3-8b", "qwen3-0.6b", "tiny"):
             c = LlamaConfig.from_name(name, qk_norm=False, tied_head=False)
             found = fn(c.d_model, c.vocab_size, c.n_layers, c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff)
             missing = c.n_params - found
+            if missing and name == "tiny":
+                raise AssertionError(
+                    f"right for large models, not for {c.n_kv_heads} key/value heads of size {c.head_dim}. Is a size "
+                    "written into your answer?"
+                )
             if missing == c.vocab_size * c.d_model:
                 raise AssertionError("One table too few: untied, embedding and head are two of them.")
             if 0 < abs(missing) <= (2 * c.n_layers + 1) * c.d_model:
@@ -44,9 +50,6 @@ def check_attend_in_tiles(fn: Callable[..., Any]) -> None:
     k_Sh = k_Sh * np.sign(k_Sh @ q_h)[:, None] + q_h  # so that all scores have one sign, which `scale` chooses
     k_Sh = k_Sh[np.argsort(k_Sh @ q_h)]  # so that with a positive one every tile brings a new maximum
 
-    def plain(q_h: Any, k_Sh: Any, v_Sh: Any) -> Any:
-        return jax.nn.softmax(k_Sh @ q_h / 8**0.5) @ v_Sh
-
     def body() -> str:
         for scale, sizes, hint in (
             (1.0, (23,), "with all keys in one tile it must be plain attention: scores over the root of h, softmax"),
@@ -55,37 +58,57 @@ def check_attend_in_tiles(fn: Callable[..., Any]) -> None:
             (-1.0, (4, 19), "right as long as every tile brings a new maximum. What is taken off where it does not?"),
             (2e4, (10, 10, 3), "scores may be as large as a hundred thousand: nothing may be raised to the power of "
              "such a number before the maximum of all keys so far is taken off"),
-            (-2e4, (4, 19), "the maximum so far begins below every score, however negative"),
+            (-2e4, (4, 19), "the maximum so far begins below every score, however negative, and stays where a later "
+             "tile has only smaller ones"),
         ):  # fmt: skip
             scaled_h, edges = scale * q_h, [0, *np.cumsum(sizes)]
             given = [(k_Sh[a:b], v_Sh[a:b]) for a, b in itertools.pairwise(edges)]
             found = fn(scaled_h, iter(given))
             assert getattr(found, "shape", None) == (8,), "Return one row, as long as a value."
-            right = plain(scaled_h, k_Sh, v_Sh)
+            right = _plain(scaled_h, k_Sh, v_Sh)
             assert np.allclose(found, right, rtol=1e-4, atol=1e-5), f"Tiles of {sizes} keys: {hint}."
-        kept = _kept_per_tile(fn, q_h, keys=8192)
-        assert kept < 8192, (
-            f"the numbers are right, but with each tile of 8,192 keys {kept:,.0f} more bytes stay in memory: scores or "
-            "whole tiles. What has the next tile to know of all that came before it?"
-        )
+        for q, keys, enough in ((q_h, 8192, 8192), (jnp.ones(4096) / 4096, 16, 4096)):
+            found, kept = _long_run(fn, q, keys)
+            right = _plain(q, *(jnp.concatenate(parts) for parts in zip(*_long_tiles(len(q), keys), strict=True)))
+            assert np.allclose(found, right, rtol=1e-3, atol=1e-4), (
+                f"Eight tiles of {keys:,} keys, {len(q):,} numbers in each, are not plain attention of all. Does the "
+                "row know every key that came, and is the size of a head, or of a tile, written into your answer?"
+            )
+            assert kept < enough, (
+                f"the numbers are right, but with each tile of {keys:,} keys of {len(q):,} numbers {kept:,.0f} more "
+                "bytes stay in memory: scores, rows or whole tiles. What has the next tile to know of all that came "
+                "before it?"
+            )
         return "This is FlashAttention's forward pass, for one query."
 
     grade(2, body)
 
 
-def _kept_per_tile(fn: Callable[..., Any], q_h: Any, keys: int) -> float:
-    """Return the bytes, JAX's and NumPy's, by which an answer grows with a tile, once two tiles have warmed it up."""
+def _plain(q_h: Any, k_Sh: Any, v_Sh: Any) -> Any:
+    return jax.nn.softmax(k_Sh @ q_h / len(q_h) ** 0.5) @ v_Sh
+
+
+def _long_tiles(h: int, keys: int) -> Iterator[tuple[Any, Any]]:
+    for i in range(8):
+        k_Sh, v_Sh = jax.random.normal(jax.random.key(i), (2, keys, h))
+        yield k_Sh, v_Sh
+
+
+def _long_run(fn: Callable[..., Any], q_h: Any, keys: int) -> tuple[Any, float]:
+    """Return an answer over eight tiles, and the bytes, JAX's and NumPy's, by which it grows with one.
+
+    The first two tiles warm it up.
+    """
     held: list[int] = []
 
-    def tiles() -> Iterator[tuple[Any, Any]]:
-        for i in range(8):
+    def measured() -> Iterator[tuple[Any, Any]]:
+        for tile in _long_tiles(len(q_h), keys):
             held.append(sum(array.nbytes for array in jax.live_arrays()) + tracemalloc.get_traced_memory()[0])
-            k_Sh, v_Sh = jax.random.normal(jax.random.key(i), (2, keys, len(q_h)))
-            yield k_Sh, v_Sh
+            yield tile
 
     tracemalloc.start()
     try:
-        fn(q_h, tiles())
+        found = fn(q_h, measured())
     finally:
         tracemalloc.stop()
-    return (held[-1] - held[2]) / (len(held) - 3)
+    return found, (held[-1] - held[2]) / (len(held) - 3)
