@@ -233,6 +233,38 @@ def updated_by_pairs(layer, update, state, inputs_LND, dy_ND):
     return dy_ND, state
 
 
+def updated_a_turn_late(layer, update, state, inputs_LND, dy_ND):
+    last = len(inputs_LND) - 1
+    waiting, dy_ND = jax.vjp(layer, take(state, last)["w"], inputs_LND[last])[1](dy_ND)
+
+    def visit(dx, carry, i, x):
+        state, waiting = carry
+        grads, dx = jax.vjp(layer, take(state, i)["w"], x)[1](dx)
+        return dx, (put(state, update(take(state, i + 1), waiting), i + 1), grads)
+
+    dx, (state, waiting) = scanned(visit, dy_ND, (state, waiting), inputs_LND[:-1])
+    return dx, put(state, update(take(state, 0), waiting), 0)
+
+
+def updated_a_turn_late_in_a_cond(layer, update, state, inputs_LND, dy_ND):
+    last = len(inputs_LND) - 1
+
+    def visit(dx, carry, i, x):
+        state, waiting = carry
+        state = jax.lax.cond(
+            i < last,
+            lambda state: put(state, jax.jit(update)(take(state, i + 1), waiting), i + 1),
+            lambda state: state,
+            state,
+        )
+        grads, dx = jax.vjp(layer, take(state, i)["w"], x)[1](dx)
+        return dx, (state, grads)
+
+    nothing = jax.tree.map(jnp.zeros_like, take(state, 0)["w"])
+    dx, (state, waiting) = scanned(visit, dy_ND, (state, nothing), inputs_LND)
+    return dx, put(state, update(take(state, 0), waiting), 0)
+
+
 def turned_round(layer, update, state, inputs_LND, dy_ND):
     def visit(dx, at):
         one, x = at
@@ -328,6 +360,19 @@ WRONG: Answers = {
     "the state alone": (BACKWARD, state_alone, "return two things"),
     "not the input's gradient": (BACKWARD, wrong_dx, "first layer's input is not"),
     "updated by pairs": (BACKWARD, updated_by_pairs, "Where must the update stand"),
+    "updated a turn late": (BACKWARD, updated_a_turn_late, "Where must the update stand"),
+    "updated a turn late, in a cond": (BACKWARD, updated_a_turn_late_in_a_cond, "Where must the update stand"),
+    "clipped and updated a turn late": (
+        CLIPPED,
+        lambda layer, update, state, inputs, dy, most: updated_a_turn_late(
+            layer,
+            update,
+            state,
+            inputs,
+            dy * jnp.minimum(1.0, most / norm_in_a_carry(layer, state, inputs, dy)),
+        )[1],
+        "Where must the update stand",
+    ),
     "the stack turned round": (BACKWARD, turned_round, "in reverse order"),
     "uphill": (BACKWARD, uphill, "not those of autodiff"),
     "the next layer's input": (BACKWARD, inputs_of_the_next, "not those of autodiff"),
@@ -397,16 +442,40 @@ def test_the_loss_falls_in_spite_of_the_mistake():
     assert losses[-1] < 0.7 * losses[0], losses
 
 
+def norm_in_a_carry(layer, state, inputs_LND, dy_ND):
+    def visit(dx, total, i, x):
+        grads, dx = jax.vjp(layer, take(state, i)["w"], x)[1](dx)
+        return dx, total + norms(grads) ** 2
+
+    return jnp.sqrt(scanned(visit, dy_ND, 0.0, inputs_LND)[1])
+
+
 def test_other_right_answers_are_accepted(capsys):
     """Gradients are linear in what arrives: whoever makes that smaller has clipped them all."""
 
     def smaller_from_the_start(layer, update, state, inputs_LND, dy_ND, max_norm):
-        def visit(dx, total, i, x):
-            grads, dx = jax.vjp(layer, take(state, i)["w"], x)[1](dx)
-            return dx, total + norms(grads) ** 2
-
-        norm = jnp.sqrt(scanned(visit, dy_ND, 0.0, inputs_LND)[1])
+        norm = norm_in_a_carry(layer, state, inputs_LND, dy_ND)
         return right(layer, update, state, inputs_LND, jnp.minimum(1.0, max_norm / norm) * dy_ND)[1]
+
+    def weights_fetched_a_turn_early(layer, update, state, inputs_LND, dy_ND):
+        def visit(dx, carry, i, x):
+            state, fetched = carry
+            grads, dx = jax.vjp(layer, fetched["w"], x)[1](dx)
+            early = take(state, jnp.maximum(i - 1, 0))
+            return dx, (put(state, jax.jit(update)(fetched, grads), i), early)
+
+        dx, (state, _) = scanned(visit, dy_ND, (state, take(state, -1)), inputs_LND)
+        return dx, state
+
+    def in_a_fori_loop(layer, update, state, inputs_LND, dy_ND):
+        def visit(turn, carry):
+            dx, state = carry
+            i = len(inputs_LND) - 1 - turn
+            one = take(state, i)
+            grads, dx = jax.jit(lambda w, x, dx: jax.vjp(layer, w, x)[1](dx))(one["w"], inputs_LND[i], dx)
+            return dx, put(state, jax.lax.cond(i >= 0, update, lambda one, _: one, one, grads), i)
+
+        return jax.lax.fori_loop(0, len(inputs_LND), visit, (dy_ND, state))
 
     def state_carried_along(layer, state, inputs_LND, dy_ND):
         def visit(dx, carry, i, x):
@@ -416,9 +485,9 @@ def test_other_right_answers_are_accepted(capsys):
 
         return jnp.sqrt(scanned(visit, dy_ND, (state, 0.0), inputs_LND)[1][1])
 
-    for answer in (right, in_a_python_loop, with_the_state_scanned):
+    for answer in (right, in_a_python_loop, with_the_state_scanned, weights_fetched_a_turn_early, in_a_fori_loop):
         BACKWARD(answer)
     CLIPPED(two_passes(state_carried_along))
     CLIPPED(smaller_from_the_start)
     HIDDEN(hidden((7, 8), (2, 6)))
-    assert capsys.readouterr().out.count("correct") == 6
+    assert capsys.readouterr().out.count("correct") == 8

@@ -17,27 +17,34 @@ _QUESTIONS = {
 }
 
 
+def _groups() -> list[int]:
+    """Return the number of the question that each row belongs to."""
+    return [group for group, proofs in enumerate(_QUESTIONS.values()) for _ in proofs]
+
+
 def proof_grid(answers: Mapping[str, Verification]) -> Figure:
     """Draw programs beside proofs, by question: red where a proof fails, grey where it had nothing to judge."""
     names = [name for names in _QUESTIONS.values() for name in names]
     shade = {True: 1, False: 2, None: 0}
     judged = [{proof.name: proof.holds for proof in answer.proofs} for answer in answers.values()]
     grid = np.array([[shade[one.get(name)] for one in judged] for name in names])
+    colours = ListedColormap(["#f0f0f0", "#a9c8e8", "#b5402a"])
+    places = [row + 0.2 * group for row, group in enumerate(_groups())]  # a gap between questions
     fig, ax = plt.subplots(figsize=(10, 4.6))
-    ax.imshow(grid, cmap=ListedColormap(["#f0f0f0", "#a9c8e8", "#b5402a"]), vmin=0, vmax=2, aspect="auto")
+    for y, shades in zip(places, grid, strict=True):
+        extent = (-0.5, len(answers) - 0.5, y + 0.46, y - 0.46)
+        ax.imshow(shades[None], cmap=colours, vmin=0, vmax=2, aspect="auto", extent=extent)
     for row, column in np.argwhere(grid == 2):
-        ax.text(column, row, "fails", ha="center", va="center", color="white", fontsize=9)
-    ax.set_yticks(range(len(names)), list(names))
-    ax.set_xticks(range(len(answers)), list(answers), rotation=30, ha="left")
+        ax.text(column, places[row], "fails", ha="center", va="center_baseline", color="white", fontsize=9)
+    ax.set_ylim(places[-1] + 0.5, -0.5)
+    ax.set_yticks(places, list(names))
+    ax.set_xticks(range(len(answers)), list(answers), rotation=30, ha="left", rotation_mode="anchor")
     ax.xaxis.tick_top()
-    ax.set_yticks(np.arange(len(names)) + 0.5, minor=True)
     ax.set_xticks(np.arange(len(answers)) + 0.5, minor=True)
-    ax.grid(which="minor", color="white", linewidth=2)
-    first = 0
-    for question, proofs in _QUESTIONS.items():
-        ax.text(len(answers) - 0.4, first + (len(proofs) - 1) / 2, question, va="center", fontweight="bold")
-        first += len(proofs)
-        ax.axhline(first - 0.5, color="white", linewidth=8)
+    ax.grid(which="minor", axis="x", color="white", linewidth=2)
+    for group, question in enumerate(_QUESTIONS):
+        middle = float(np.mean([y for y, own in zip(places, _groups(), strict=True) if own == group]))
+        ax.text(len(answers) - 0.4, middle, question, va="center", fontweight="bold")
     ax.tick_params(which="both", length=0)
     ax.spines[:].set_visible(False)
     ax.set_xlabel("red: the proof fails; blue: it holds; grey: it had nothing to judge")

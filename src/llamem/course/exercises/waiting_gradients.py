@@ -12,7 +12,7 @@ def refuse_waiting_gradients(program: Any) -> None:
     """Raise AssertionError where gradients of several layers wait for their update, by a traced program's order."""
     shapes = {getattr(var.aval, "shape", ()) for eqn, _ in equations(program) for var in eqn.outvars}
     at_once = any(len(shape) > 2 and shape[-2:] in ((D + 1, F), (F + 1, D)) for shape in shapes)
-    if at_once or _gathered(program) or not _in_order(program):
+    if at_once or _gathered(program) or not _in_order(program) or _late(program):
         raise AssertionError(
             "the numbers are right, but gradients of several layers wait for their update: they exist at once, and "
             "that room was to be saved. Where must the update stand, and what of a gradient is needed after its turn?"
@@ -44,6 +44,38 @@ def _in_order(program: Any, in_loop: bool = False) -> bool:
         return False
     loops = [eqn for eqn in _without_loops(program) if eqn.primitive.name in ("scan", "while")]
     return all(_in_order(body, in_loop=True) for eqn in loops for body in inner_jaxprs(eqn))
+
+
+def _late(program: Any) -> bool:
+    """Whether a loop updates a layer by a gradient of an earlier turn: two layers' gradients are alive at once then."""
+    loops = [eqn for eqn, _ in equations(program) if eqn.primitive.name in ("scan", "while")]
+    bodies = [body for eqn in loops for body in inner_jaxprs(eqn)]
+    return any(_from_products(body, [False] * len(body.invars)) is None for body in bodies)
+
+
+def _from_products(body: Any, given: list[bool]) -> list[bool] | None:
+    """Return which results a product of this body leads to; None where an update takes what no product led to.
+
+    `given` says the same of what enters the body.
+    """
+    known = dict(zip(map(id, body.invars), given, strict=True))
+    for eqn in body.eqns:
+        entering = [known.get(id(var), False) for var in eqn.invars]
+        if _letter(eqn) == "U" and not entering[0]:
+            return None
+        made = [any(entering) or any(_letter(one) == "P" for one in _all(eqn))] * len(eqn.outvars)
+        for inner in inner_jaxprs(eqn) if eqn.primitive.name not in ("scan", "while") else ():
+            last = [*[True] * len(inner.invars), *entering][len(entering) :]  # a cond's first operand stays outside
+            found = _from_products(inner, last)
+            if found is None:
+                return None
+            made = found if len(found) == len(made) else made
+        known |= zip(map(id, eqn.outvars), made, strict=True)
+    return [known.get(id(var), False) for var in body.outvars]
+
+
+def _all(eqn: Any) -> list[Any]:
+    return [eqn, *(one for inner in inner_jaxprs(eqn) for one, _ in equations(inner))]
 
 
 def _without_loops(program: Any) -> Iterator[Any]:
