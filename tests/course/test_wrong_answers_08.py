@@ -174,7 +174,7 @@ WRONG: Answers = {
     "a sum for each tile": (LEDGER, but(sums=lambda D, F, tiles: 12 * D * F // tiles if tiles > 1 else 0), "smaller"),
     "sums without tiles": (LEDGER, but(sums=lambda D, F, tiles: 12 * D * F), "what is there to add up"),
     "two matrices": (LEDGER, but(sums=lambda D, F, tiles: 8 * D * F if tiles > 1 else 0), "How many matrices"),
-    "sixteen layers, whatever the model": (LEDGER, but(layers=16), "32 layers"),
+    "sixteen layers, whatever the model": (LEDGER, but(layers=16), "32 layers.*How many layers has this"),
     "the embedding's output as well": (LEDGER, but(layers=17), "at this moment"),
     "a gradient for gate and for up": (LEDGER, but(arrays=4), "at this moment"),
     "sums of all layers": (

@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from answers import Answers, refuse
 
@@ -66,6 +67,40 @@ def by_token(x, w, down, up, scale, adapter):
 
 def merged_in_a_loop(x, w, down, up, scale, adapter):
     return jax.lax.map(lambda one: one[0] @ (w + scale[one[1]] * down[one[1]] @ up[one[1]]), (x, adapter))
+
+
+def sequence_by_sequence(x, w, down, up, scale, adapter):
+    return jnp.stack([row @ w + scale[a] * (row @ down[a]) @ up[a] for row, a in zip(x, adapter, strict=True)])
+
+
+def sequences_in_a_loop(x, w, down, up, scale, adapter):
+    one = lambda given: given[0] @ w + scale[given[1]] * (given[0] @ down[given[1]]) @ up[given[1]]  # noqa: E731
+    return jax.lax.map(one, (x, adapter))
+
+
+def token_by_token(x, w, down, up, scale, adapter):
+    whole = [sequence_by_sequence(x[:, t : t + 1], w, down, up, scale, adapter) for t in range(x.shape[1])]
+    return jnp.concatenate(whole, axis=1)
+
+
+def thin_products_in_a_loop(x, w, down, up, scale, adapter):
+    rows = [scale[a] * (row @ down[a]) @ up[a] for row, a in zip(x, adapter, strict=True)]
+    return x @ w + jnp.stack(rows)
+
+
+def number_by_number(values, scale, dtype):
+    numbers = np.zeros((len(values), 32 * values.shape[1]), np.float32)
+    for row, block, byte in np.ndindex(*values.shape):
+        both, stretch = int(values[row, block, byte]), np.float32(scale[row, block])
+        numbers[row, 32 * block + byte] = stretch * ((both & 15) - 8)
+        numbers[row, 32 * block + byte + 16] = stretch * ((both >> 4) - 8)
+    return jnp.asarray(numbers).astype(dtype)
+
+
+def in_numpy(values, scale, dtype):
+    values, scale = np.asarray(values), np.asarray(scale, np.float32)
+    q = np.concatenate([values & 15, values >> 4], axis=-1).astype(np.float32) - 8
+    return jnp.asarray((q * scale[..., None]).reshape(len(values), -1)).astype(dtype)
 
 
 def stopped_where(stops):
@@ -197,12 +232,18 @@ WRONG: Answers = {
     "column by column": (rl.check_dequantized, partial(blocks, way="columns"), "its own scale"),
     "upwards": (rl.check_clipped_gradient, partial(clipped, way="sign"), "the sign"),
     "only the target": (rl.check_clipped_gradient, partial(clipped, way="only the target"), "a row sums to"),
-    "a mean": (rl.check_clipped_gradient, partial(clipped, way="mean"), "already there it is wrong"),
+    "a mean": (rl.check_clipped_gradient, partial(clipped, way="mean"), "6 times too small"),
     "no ratio": (rl.check_clipped_gradient, partial(clipped, way="no ratio"), "at 1.1 and 0.9 not"),
     "never clipped": (rl.check_clipped_gradient, partial(clipped, way="never"), "nothing is clipped"),
     "clipped on both sides": (rl.check_clipped_gradient, partial(clipped, way="both sides"), "holds it still"),
     "clipped on the wrong side": (rl.check_clipped_gradient, partial(clipped, way="the wrong side"), "holds it still"),
     "one row": (rl.check_clipped_gradient, partial(clipped, way="sum"), "for each logit"),
+    "sequence by sequence": (rl.check_adapted, sequence_by_sequence, "once for all"),
+    "a loop over sequences": (rl.check_adapted, sequences_in_a_loop, "once for all"),
+    "token by token": (rl.check_adapted, token_by_token, "once for all"),
+    "the thin products in a loop": (rl.check_adapted, thin_products_in_a_loop, "grows with the sequences"),
+    "number by number": (rl.check_dequantized, number_by_number, "inside `jit`"),
+    "in NumPy": (rl.check_dequantized, in_numpy, "inside `jit`"),
     "one gather for each token": (rl.check_adapted, by_token, "you merge weights"),
     "merged in a loop": (rl.check_adapted, merged_in_a_loop, "one by one|you merge weights"),
     "nothing for the layers below": (

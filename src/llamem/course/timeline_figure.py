@@ -218,13 +218,13 @@ def _passes(ax: Axes, one: Timeline) -> None:
             ax.axvline(first, color="black", linewidth=0.7, alpha=0.6)
         if end - first > 0.1 * ax.get_xlim()[1]:
             ax.text((first + end) / 2, 1.075, name, transform=above, ha="center", va="bottom", fontsize=9)
-    drawn_to = -1
+    drawn_to, named = -1, 0.03 if len(ax.figure.axes) == 1 else 0.06  # wide enough for a number
     for loop in one.loops:
         if loop.first < drawn_to or loop.end - loop.first < 0.03 * ax.get_xlim()[1]:
             continue  # inside of one that is marked, or too short to be seen
         drawn_to = loop.end
         ax.plot([loop.first, loop.end], [1.02, 1.02], transform=above, color="0.35", linewidth=2.2, clip_on=False)
-        if loop.trips and loop.end - loop.first > 0.06 * ax.get_xlim()[1]:
+        if loop.trips and loop.end - loop.first > named * ax.get_xlim()[1]:
             middle, trips = (loop.first + loop.end) / 2, f"x {loop.trips}"
             ax.text(middle, 1.025, trips, transform=above, ha="center", va="bottom", fontsize=7.5, color="0.35")
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from llamem.course.exercises import grade, largest_array
 from llamem.memory import matmul_flops
+from llamem.memory.jaxprs import equations
 
 
 def check_adapted(fn: Callable[..., Any]) -> None:
@@ -69,6 +70,12 @@ def check_adapted(fn: Callable[..., Any]) -> None:
             f"right, but the products take {flops} FLOPs where {needed} are enough: every example meets adapters that "
             "are not its own, or weights are merged one by one"
         )
+        more = *inputs(B + 3, T + 2, D, F, R, A), scale_A, jnp.arange(B + 3) % A
+        few, many = (_products_run(fn, *of) for of in ((x_BTD, w_DF, down_ADR, up_ARF, scale_A, adapter_B), more))
+        assert few == many, (
+            f"right, but {few} matrix products run for {B} sequences of {T} tokens, and {many} for {B + 3} of {T + 2}. "
+            "The program grows with the sequences: the large product runs once for all"
+        )
         reasons = {"x": "layers below must still learn"}
         reasons |= dict.fromkeys(("down_ADR", "up_ARF"), "it is what a fine-tune trains")
         for (name, why), given, wanted in zip(reasons.items(), gradients(fn), gradients(layer), strict=True):
@@ -111,6 +118,9 @@ def check_clipped_gradient(fn: Callable[..., Any]) -> None:
         assert np.allclose(rows_N, 0, atol=1e-5), (
             f"a row sums to {far:.3f}. What happens to the loss when all logits of a token grow by the same, "
             "and what must a row of the gradient then sum to?"
+        )
+        assert not np.allclose(on_policy * len(z_NV), exact, rtol=1e-3, atol=1e-4), (
+            f"with {len(z_NV)} tokens each number is {len(z_NV)} times too small: what does the loss do with its terms?"
         )
         _close(on_policy, exact, "where old and new policy are one nothing is clipped, and already there it is wrong")
         old_N = logp_N - jnp.log(ratios_N)
@@ -209,9 +219,23 @@ def check_dequantized(fn: Callable[..., Any]) -> None:
             assert (np.asarray(rounded) == np.asarray(jnp.asarray(exact, jnp.float32).astype(jnp.bfloat16))).all(), (
                 "in float32 you are right, in bfloat16 some numbers are rounded twice: where does the type change?"
             )
+        try:
+            jitted = jax.jit(fn, static_argnums=2)(values, scale, jnp.float32)
+        except TypeError:  # what JAX raises where a traced array is asked for its numbers
+            raise AssertionError(
+                "right, but not inside `jit`, where arrays have a shape and no numbers yet: what in your answer asks "
+                "for a number, or for an array of NumPy's?"
+            ) from None
+        _close(jitted, exact, "right, but other numbers come out inside `jit`")
         return "These are the numbers that llama.cpp reads from a file of Q4_0, to the last bit."
 
     grade(3, body)
+
+
+def _products_run(fn: Callable[..., Any], *arguments: Any) -> int:
+    """How many matrix products run, those of loops as often as the loops turn."""
+    program = jax.make_jaxpr(fn)(*arguments).jaxpr
+    return sum(times for equation, times in equations(program) if equation.primitive.name == "dot_general")
 
 
 def _close(actual: Any, expected: Any, hint: str) -> None:
