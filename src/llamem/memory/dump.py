@@ -53,8 +53,9 @@ def check_complete(folder: Path) -> None:
     check_room(folder)
     text, totals = (_text(program_stem(folder) + ending) for ending in (ASSIGNMENT, _TOTALS))
     assigned = sum(map(int, re.findall(r"^allocation \d+: size (\d+), ", text, re.MULTILINE)))
-    total = sum(map(int, re.findall(r"^Total bytes: (\d+)", totals, re.MULTILINE)))
-    if assigned != total and (totals or jax.__version_info__ >= (0, 10)):  # old compilers write no totals
+    # Older compilers say "used", for all kinds of memory together; the oldest write no totals.
+    total = sum(map(int, re.findall(r"^Total bytes(?: used)?: (\d+)", totals, re.MULTILINE)))
+    if assigned != total and (totals or jax.__version_info__ >= (0, 10)):
         raise OSError(f"the compiler wrote down {assigned:,} of {total:,} bytes of memory")
 
 
