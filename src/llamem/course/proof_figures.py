@@ -23,7 +23,7 @@ def _groups() -> list[int]:
 
 
 def proof_grid(answers: Mapping[str, Verification]) -> Figure:
-    """Draw programs beside proofs, by question: red where a proof fails, grey where it had nothing to judge."""
+    """Draw programs beside proofs, by question: red where a proof fails, grey where it is not proved, or has nothing to judge."""
     names = [name for names in _QUESTIONS.values() for name in names]
     shade = {True: 1, False: 2, None: 0}
     judged = [{proof.name: proof.holds for proof in answer.proofs} for answer in answers.values()]
@@ -47,7 +47,7 @@ def proof_grid(answers: Mapping[str, Verification]) -> Figure:
         ax.text(len(answers) - 0.4, middle, question, va="center", fontweight="bold")
     ax.tick_params(which="both", length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("red: the proof fails; blue: it holds; grey: it had nothing to judge")
+    ax.set_xlabel("red: the proof fails; blue: it holds; grey: not proved, or nothing to judge")
     return fig
 
 
