@@ -23,7 +23,7 @@ def _groups() -> list[int]:
 
 
 def proof_grid(answers: Mapping[str, Verification]) -> Figure:
-    """Draw programs beside proofs, by question: red where a proof fails, grey where it is not proved, or has nothing to judge."""
+    """Draw programs beside proofs: red where a proof fails, grey where it is not proved, or has nothing to judge."""
     names = [name for names in _QUESTIONS.values() for name in names]
     shade = {True: 1, False: 2, None: 0}
     judged = [{proof.name: proof.holds for proof in answer.proofs} for answer in answers.values()]
