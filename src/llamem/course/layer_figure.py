@@ -37,14 +37,12 @@ def layer_costs_drawn(points: Mapping[tuple[str, str, int], float]) -> Figure:
         for way in ways:
             depths, sizes = _of(points, chip, way)
             i = kinds.index(way.removesuffix(" + remat"))
-            remat = way.endswith(" + remat")
-            slope = (sizes[-1] - sizes[-2]) / (depths[-1] - depths[-2])
+            line, fill = ("-", "full") if way.endswith(" + remat") else ("--", "none")
+            marked: dict = {"color": f"C{i}", "marker": MARKERS[i], "fillstyle": fill}
             ends = np.array([0, max(depth for *_, depth in points)])
-            ax.plot(ends, sizes[-1] + slope * (ends - depths[-1]), f"C{i}{'-' if remat else '--'}")
-            ax.plot(depths, sizes, MARKERS[i], color=f"C{i}", fillstyle="full" if remat else "none")
-            ax.plot(
-                [], [], f"C{i}{'-' if remat else '--'}{MARKERS[i]}", label=way, fillstyle="full" if remat else "none"
-            )
+            ax.plot(ends, sizes[-1] + _slope(depths, sizes) * (ends - depths[-1]), line, color=f"C{i}")
+            ax.plot(depths, sizes, linestyle="none", **marked)
+            ax.plot([], [], line, label=way, **marked)
         rematerialised = max(size for (_, way, _), size in points.items() if way.endswith("+ remat"))
         ax.set(
             title=chip,
@@ -63,9 +61,13 @@ def layer_costs_alt(points: Mapping[tuple[str, str, int], float]) -> str:
     """Return the words for `layer_costs_drawn`."""
     words = []
     for chip, way in dict.fromkeys(key[:2] for key in points):
-        depths, sizes = _of(points, chip, way)
-        words.append(f"{way} on {chip} {(sizes[-1] - sizes[-2]) / (depths[-1] - depths[-2]):.1f}")
+        words.append(f"{way} on {chip} {_slope(*_of(points, chip, way)):.1f}")
     return f"Memory against depth, a line for each way. What one more layer adds, in bytes of x: {'; '.join(words)}."
+
+
+def _slope(depths: list[int], sizes: list[float]) -> float:
+    """Return what one more layer adds, between the two deepest."""
+    return (sizes[-1] - sizes[-2]) / (depths[-1] - depths[-2])
 
 
 def _of(points: Mapping[tuple[str, str, int], float], chip: str, way: str) -> tuple[list[int], list[float]]:

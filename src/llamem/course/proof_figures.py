@@ -17,19 +17,15 @@ _QUESTIONS = {
 }
 
 
-def _groups() -> list[int]:
-    """Return the number of the question that each row belongs to."""
-    return [group for group, proofs in enumerate(_QUESTIONS.values()) for _ in proofs]
-
-
 def proof_grid(answers: Mapping[str, Verification]) -> Figure:
     """Draw programs beside proofs: red where a proof fails, grey where it is not proved, or has nothing to judge."""
-    names = [name for names in _QUESTIONS.values() for name in names]
+    rows = [(question, title) for question, titles in _QUESTIONS.items() for title in titles]
     shade = {True: 1, False: 2, None: 0}
     judged = [{proof.name: proof.holds for proof in answer.proofs} for answer in answers.values()]
-    grid = np.array([[shade[one.get(name)] for one in judged] for name in names])
+    grid = np.array([[shade[one.get(title)] for one in judged] for _, title in rows])
     colours = ListedColormap(["#f0f0f0", "#a9c8e8", "#b5402a"])
-    places = [row + 0.2 * group for row, group in enumerate(_groups())]  # a gap between questions
+    gaps = {question: 0.2 * i for i, question in enumerate(_QUESTIONS)}  # above the rows of each
+    places = [row + gaps[question] for row, (question, _) in enumerate(rows)]
     fig, ax = plt.subplots(figsize=(10, 4.6))
     for y, shades in zip(places, grid, strict=True):
         extent = (-0.5, len(answers) - 0.5, y + 0.46, y - 0.46)
@@ -37,13 +33,13 @@ def proof_grid(answers: Mapping[str, Verification]) -> Figure:
     for row, column in np.argwhere(grid == 2):
         ax.text(column, places[row], "fails", ha="center", va="center_baseline", color="white", fontsize=9)
     ax.set_ylim(places[-1] + 0.5, -0.5)
-    ax.set_yticks(places, list(names))
+    ax.set_yticks(places, [title for _, title in rows])
     ax.set_xticks(range(len(answers)), list(answers), rotation=30, ha="left", rotation_mode="anchor")
     ax.xaxis.tick_top()
     ax.set_xticks(np.arange(len(answers)) + 0.5, minor=True)
     ax.grid(which="minor", axis="x", color="white", linewidth=2)
-    for group, question in enumerate(_QUESTIONS):
-        middle = float(np.mean([y for y, own in zip(places, _groups(), strict=True) if own == group]))
+    for question in _QUESTIONS:
+        middle = float(np.mean([y for y, (own, _) in zip(places, rows, strict=True) if own == question]))
         ax.text(len(answers) - 0.4, middle, question, va="center", fontweight="bold")
     ax.tick_params(which="both", length=0)
     ax.spines[:].set_visible(False)

@@ -42,7 +42,7 @@ class Policy:
             )
         if self.save_all_but and (self.save or self.offload):
             raise ValueError("Policy: save_all_but stands alone; list what to keep in save= and offload= instead.")
-        if self.also is not None and (self.also not in _HEURISTICS or self.offload):
+        if self.also is not None and (not isinstance(self.also, str) or self.also not in _HEURISTICS or self.offload):
             raise ValueError(
                 f"Policy(also={self.also!r}): expected one of {', '.join(_HEURISTICS)}, and no offload= beside it, "
                 "which JAX cannot combine with another policy."

@@ -13,7 +13,7 @@ from llamem._checks import check_one_of, check_whole
 from llamem.losses.arguments import Batch
 from llamem.losses.rows import Softmax
 from llamem.losses.vocab_tiles import Tiles
-from llamem.memory.chips import CHIPS, Chip, compiling_for
+from llamem.memory.chips import CHIPS, Chip, compiling_for, device_memory
 
 __all__ = ["TileChoice", "choose_for", "choose_tiles"]
 
@@ -186,5 +186,5 @@ def _chip(name: str | None) -> Chip:
     known = next((chip for chip in chips.values() if chip.device_kind.lower() == kind.lower()), None)
     if known is not None:
         return known
-    memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", _CPU.capacity_bytes)
+    memory = device_memory() or _CPU.capacity_bytes
     return dataclasses.replace(CHIPS["h100"], name=kind, device_kind=kind, capacity_bytes=memory)

@@ -10,7 +10,7 @@ import sys
 import jax
 
 from llamem._checks import show
-from llamem.memory.chips import CHIPS, Chip
+from llamem.memory.chips import CHIPS, Chip, device_memory
 
 
 def known_chip(name: str) -> Chip | None:
@@ -84,10 +84,8 @@ def _local(name: str) -> Chip:
             f"the local device is a {kind} ({device.device_kind}), not a {name}. Use chip='local' for it, or name a "
             f"chip to compile for without having it: {', '.join(CHIPS)}."
         )
-    stats = device.memory_stats()
-    capacity = stats["bytes_limit"] if stats and "bytes_limit" in stats else None
     platform = "cuda" if kind == "gpu" else device.platform
-    return Chip(name, platform, device.device_kind, capacity, absent=False)
+    return Chip(name, platform, device.device_kind, device_memory(), absent=False)
 
 
 def _installed(module: str) -> bool:

@@ -141,6 +141,11 @@ CHIPS |= {
 }
 
 
+def device_memory() -> int | None:
+    """Return the bytes that a program can use on the local device; None where nothing says, as on a CPU."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
 def compiling_for() -> str:
     """Return the kind of chip that the program being traced is for, "TPU v5 lite" or "cpu", as its `device_kind` says.
 

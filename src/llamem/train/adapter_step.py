@@ -119,9 +119,8 @@ def losses_and_grads(
     weights_B, tokens_A, mean = _of_adapters(adapters.count, mesh, batch)
 
     def divided(path: tuple[Any, ...], grad: Array, axis: int) -> Array:
-        return sum_over(grad, _summed_over(path, mesh)) / _along(
-            axis, grad, jnp.maximum(tokens_A, 1).astype(grad.dtype)
-        )
+        counts = _along(axis, grad, jnp.maximum(tokens_A, 1).astype(grad.dtype))
+        return sum_over(grad, _summed_over(path, mesh)) / counts
 
     # Of the sum over tokens, divided at the end, in the adapters' own f32: one over the number of tokens would push
     # what flows back through the layers below the smallest numbers of float16, whose loss scale this is.

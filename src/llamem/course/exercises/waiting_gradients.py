@@ -1,11 +1,12 @@
 """Whether an answer of notebook 12 holds the gradients of several layers at once, as its traced program tells."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from llamem.memory.jaxprs import equations, inner_jaxprs
 
 L, N, D, F = 5, 6, 8, 12  # layers, tokens and widths of the stack that the answers are tried on
+_LOOPS = ("scan", "while")
 
 
 def refuse_waiting_gradients(program: Any) -> None:
@@ -21,16 +22,15 @@ def refuse_waiting_gradients(program: Any) -> None:
 
 def _gathered(program: Any) -> bool:
     """Whether a loop without an update makes what has the shape of all weights: their gradients."""
-    for eqn, _ in equations(program):
-        for body in inner_jaxprs(eqn) if eqn.primitive.name in ("scan", "while") else ():
-            updates = any(_letter(inner) == "U" for inner, _ in equations(body))
-            made = [
-                one
-                for one, last in zip(eqn.outvars, body.outvars, strict=False)
-                if not any(last is given for given in body.invars)
-            ]
-            if not updates and any(getattr(one.aval, "shape", ()) in ((L, D, F), (L, F, D)) for one in made):
-                return True
+    for eqn, body in _loops(eqn for eqn, _ in equations(program)):
+        updates = any(_letter(inner) == "U" for inner, _ in equations(body))
+        made = [
+            one
+            for one, last in zip(eqn.outvars, body.outvars, strict=False)
+            if not any(last is given for given in body.invars)
+        ]
+        if not updates and any(getattr(one.aval, "shape", ()) in ((L, D, F), (L, F, D)) for one in made):
+            return True
     return False
 
 
@@ -42,15 +42,13 @@ def _in_order(program: Any, in_loop: bool = False) -> bool:
     letters = "".join(_letter(eqn) for eqn in _without_loops(program))
     if "UU" in letters or (in_loop and set(letters) == {"U"}):
         return False
-    loops = [eqn for eqn in _without_loops(program) if eqn.primitive.name in ("scan", "while")]
-    return all(_in_order(body, in_loop=True) for eqn in loops for body in inner_jaxprs(eqn))
+    return all(_in_order(body, in_loop=True) for _, body in _loops(_without_loops(program)))
 
 
 def _late(program: Any) -> bool:
     """Whether a loop updates a layer by a gradient of an earlier turn: two layers' gradients are alive at once then."""
-    loops = [eqn for eqn, _ in equations(program) if eqn.primitive.name in ("scan", "while")]
-    bodies = [body for eqn in loops for body in inner_jaxprs(eqn)]
-    return any(_from_products(body, [False] * len(body.invars)) is None for body in bodies)
+    loops = _loops(eqn for eqn, _ in equations(program))
+    return any(_from_products(body, [False] * len(body.invars)) is None for _, body in loops)
 
 
 def _from_products(body: Any, given: list[bool]) -> list[bool] | None:
@@ -64,7 +62,7 @@ def _from_products(body: Any, given: list[bool]) -> list[bool] | None:
         if _letter(eqn) == "U" and not entering[0]:
             return None
         made = [any(entering) or any(_letter(one) == "P" for one in _all(eqn))] * len(eqn.outvars)
-        for inner in inner_jaxprs(eqn) if eqn.primitive.name not in ("scan", "while") else ():
+        for inner in inner_jaxprs(eqn) if eqn.primitive.name not in _LOOPS else ():
             last = [*[True] * len(inner.invars), *entering][len(entering) :]  # a cond's first operand stays outside
             found = _from_products(inner, last)
             if found is None:
@@ -78,10 +76,15 @@ def _all(eqn: Any) -> list[Any]:
     return [eqn, *(one for inner in inner_jaxprs(eqn) for one, _ in equations(inner))]
 
 
+def _loops(operations: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yield the loops among some operations, each with every program inside it."""
+    yield from ((eqn, body) for eqn in operations if eqn.primitive.name in _LOOPS for body in inner_jaxprs(eqn))
+
+
 def _without_loops(program: Any) -> Iterator[Any]:
     for eqn in program.eqns:
         yield eqn
-        if eqn.primitive.name not in ("scan", "while"):
+        if eqn.primitive.name not in _LOOPS:
             for inner in inner_jaxprs(eqn):
                 yield from _without_loops(inner)
 
