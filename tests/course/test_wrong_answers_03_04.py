@@ -423,6 +423,16 @@ def beside(make):
     return frozen(make, backward=lambda kept, g: right(found["dx"], g), keep=keep)
 
 
+def surrogate(make):
+    """A term that is 0, and whose derivative is the gradient that was made."""
+
+    def loss(x, head, t):
+        value, dx = make(x, head, t)
+        return value + jnp.sum((x - jax.lax.stop_gradient(x)) * dx.astype(x.dtype))
+
+    return loss
+
+
 TILES: Answers = {
     "softmax minus one-hot": (
         tiles.check_smoothed_gradient,
@@ -580,6 +590,22 @@ TILES: Answers = {
         "2 times",
     ),
     "in float32 whatever x is": (tiles.check_frozen_loss, partial(frozen, backward=right), "bfloat16"),
+    "a term with the gradient, beside a value that JAX follows": (tiles.check_frozen_loss, surrogate, "come twice"),
+    "the loss and the sum of its gradient": (
+        tiles.check_frozen_loss,
+        lambda make: lambda *given: make(*given)[0] + make(*given)[1].sum(),
+        "value is that of",
+    ),
+    "the weight of a word by the number of tokens": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: softmax_minus(z, t, eps, share=eps / len(z), own=1 - eps),
+        "rows sum to",
+    ),
+    "half of epsilon": (
+        tiles.check_smoothed_gradient,
+        lambda z, t, eps: smoothed(z, t, eps / 2),
+        "the wrong words",
+    ),
 }
 
 
@@ -606,6 +632,7 @@ def test_a_wrong_answer_is_refused_with_its_hint(name):
         ),
         (tiles.check_frozen_loss, partial(frozen, backward=right, keep=cast)),
         (tiles.check_frozen_loss, of_x_alone),
+        (tiles.check_frozen_loss, lambda make: surrogate(lambda *given: jax.lax.stop_gradient(make(*given)))),
         (tiles.check_frozen_loss, lambda make: jax.jit(frozen(make, backward=right, keep=cast))),
     ],
 )

@@ -82,10 +82,10 @@ def ledger_drawn(floor: float, ledger: Mapping[str, Mapping[str, float]], compil
         left = {name: left[name] + size for name, size in sizes.items()}
     for row, (name, total) in enumerate(left.items()):
         answer = f"{total:.3f}; compiled {compiled[name]:.3f}" if name in compiled else f"{total:.3f}"
-        ax.text(total + 0.05, row, answer, va="center", fontsize=8)
+        ax.text(total + 0.05, row, answer, va="center", fontsize=9)
     ax.invert_yaxis()
     ax.set(xlabel="GiB", xlim=(0, 1.25 * max(left.values())))
-    ax.legend(frameon=False, loc="lower right", fontsize=8)
+    ax.legend(frameon=False, loc="lower right", fontsize=9)
     return fig
 
 

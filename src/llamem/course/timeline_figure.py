@@ -106,7 +106,7 @@ def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
     fig, axes = plt.subplots(
         rows,
         columns,
-        figsize=(max(4.4 * columns, 8), 3.3 * rows + 0.6),
+        figsize=((0, 8, 8.8, 10)[columns], 3.3 * rows + 0.6),  # at a page's width its letters are to be read
         sharex=same_steps,
         sharey=True,
         squeeze=False,
@@ -116,14 +116,14 @@ def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
     all_fit = all(one.fits for one in found.values())
     for ax, (name, one) in zip(axes.flat, found.items(), strict=False):
         ax.set_xlim(0, drawn[name])
-        ax.set_ylim(0, 1.34 * top)
+        ax.set_ylim(0, (1.34 if columns < 3 else 1.45) * top)  # room for what `_peak` writes
         _areas(ax, one, n_bytes)
         _passes(ax, one)
         _capacity(ax, one, n_bytes, unit)
         _peak(ax, one, n_bytes)
         verdict = "" if all_fit else ", fits" if one.fits else ", does not fit"
         title = f"{name}: {told_size(one, unit, n_bytes)}{verdict}"
-        ax.set_title(title, loc="left", fontweight="bold", fontsize=10.5, pad=27)
+        ax.set_title(title, loc="left", fontweight="bold", fontsize=9.5 if columns > 2 else 10.5, pad=27)
     for ax in axes.flat[len(found) :]:
         ax.set_visible(False)
     for ax in axes[:, 0]:
@@ -135,7 +135,8 @@ def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
         handles, labels = ax.get_legend_handles_labels()
         shown |= dict(zip(labels, handles, strict=True))
     order = [label for label in (*CATEGORIES, _HOST) if label in shown]
-    fig.legend([shown[label] for label in order], order, loc="outside lower center", ncols=len(order), frameon=False)
+    across = len(order) if columns < 3 or len(order) < 8 else math.ceil(len(order) / 2)
+    fig.legend([shown[label] for label in order], order, loc="outside lower center", ncols=across, frameon=False)
     return fig
 
 
@@ -226,7 +227,7 @@ def _passes(ax: Axes, one: Timeline) -> None:
         ax.plot([loop.first, loop.end], [1.02, 1.02], transform=above, color="0.35", linewidth=2.2, clip_on=False)
         if loop.trips and loop.end - loop.first > named * ax.get_xlim()[1]:
             middle, trips = (loop.first + loop.end) / 2, f"x {loop.trips}"
-            ax.text(middle, 1.025, trips, transform=above, ha="center", va="bottom", fontsize=7.5, color="0.35")
+            ax.text(middle, 1.025, trips, transform=above, ha="center", va="bottom", fontsize=8, color="0.35")
 
 
 def _capacity(ax: Axes, one: Timeline, n_bytes: int, unit: str) -> None:
@@ -255,7 +256,7 @@ def _peak(ax: Axes, one: Timeline, n_bytes: int) -> None:
         textcoords="axes fraction",
         ha="right" if right else "left",
         va="top",
-        fontsize=7.5,
+        fontsize=8,
         linespacing=1.25,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
     )

@@ -57,28 +57,34 @@ def check_tokens_at_par(fn: Callable[..., float]) -> None:
 
     def body() -> str:
         for flops, link, n_bytes, remat in (
-            (275e12, 600e9, 4, False),  # first, since with remat four journeys look like six FLOPs
-            (275e12, 600e9, 2, True),
+            (275e12, 600e9, 4, False),  # the order tells apart what is four thirds of the answer, by the hints below
             (593e12, 450e9, 2, False),
+            (275e12, 600e9, 2, True),
             (118e12, 200e9, 4, True),
         ):
             found = fn(flops, link, n_bytes, remat)
             assert found is not None and np.ndim(found) == 0, "return one number of tokens"
             right = (3 * n_bytes / link) / ((8 if remat else 6) / flops)
+            again = (
+                "Which FLOPs are done once more with remat, and only then? That work uses weights that the "
+                "backward pass has gathered."
+            )
+            four_thirds = {
+                (4, False): "Four journeys? A gradient is summed once, and nobody asks for it whole.",
+                (2, False): "Is it a gradient in float32? It has n_bytes a number, as the weights have.",
+            }
             hints = {
                 1 / 3: "One journey of the weights? In which passes are they needed, and what travels in the last?",
-                2 / 3: "The weights arrive twice. What travels in the backward pass as well?",
                 n_bytes: "A number has more than one byte: how many travel?",
                 1 / n_bytes: "A number has more than one byte: how many travel?",
-                4 / 3: "Four journeys? A gradient is summed once, and nobody asks for it whole.",
-                (8 if remat else 6) / (6 if remat else 8): (
-                    "Which FLOPs are done once more with remat, and only then? That work uses weights that the "
-                    "backward pass has gathered."
-                ),
+                4 / 3: four_thirds.get((n_bytes, remat), again),
                 (8 if remat else 6) / 2: "That is the forward pass alone. How many FLOPs has a whole step?",
             }
             if not remat:
                 hints[2.0] = "Six journeys? Count how often all weights come to a chip, or leave it, in one step."
+                hints[2 / 3] = "The weights arrive twice. What travels in the backward pass as well?"
+            if n_bytes == 4:
+                hints[3 / 4] = again
             case = f"products {flops:.3g} FLOP/s, link {link:.3g} bytes/s, {n_bytes} bytes, remat={remat}"
             assert 1e-3 < found / right < 1e3, (
                 f"{case}: {found:.3g} tokens? Messages take bytes / link, products FLOPs / flops. Set them equal "

@@ -60,10 +60,12 @@ def check_smoothed_gradient(fn: Callable[..., Any]) -> None:
 def check_frozen_loss(fn: Callable[..., Any]) -> None:
     """Exercise 2: `custom_vjp` around a function that makes the loss and one gradient."""
 
-    def make(x_ND: Any, head_VD: Any, targets_N: Any) -> tuple[Any, Any]:
+    def make_openly(x_ND: Any, head_VD: Any, targets_N: Any) -> tuple[Any, Any]:
         d_NV = jax.nn.softmax(_logits(x_ND, head_VD)) - jax.nn.one_hot(targets_N, len(head_VD))
-        # Nothing of this may be differentiated: the gradient is made here.
-        return jax.lax.stop_gradient((_plain(x_ND, head_VD, targets_N), d_NV @ head_VD.astype(jnp.float32)))
+        return _plain(x_ND, head_VD, targets_N), d_NV @ head_VD.astype(jnp.float32)
+
+    def make(*given: Any) -> tuple[Any, Any]:
+        return jax.lax.stop_gradient(make_openly(*given))  # the gradient is made, nothing here may be differentiated
 
     def body() -> str:
         x_ND, head_VD, targets_N = _inputs(jnp.float32)
@@ -82,6 +84,9 @@ def check_frozen_loss(fn: Callable[..., Any]) -> None:
                 "gradient that `make` returns?"
             )
             _close(found, exact, f"under {where} the gradient of the hidden states is wrong")
+        openly = jax.grad(fn(make_openly))(x_ND, head_VD, targets_N)
+        hint = "where JAX can differentiate `make`, as `frozen_head`, the gradient is wrong: does it come twice?"
+        _close(openly, jax.grad(_plain)(x_ND, head_VD, targets_N), hint)
         value, _ = jax.value_and_grad(loss)(x_ND, head_VD, targets_N)
         hint = "the value is that of `make` as long as nobody differentiates; what does your forward pass return first?"
         _close(value, _plain(x_ND, head_VD, targets_N), hint)
