@@ -125,13 +125,11 @@ def test_the_citation_names_this_version():
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == PROJECT["version"]
 
 
-def test_the_readme_lists_every_notebook_once():
-    listed = re.findall(r"^\| \[?(\d\d).*?\(notebooks/([^)]+)\)", README, flags=re.MULTILINE)
+def test_the_readmes_path_leads_to_every_notebook_once():
+    listed = re.findall(r"\*\*(\d\d)\*\* \[[^]]*\]\(notebooks/([^)]+)\) \[▶\]\(\S+/notebooks/([^)]+)\)", README)
     names = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
-    assert [name for _, name in listed] == names, "the README's table and notebooks/ differ"
-    assert all(name.startswith(number) for number, name in listed)
-    for name in names:
-        assert f"/notebooks/{name})" in README and f"labpath=notebooks%2F{name})" in README, f"{name} lacks a badge"
+    assert sorted(name for _, name, _ in listed) == names, "the README's path and notebooks/ differ"
+    assert all(name.startswith(number) and name == in_colab for number, name, in_colab in listed)
 
 
 def test_what_the_prose_links_to_is_there():
