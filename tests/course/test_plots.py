@@ -8,6 +8,7 @@ from matplotlib.patches import Rectangle
 
 import llamem
 from llamem.course import mesh_figure, plots
+from llamem.course.price_figure import tool_prices
 from llamem.course.tile_figure import ledger_drawn
 
 
@@ -59,6 +60,14 @@ def test_a_ledger_stacks_its_parts_on_the_floor():
     ends = [bar.get_bbox().x1 for bar in ax.patches if isinstance(bar, Rectangle)]
     assert ends == [2.0, 2.0, 6.0, 2.5, 6.0, 3.5]
     plt.close(fig)
+
+
+def test_prices_are_bars_of_what_a_tool_buys_and_what_it_costs():
+    prices = {(8, "a"): (1.0, 0.5), (8, "b"): (2.0, 0.0), (16, "a"): (3.0, 0.25), (16, "b"): (-0.1, 1.0)}
+    buys, costs = (
+        [bar.get_width() for bar in ax.patches if isinstance(bar, Rectangle)] for ax in tool_prices(prices).axes
+    )
+    assert buys == [1.0, 2.0, 3.0, 0.0] and costs == [50.0, 0.0, 25.0, 100.0]
 
 
 def test_lines_of_a_program_are_its_collectives_and_loops_with_their_trips():

@@ -160,6 +160,8 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "(s for s in range(1, n + 1) if n % s == 0), key=lambda s: n / s + s)",
             "kept for the groups": "lambda n, kept: min("
             "(s for s in range(1, n + 1) if n % s == 0), key=lambda s: kept * n / s + s)",
+            "the divisor nearest to the root": "lambda n, kept: min("
+            "(s for s in range(1, n + 1) if n % s == 0), key=lambda s: abs(s - (n / kept) ** 0.5))",
             "twice the inputs of a group": "lambda n, kept: min((s for s in range(1, n + 1) if n % s == 0), "
             "key=lambda s: n / s + 3 * s)",
         },

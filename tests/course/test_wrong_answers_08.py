@@ -233,6 +233,10 @@ WRONG: Answers = {
     "the plain loss": (BETTER, lambda: Plan(loss_tiles=None), "Which tool"),
     "another maker's kernel": (BETTER, lambda: Plan(attention="cudnn", offload=("block_in",)), "for NVIDIA's GPUs"),
     "streamed, and clipped by all": (BETTER, lambda: Plan(weights="host"), "Choose clip='layer'"),
+    "only the groups given up": (BETTER, lambda: long_context.GIVEN.replace(head_groups=1), "that you can spare"),
+    "fewer groups": (BETTER, lambda: long_context.GIVEN.replace(head_groups=2, mlp_tiles=4), "that you can spare"),
+    "groups and offload": (BETTER, lambda: Plan(head_groups=4, offload=("block_in",)), "that you can spare"),
+    "nested, and moments away": (BETTER, lambda: Plan(mode="nested", moments="host"), "that you can spare"),
     "slower still": (BETTER, lambda: long_context.GIVEN.replace(mode="nested"), "that you can spare"),
 }
 

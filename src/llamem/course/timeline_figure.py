@@ -177,6 +177,7 @@ def _areas(ax: Axes, one: Timeline, n_bytes: int) -> None:
     base = np.zeros(one.steps)
     steps = np.arange(one.steps + 1)
     height = ax.get_ylim()[1]
+    host = one.curve("host")
     for category, sizes in one.by_category().items():
         upper = base + sizes / n_bytes
         if sizes.any():
@@ -184,10 +185,9 @@ def _areas(ax: Axes, one: Timeline, n_bytes: int) -> None:
             named = sizes.max() / n_bytes > 0.004 * height  # else too thin for the legend
             style = {"color": COLOURS[category], "linewidth": 0, "label": category if named else None}
             ax.fill_between(steps, lower_edge, upper_edge, step="post", **style)
-            _name_area(ax, category, base, upper)
+            _name_area(ax, category, base, upper, host / n_bytes)
         base = upper
     ax.step(steps, np.append(base, base[-1]), where="post", color="black", linewidth=0.7)
-    host = one.curve("host")
     if host.max(initial=0) / n_bytes > 2 * ax.get_ylim()[1]:
         least, most = (f"{size / n_bytes:.0f}" for size in (host.min(), host.max()))
         ax.text(0.98, 0.7, f"on the host: {least} to {most}", transform=ax.transAxes, ha="right", fontsize=8)
@@ -196,20 +196,22 @@ def _areas(ax: Axes, one: Timeline, n_bytes: int) -> None:
         ax.step(steps, edge, where="post", color="black", linestyle=":", linewidth=1.6, label=_HOST)
 
 
-def _name_area(ax: Axes, category: str, lower: np.ndarray, upper: np.ndarray) -> None:
-    """Return the category's name inside its area, where a label of its width fits best."""
+def _name_area(ax: Axes, category: str, lower: np.ndarray, upper: np.ndarray, host: np.ndarray) -> None:
+    """Write the category's name inside its area, where a label of its width fits best, off the host's line."""
     width = math.ceil(0.02 * ax.get_xlim()[1] * len(category))
     if len(lower) <= width:
         return
     windows = np.lib.stride_tricks.sliding_window_view
     floor, ceiling = windows(lower, width).max(axis=1), windows(upper, width).min(axis=1)
-    best = int(np.argmax(ceiling - floor))
-    if ceiling[best] - floor[best] < 0.055 * ax.get_ylim()[1]:
+    over = np.maximum(floor, windows(host, width).max(axis=1))
+    under = np.minimum(ceiling, windows(host, width).min(axis=1))
+    best = int(np.argmax(np.maximum(ceiling - over, under - floor)))
+    low, high = max((over[best], ceiling[best]), (floor[best], under[best]), key=lambda part: part[1] - part[0])
+    if high - low < 0.055 * ax.get_ylim()[1]:
         return
-    colour = "black" if category in _DARK else "white"
-    middle = (ceiling[best] + floor[best]) / 2
-    frame = {"facecolor": COLOURS[category], "edgecolor": "none", "pad": 0.8}  # over the host's line
-    ax.text(best + width / 2, middle, category, ha="center", va="center", fontsize=8, color=colour, bbox=frame)
+    style = {"color": "black" if category in _DARK else "white", "fontsize": 8, "ha": "center", "va": "center"}
+    frame = {"facecolor": COLOURS[category], "edgecolor": "none", "pad": 0.8}  # over the borders of passes
+    ax.text(best + width / 2, (low + high) / 2, category, bbox=frame, **style)
 
 
 def _passes(ax: Axes, one: Timeline) -> None:
