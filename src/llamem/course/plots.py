@@ -43,31 +43,42 @@ def show(fig: Figure, *, alt: str) -> None:
     plt.close(fig)
 
 
-def frontier(points: Mapping[str, tuple[float, float]], kinds: Mapping[str, str], title: str) -> Figure:
-    """Return a figure of temporaries (GiB) against products (TFLOP), a line through the points of kind "frontier".
+def frontier(
+    points: Mapping[str, tuple[float, float]], hosts: Mapping[str, float], beaten: set[str], room: float, title: str
+) -> Figure:
+    """Return a figure of temporaries (GiB) against products (TFLOP), a line through the points that nothing beats.
 
-    `kinds` says of each point whether it is on the "frontier", "beaten", or uses the "host".
+    `hosts` says how many GiB of each wait in the host's memory: such points are triangles, on no line. `room` is what
+    a card has for temporaries, in GiB; right of it the ground is grey.
     """
-    fig, ax = plt.subplots(figsize=(8.5, 4.6))
-    styles = {
-        "frontier": ("o-", "C0", "on the frontier"),
-        "beaten": ("x", "C1", "beaten"),
-        "host": ("^", "C2", "uses the host's memory"),
-    }
-    for kind, (style, colour, label) in styles.items():
-        of_kind = sorted(point for name, point in points.items() if kinds[name] == kind)
-        if of_kind:
-            ax.plot(*zip(*of_kind, strict=True), style, color=colour, label=label, markersize=8)
+    fig, ax = plt.subplots(figsize=(9, 4.8))
+    line = sorted(point for name, point in points.items() if not hosts[name] and name not in beaten)
+    ax.plot(*zip(*line, strict=True), "o-", color="C0", markersize=8)
     for name, point in points.items():
+        marker, colour = ("^", "C2") if hosts[name] else ("X", "C1") if name in beaten else ("", "C0")
+        ax.plot(*point, marker, color=colour, markersize=9)
+        there = f"{name}\n({hosts[name]:.1f} GiB on the host)" if hosts[name] else name
+        right = point[0] > room
         ax.annotate(
-            name, point, textcoords="offset points", xytext=(-12, -16) if kinds[name] == "host" else (7, 5), fontsize=9
+            there,
+            point,
+            textcoords="offset points",
+            xytext=(0, 11) if right else (0, -12) if hosts[name] else (9, 4),
+            ha="center" if right or hosts[name] else "left",
+            va="top" if hosts[name] and not right else "baseline",
+            fontsize=10,
+            color="C2" if hosts[name] else "black",
         )
     ax.set(xscale="log", xlabel="temporaries on the device (GiB)", ylabel="matrix products (TFLOP)", title=title)
     ax.xaxis.set_major_locator(LogLocator(base=2))
     ax.xaxis.set_major_formatter("{x:g}")
     ax.minorticks_off()
-    ax.margins(x=0.12, y=0.08)
-    ax.legend(frameon=False, loc="lower left")
+    ax.margins(x=0.12, y=0.12)
+    ax.set_xlim(ax.get_xlim())
+    ax.axvspan(room, ax.get_xlim()[1], color="0.9", zorder=0)
+    top: dict = dict(y=0.97, transform=ax.get_xaxis_transform(), va="top", fontsize=10)
+    ax.text(room, s="  does not fit", ha="left", **top)
+    ax.text(room, s=f"room beside weights  \nand gradients: {room:.1f} GiB  ", ha="right", **top)
     return fig
 
 

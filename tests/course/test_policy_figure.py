@@ -1,0 +1,45 @@
+"""The picture of who reads a layer's values: JAX keeps those that are read, and no other one."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+from flax import nnx
+
+import llamem
+from llamem.course.policy_figure import READERS, readers, readers_alt
+from llamem.llama import ACTIVATIONS
+from llamem.memory.residuals import saved_residuals
+
+
+def test_jax_keeps_of_all_names_those_that_have_a_reader():
+    plan = llamem.Plan(remat=llamem.Policy(save=ACTIVATIONS), attention="xla")
+    config = llamem.LlamaConfig.from_name("llama3.2-1b", n_layers=2)
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: llamem.Llama(config, rngs=nnx.Rngs(0), plan=plan)))
+    rows = saved_residuals(
+        lambda p, t: nnx.merge(graphdef, p).hidden(t).sum(), params, jax.ShapeDtypeStruct((1, 96), jnp.int32)
+    ).rows
+    kept = {found[1] for row in rows if (found := re.search(r"named '(\w+)'", row.operation))}
+    assert kept == {name for read in READERS.values() for name in read}
+
+
+def test_the_picture_has_a_mark_for_each_reader_and_each_choice():
+    price = {"block_in": 4.0, "attn": 5.0, "mlp_out": 6.0}
+    read = {"block_in": 2, "attn": 2, "mlp_out": 0}
+    keeps = {"nothing": (), "attn": ("attn",)}
+    fig = readers({name: 1.0 for name in ACTIVATIONS} | price, keeps)
+    words = [text.get_text().strip() for ax in fig.axes for text in ax.texts]
+    assert {"nobody", "4 MiB", "9 MiB"} <= set(words) and words.count("nobody") == 1
+    alt = readers_alt(price, keeps)
+    assert (
+        "mlp_out 6 MiB, read by nobody, kept by none" in alt
+        and "attn 5 MiB, read by wo; attention, kept by attn" in alt
+    )
+    middle = fig.axes[1]
+    for name, times in read.items():
+        y = ACTIVATIONS.index(name)
+        dots = [np.asarray(line.get_ydata()) for line in middle.lines if line.get_marker() == "o"]
+        assert sum(int(np.sum(rows == y)) for rows in dots) == times
+    plt.close(fig)
