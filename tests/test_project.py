@@ -160,7 +160,7 @@ def test_the_short_answers_run(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("snippet", SNIPPETS)
 def test_the_readmes_python_runs(snippet, tmp_path):
-    result = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    result = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True, cwd=tmp_path, timeout=600)
     assert result.returncode == 0, result.stderr
     promised = re.findall(r"# prints (.*)", snippet)
     assert all(text in result.stdout for text in promised), result.stdout
