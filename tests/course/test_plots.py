@@ -1,5 +1,7 @@
 """Figures: alternative text goes with them, and they show the numbers they were given."""
 
+import dataclasses
+
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from matplotlib.patches import Rectangle
 
 import llamem
-from llamem.course import mesh_figure, plots
+from llamem.course import mesh_figure, plots, training_figures
 from llamem.course.price_figure import tool_prices
 from llamem.course.tile_figure import ledger_drawn
 
@@ -46,10 +48,31 @@ def test_bars_add_up_to_the_peak():
 
 def test_loss_curves_show_each_step_and_name_their_bars():
     metrics = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "val_loss": 2.5}]
-    fig = plots.loss_curves(metrics, "held-out text", {"only counts": 2.2})
+    fig = plots.loss_curves(metrics, "held-out text", {"only counts": 2.2}, [(1, 2.8, "a note")])
     ax = fig.axes[0]
     assert [np.asarray(line.get_ydata()).tolist() for line in ax.lines] == [[3.0, 2.0], [2.5], [2.2, 2.2]]
-    assert [text.get_text() for text in ax.texts] == ["only counts"]
+    words = ["each batch, 2.00", "held-out text, 2.50", "only counts, 2.20", "a note"]
+    assert [text.get_text() for text in ax.texts] == words
+    plt.close(fig)
+
+
+def test_peak_bars_add_up_to_the_peak_and_name_their_parts():
+    shape = jax.ShapeDtypeStruct((2048, 1024), "float32")
+    report = llamem.compile_report(lambda a: a @ a.T, shape)
+    for one in (report, dataclasses.replace(report, timeline=None)):  # the second as from older compilers
+        fig = training_figures.peak_bars({"product": one})
+        width = sum(bar.get_bbox().width for bar in fig.axes[0].patches if isinstance(bar, Rectangle))
+        assert width == pytest.approx(report.peak_bytes / 2**30, rel=0.01)
+        plt.close(fig)
+    assert "product: 0.0" in training_figures.peak_bars_alt({"product": report})
+
+
+def test_the_tokens_with_a_loss_are_marked():
+    fig = training_figures.token_strip(["user", "\n", "Aye", "!"], [False, False, True, True])
+    patches = {text.get_text(): text.get_bbox_patch() for text in fig.axes[0].texts}
+    boxes = {word: patch.get_facecolor() for word, patch in patches.items() if patch}
+    assert list(boxes) == ["user", "\\n", "Aye", "!"]
+    assert boxes["user"] == boxes["\\n"] != boxes["Aye"] == boxes["!"]
     plt.close(fig)
 
 

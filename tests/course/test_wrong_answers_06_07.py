@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from answers import Answers, refuse
 
-from llamem import TrainSettings
 from llamem.course.exercises import llama3, train_llama3
 
 
@@ -253,6 +252,77 @@ def weights_in_f32_first(value_and_grad, params, batch_BD, parts):
     return added_up(value_and_grad, wide, batch_BD, parts)
 
 
+def drawn(n, seed):
+    return np.random.default_rng(seed).permutation(n)
+
+
+def apart(n, seed, epoch):
+    return drawn(n, [seed, epoch])
+
+
+def in_order(order):
+    """The solution, by an `order(num_sequences, seed, epoch)` that may be wrong."""
+
+    def sequences_of(step, seed, n, B):
+        places = [divmod(number, n) for number in range(step * B, step * B + B)]
+        return [int(order(n, seed, epoch)[place]) for epoch, place in places]
+
+    return sequences_of
+
+
+def drawn_at_each_step(step, seed, n, B):
+    rng = np.random.default_rng([seed, step])
+    return rng.permutation(n)[:B] if n >= B else rng.choice(n, B)
+
+
+def end_dropped(step, seed, n, B):
+    if n < B:
+        return in_order(apart)(step, seed, n, B)
+    epoch, batch = divmod(step, n // B)
+    return apart(n, seed, epoch)[batch * B : batch * B + B]
+
+
+def replayed(step, seed, n, B):
+    rng = np.random.default_rng([seed, 1])
+    orders = [rng.permutation(n) for _ in range(-(-(step + 1) * B // n))]
+    return np.concatenate(orders)[step * B : step * B + B]
+
+
+class Remembering:
+    """A generator and the rest of an epoch are kept between calls."""
+
+    def __init__(self):
+        self.rng, self.left = np.random.default_rng(0), []
+
+    def __call__(self, step, seed, n, B):
+        self.left = [number for number in self.left if number < n] if step else []
+        while len(self.left) < B:
+            self.left += self.rng.permutation(n).tolist()
+        batch, self.left = self.left[:B], self.left[B:]
+        return batch
+
+
+def by_jax(step, seed, n, B):
+    numbers = range(step * B, step * B + B)
+    orders = {
+        epoch: jax.random.permutation(jax.random.fold_in(jax.random.key(seed), epoch), n)
+        for epoch in {number // n for number in numbers}
+    }
+    return jnp.stack([orders[number // n][number % n] for number in numbers])
+
+
+def whole_epochs(step, seed, n, B):
+    epochs = range(step * B // n, (step * B + B - 1) // n + 1)
+    numbers = np.concatenate([np.random.RandomState(1000 * seed + epoch).permutation(n) for epoch in epochs])
+    return numbers[step * B - n * epochs[0] :][:B]
+
+
+RIGHT = {
+    "jax's keys": by_jax,
+    "whole epochs, numpy's old generator": whole_epochs,
+    "numbers one by one": in_order(apart),
+}
+
 WRONG: Answers = {
     "one table": (llama3.check_count_parameters, lambda *a: parameters(*a, tables=1), "untied"),
     "no norms": (llama3.check_count_parameters, lambda *a: parameters(*a, norms=0, last=0), "scale"),
@@ -365,24 +435,63 @@ WRONG: Answers = {
     "all gradients kept": (train_llama3.check_accumulated, stacked, "memory grows"),
     "all parts side by side": (train_llama3.check_accumulated, side_by_side, "memory grows|at a time"),
     "gradients alone": (train_llama3.check_accumulated, lambda *a: added_up(*a)[1], "as a pair"),
-    "too many tokens": (
-        train_llama3.check_settings,
-        lambda: TrainSettings(seq_len=8192, batch_size=16, accumulate=16),
-        "65,536",
+    "in the order of the data": (train_llama3.check_order, in_order(lambda n, seed, epoch: range(n)), "as they lie"),
+    "one order for all epochs": (
+        train_llama3.check_order,
+        in_order(lambda n, seed, epoch: drawn(n, seed)),
+        "beside the seed",
     ),
-    "no settings": (train_llama3.check_settings, lambda: 65_536, "TrainSettings"),
-    "one long sequence": (train_llama3.check_settings, lambda: TrainSettings(seq_len=65_536, batch_size=1), "8,192"),
-    "sequences of another length": (
-        train_llama3.check_settings,
-        lambda: TrainSettings(seq_len=4096, batch_size=16, accumulate=16),
-        "8,192",
+    "no seed": (train_llama3.check_order, in_order(lambda n, seed, epoch: drawn(n, epoch)), "where does the seed"),
+    "seed and epoch added": (
+        train_llama3.check_order,
+        in_order(lambda n, seed, epoch: drawn(n, seed + epoch)),
+        "without meeting",
     ),
-    "tokens counted with accumulation": (
-        train_llama3.check_settings,
-        lambda: TrainSettings(seq_len=8192, batch_size=1),
-        "65,536",
+    "seed and epoch multiplied": (
+        train_llama3.check_order,
+        in_order(lambda n, seed, epoch: drawn(n, (seed + 1) * (epoch + 1))),
+        "without meeting",
     ),
-    "too few tokens": (train_llama3.check_settings, lambda: TrainSettings(seq_len=8192, batch_size=4), "65,536"),
+    "an order begun elsewhere": (
+        train_llama3.check_order,
+        in_order(lambda n, seed, epoch: np.roll(drawn(n, seed), epoch)),
+        "beside the seed",
+    ),
+    "the seed turns the order": (
+        train_llama3.check_order,
+        in_order(lambda n, seed, epoch: np.roll(drawn(n, epoch), seed)),
+        "where does the seed",
+    ),
+    "the order backwards": (
+        train_llama3.check_order,
+        in_order(lambda n, seed, epoch: drawn(n, seed)[:: 1 - 2 * (epoch % 2)]),
+        "beside the seed",
+    ),
+    "two seeds": (train_llama3.check_order, in_order(lambda n, seed, epoch: drawn(n, [seed % 2, epoch])), "few orders"),
+    "drawn at each step": (train_llama3.check_order, drawn_at_each_step, "come twice"),
+    "drawn with repetition": (
+        train_llama3.check_order,
+        lambda step, seed, n, B: np.random.default_rng([seed, step]).integers(n, size=B),
+        "come twice",
+    ),
+    "the first step every time": (train_llama3.check_order, lambda step, *a: in_order(apart)(0, *a), "come twice"),
+    "steps counted from 1": (train_llama3.check_order, lambda step, *a: in_order(apart)(step + 1, *a), "come twice"),
+    "the end of an epoch dropped": (train_llama3.check_order, end_dropped, "come twice"),
+    "a short batch at the end": (
+        train_llama3.check_order,
+        lambda step, seed, n, B: np.array(apart(n, seed, step // -(-n // B)))[step % -(-n // B) * B :][:B],
+        "where an epoch ends",
+    ),
+    "the batch at the end repeated": (
+        train_llama3.check_order,
+        lambda step, seed, n, B: np.take(apart(n, seed, step * B // n), range(step * B, step * B + B), mode="wrap"),
+        "come twice",
+    ),
+    "numbers from 1": (train_llama3.check_order, lambda *a: [n + 1 for n in in_order(apart)(*a)], "from 0 to"),
+    "places in the text": (train_llama3.check_order, lambda *a: [128 * n for n in in_order(apart)(*a)], "from 0 to"),
+    "a generator that goes on": (train_llama3.check_order, Remembering(), "come twice|asked before"),
+    "every epoch before it": (train_llama3.check_order, replayed, "shuffled again"),
+    "one number": (train_llama3.check_order, lambda step, seed, n, B: step * B % n, "one number for each"),
 }
 
 
@@ -391,9 +500,7 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_leads(name):
     refuse(WRONG[name])
 
 
-@pytest.mark.slow
-@pytest.mark.tpu_compile
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_several_sequences_at_once_do_not_fit(accumulate):
-    with pytest.raises(AssertionError, match="alive at once"):
-        train_llama3.check_settings(lambda: TrainSettings(seq_len=8192, batch_size=8, accumulate=accumulate))
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_answer_in_another_style_passes(name, capsys):
+    train_llama3.check_order(RIGHT[name])
+    assert "correct" in capsys.readouterr().out

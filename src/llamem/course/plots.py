@@ -6,7 +6,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 from IPython.display import display
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 
 from llamem.course.timeline_figure import timeline, timeline_alt
 from llamem.course.timeline_html import timeline_page
@@ -127,23 +127,36 @@ def residual_bars(residuals: Residuals, most: int = 12) -> Figure:
 
 
 def loss_curves(
-    metrics: Sequence[Mapping[str, Any]], held_out: str, bars: Mapping[str, float] | None = None, scale: str = "linear"
+    metrics: Sequence[Mapping[str, Any]],
+    held_out: str,
+    bars: Mapping[str, float] | None = None,
+    notes: Sequence[tuple[float, float, str]] = (),
 ) -> Figure:
     """Return a figure: the loss of each step's batch, the held-out loss where it was taken, and bars to compare with.
 
     `metrics` are those of `llamem.train.train`, one dictionary per step; `held_out` names what its `val_loss` is of.
+    `notes` are (step, loss, words) to write into the figure. Without bars the axis of losses is logarithmic.
     """
-    fig, ax = plt.subplots()
+    fig, ax = plt.subplots(figsize=(9.4, 4.3))
     judged = [row for row in metrics if "val_loss" in row]
-    ax.plot([row["step"] for row in metrics], [row["loss"] for row in metrics], alpha=0.7, label="each batch")
-    ax.plot([row["step"] for row in judged], [row["val_loss"] for row in judged], marker="o", label=held_out)
+    curves = {"each batch": (metrics, "loss", "-"), held_out: (judged, "val_loss", "o-")}
+    highest = max(curves, key=lambda name: curves[name][0][-1][curves[name][1]])  # at the end, where names stand
+    for name, (rows, key, style) in curves.items():
+        (line,) = ax.plot([row["step"] for row in rows], [row[key] for row in rows], style)
+        label = {"color": line.get_color(), "fontweight": "bold", "va": "bottom" if name == highest else "top"}
+        end = (rows[-1]["step"], rows[-1][key])
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        ax.annotate(f"{name}, {end[1]:.2f}", end, (8, 0), textcoords="offset points", bbox=box, **label)
     for (name, value), style in zip((bars or {}).items(), (":", "--", "-."), strict=False):
         ax.axhline(value, color="black", linestyle=style)
-        ax.text(1.01, value, name, transform=ax.get_yaxis_transform(), va="center")  # right of the axes
-    ax.set(xlabel="step", ylabel="loss (nats per token)", yscale=scale)
-    if scale == "log":
+        ax.text(1.01, value, f"{name}, {value:.2f}", transform=ax.get_yaxis_transform(), va="center")
+    for step, loss, words in notes:
+        ax.text(step, loss, words, fontsize=10, va="center", linespacing=1.4)
+    ax.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, 1.27 * metrics[-1]["step"]))  # room for the names
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if not bars:
+        ax.set_yscale("log")
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter("{x:g}")
         ax.minorticks_off()
-    ax.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.9))  # below the first bar
     return fig

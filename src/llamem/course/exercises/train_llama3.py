@@ -1,5 +1,7 @@
 """Checks of the exercises of notebook 07."""
 
+import itertools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -8,37 +10,79 @@ import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
-from llamem.llama.config import LlamaConfig
-from llamem.memory.chip_names import available
-from llamem.memory.compiling import compile_report
-from llamem.memory.report import GiB
-from llamem.train import TrainSettings, abstract_step
 
 
-def check_settings(fn: Callable[..., Any]) -> None:
-    """Exercise 1: 65,536 tokens per step of Llama 3.2 1B on a v5e, by its compiler."""
+def check_order(fn: Callable[..., Any]) -> None:
+    """Exercise 1: the sequences of a step, as a function of step, seed and sizes alone."""
+
+    def read(steps: Any, seed: int, count: int, batch_size: int) -> list[int]:
+        """Return the numbers of the sequences that steps read, one after the other."""
+        numbers: list[int] = []
+        for step in steps:
+            batch = np.asarray(fn(step, seed, count, batch_size))
+            assert batch.shape == (batch_size,), (
+                f"Step {step} should read {batch_size} sequences, one number for each; yours has the shape "
+                f"{batch.shape}. What does a batch do where an epoch ends?"
+            )
+            assert batch.dtype.kind in "iu" and batch.min() >= 0 and batch.max() < count, (
+                f"Sequences are numbered from 0 to {count - 1}, in whole numbers; step {step} reads {batch.tolist()}."
+            )
+            numbers += batch.tolist()
+        return numbers
+
+    def epochs(seed: int, count: int, batch_size: int) -> list[list[int]]:
+        """Return the orders of the first two epochs, each of which must have every sequence once."""
+        numbers = read(range(-(-2 * count // batch_size)), seed, count, batch_size)
+        orders = [numbers[:count], numbers[count : 2 * count]]
+        for name, order in zip(("first", "second"), orders, strict=True):
+            missing = sorted(set(range(count)) - set(order))
+            assert not missing, (
+                f"{count} sequences, {batch_size} in a batch: among the {name} {count} that are read, {missing[0]} is "
+                "missing and others come twice. Of which order are the batches of one epoch consecutive parts, and "
+                "where does the next begin?"
+            )
+        return orders
+
+    def alike(one: list[int], other: list[int]) -> bool:
+        """Whether most neighbours of one order are neighbours in another, as after a shift."""
+        pairs = [{frozenset(pair) for pair in itertools.pairwise(order)} for order in (one, other)]
+        return len(pairs[0] & pairs[1]) > len(one) // 2
 
     def body() -> str:
-        settings = fn()
-        assert isinstance(settings, TrainSettings), (
-            f"Return llamem.TrainSettings(...), and not something of the type {type(settings).__name__}."
+        for count, batch_size in ((60, 4), (10, 4), (3, 8)):
+            epochs(0, count, batch_size)
+        (first, second), (other, _) = epochs(0, 60, 4), epochs(1, 60, 4)
+        assert not alike(first, list(range(60))), "The sequences come as they lie in the data: where are they shuffled?"
+        steps = (7, 2, 14, 2)
+        once = [read([step], 0, 60, 4) for step in steps]
+        assert once[1] == once[3] and once == [first[4 * step : 4 * step + 4] for step in steps], (
+            "Steps 7, 2, 14 and again 2 were asked for: what a step reads depends on what was asked before. What is "
+            "left of that after a restart?"
         )
-        tokens = settings.batch_size * settings.seq_len
-        assert settings.seq_len == 8192, f"The sequences have 8,192 tokens; yours have {settings.seq_len:,}."
-        assert tokens == 65_536, f"One step should read 65,536 tokens; yours reads {tokens:,}."
-        if not available("v5e-1"):
-            return "(Not compiled: there is no TPU compiler here, so the peak is not checked.)"
-        config = LlamaConfig.from_name("llama3.2-1b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
-        step, state, batch = abstract_step(config, settings)
-        report = compile_report(step, state, batch, donate_argnums=(0,), chip="v5e-1")
-        peak = report.peak_bytes / GiB
-        assert report.fits, f"The peak is {peak:.1f} GiB. Which setting decides how many sequences are alive at once?"
-        return (
-            f"Peak {peak:.1f} GiB. Eight sequences one after the other cost one f32 sum of the gradients, and the "
-            "activations of a single one."
+        assert not alike(first, second), (
+            "The second epoch has the order of the first, or most of it: what should the order depend on, beside the "
+            "seed?"
         )
+        assert not alike(first, other), "Seeds 0 and 1 give one order, or nearly so: where does the seed come in?"
+        assert second != other, (
+            "The second epoch of seed 0 is the first of seed 1: two runs that should be independent read the same. How "
+            "do two numbers become one seed without meeting?"
+        )
+        shuffled = {tuple(read(range(2), seed, 8, 4)) for seed in range(40)}
+        assert len(shuffled) > 30, "Over 40 seeds few orders come: how many are there of eight sequences?"
+        near, far = (min(_seconds(fn, step, 0, 10, 4) for _ in range(3)) for step in (0, 200_000))
+        assert far < 20 * near + 0.1, (
+            f"Step 200,000 takes {far:.1f} s: is every epoch before it shuffled again? What does one order need?"
+        )
+        return "Seed and epoch make the order, the step a place in it: a run that was killed has lost nothing."
 
     grade(1, body)
+
+
+def _seconds(fn: Callable[..., Any], *args: int) -> float:
+    start = time.perf_counter()
+    fn(*args)
+    return time.perf_counter() - start
 
 
 def check_accumulated(fn: Callable[..., Any]) -> None:
