@@ -81,7 +81,10 @@ def check_tokens_at_par(fn: Callable[..., float]) -> None:
                 (8 if remat else 6) / 2: "That is the forward pass alone. How many FLOPs has a whole step?",
             }
             if not remat:
-                hints[2.0] = "Six journeys? Count how often all weights come to a chip, or leave it, in one step."
+                hints[2.0] = (
+                    "Six journeys? Count how often all weights come to a chip, or leave it, in one step. Or three "
+                    "operations? A multiplication and an addition are two FLOPs."
+                )
                 hints[2 / 3] = "The weights arrive twice. What travels in the backward pass as well?"
             if n_bytes == 4:
                 hints[3 / 4] = again
