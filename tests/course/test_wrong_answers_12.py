@@ -346,6 +346,7 @@ WRONG: Answers = {
     ),
     "the speeds swapped": (HIDDEN, lambda flops, link, size, _: size * link / flops, "Set them equal"),
     "bits": (HIDDEN, lambda flops, link, size, trained: 8 * size * flops / link, "are not it"),
+    "an addition costs nothing": (HIDDEN, hidden((7, 4), (2, 3)), "and an addition"),
     "a list": (HIDDEN, lambda flops, link, size, trained: [1.0, 2.0], "one number"),
     "as it was given": (BACKWARD, new_weights_in_the_vjp, "whose weights"),
     "the layer computed twice": (BACKWARD, layer_computed_twice, "from one forward pass"),

@@ -97,8 +97,8 @@ _RTX5090 = Gpu(102_400, 101_376, 1536, 170, 128, 100_663_296, 2.41, (12, 0))
 # devices, each with half of its memory, speed and links; v7x-1 is one of them.
 # GPU memory, bandwidth and dense bf16 speeds, sums in f32: NVIDIA's data sheets; memory less what a driver keeps.
 # Host link, bytes/s one way. GPUs: the PCIe generation on NVIDIA's data sheet, 16 lanes, less a fifth for its packets.
-# TPUs: an assumption, PCIe 3 for v5e and PCIe 4 for later ones; Google publishes no number. Chip link: Google Cloud's
-# TPU pages (1,600, 3,200 and 4,800 Gbit/s), NVLink one way on NVIDIA's data sheets.
+# TPUs: 16 and 32 GB/s for v5e and v6e, https://jax-ml.github.io/scaling-book/tpus; that of a v6e is assumed
+# for the others. Chip link: Google Cloud's TPU pages (1,600, 3,200 and 4,800 Gbit/s), NVLink one way on data sheets.
 CHIPS: dict[str, Chip] = {
     name: Chip(name, "tpu", kind, int(gib * _GiB), flops, speed, topology, cores, host_link=host, chip_link=link)
     for name, kind, gib, flops, speed, topology, cores, host, link in (

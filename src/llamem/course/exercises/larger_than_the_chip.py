@@ -34,6 +34,10 @@ def check_hidden_from(fn: Callable[..., float]) -> None:
                 f"{case}: {found:.3g} tokens? The link takes bytes / link, the products FLOPs / flops. "
                 "Set them equal, for one weight: how many there are cancels"
             )
+            assert weight_bytes == 2 or abs(share / 2 - 1) > 1e-3, (
+                f"{case}: four FLOPs for each weight and token. There are four products, and in each a multiplication "
+                "and an addition"
+            )
             _not_these(case, share, trained)
             assert abs(share - 1) < 1e-3, f"{case}: {found:.0f} tokens are not it. Count both sides for one weight"
         return "The width of the layer never came up: bytes and products both grow with its weights."
