@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 import llamem
-from llamem.memory.flops import count_products, matmul_flops
+from llamem.memory.flops import count_products, matmul_flops, matmul_flops_again
 
 
 def shape(*sizes, dtype=jnp.float32):
@@ -32,7 +32,9 @@ def test_loops_are_multiplied_out():
     assert flops(scanned, x, w) == 5 * unit
     assert flops(jax.grad(scanned, argnums=(0, 1)), x, w) == 15 * unit
     # tanh keeps its result, so that the backward pass needs the product once more.
-    assert flops(jax.grad(lambda x, w: scanned(x, w, True), argnums=(0, 1)), x, w) == 20 * unit
+    gradient = jax.grad(lambda x, w: scanned(x, w, True), argnums=(0, 1))
+    assert flops(gradient, x, w) == 20 * unit
+    assert matmul_flops_again(jax.make_jaxpr(gradient)(x, w).jaxpr) == 5 * unit
 
     def nested(x, w):
         return jax.lax.scan(lambda c, _: (scanned(x, w) + c, None), 0.0, None, length=3)[0]

@@ -8,7 +8,7 @@ import pytest
 from broken import BROKEN
 from flax import errors, linen
 from jax.ad_checkpoint import checkpoint_name
-from programs import KEYS, POLICIES, WEIGHTS, Block, L, X, by_policy, half, proved, unrolled
+from programs import KEYS, POLICIES, WEIGHTS, Block, L, X, by_policy, half, layer, proved, unrolled
 from sound import SOUND, a_fixed_random_projection
 
 from llamem import assert_remat, verify_remat
@@ -65,6 +65,22 @@ def test_what_is_too_small_to_judge_is_said():
     for name, reason in [("memory falls", "below 1 MiB"), ("the compiler leaves them", "only those are counted")]:
         assert seen[name].holds is None and not seen[name].failed, verification
         assert "not proved" in str(seen[name]) and reason in seen[name].seen, verification
+
+
+def test_what_the_compiler_left_is_told_only_where_the_ways_differ_by_checkpoints():
+    """A stopped gradient spares the products that a checkpoint adds; other work hides that both were merged."""
+
+    def stopped(w, x, how):
+        return by_policy(None)(w | {"down": jax.lax.stop_gradient(w["down"])} if how else w, x, how)
+
+    def merged_beside_other_work(w, x, how):
+        other = jnp.mean((x.T @ x) @ (x.T @ jnp.tanh(x)) + x.T @ (x @ x.T @ x)) if how else 0.0
+        return unrolled(jax.checkpoint(layer) if how else layer, w, x) + 1e-9 * other
+
+    for loss in (stopped, merged_beside_other_work):
+        proof = proved(Title.COMPILER, loss, WEIGHTS, X, True, False)
+        assert proof.holds is None and "cannot tell: 25,165,824 FLOPs are computed again" in proof.seen, proof
+    assert proved(Title.COMPILER, by_policy(None), WEIGHTS, X, True, False).holds
 
 
 def test_names_of_single_layers_are_found():

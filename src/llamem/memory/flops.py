@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from llamem.memory.control_flow import OnDevices
-from llamem.memory.jaxprs import KERNELS, control_flow, inner_jaxprs
+from llamem.memory.jaxprs import KERNELS, computed_again, control_flow, inner_jaxprs
 
 
 class Products(NamedTuple):
@@ -42,21 +42,29 @@ def matmul_flops(jaxpr: jex_core.Jaxpr) -> int:
     return count_products(jaxpr).flops
 
 
-def count_products(jaxpr: jex_core.Jaxpr) -> Products:
-    """Count the products of a jaxpr as `matmul_flops` does, and what that leaves out."""
+def matmul_flops_again(jaxpr: jex_core.Jaxpr) -> int:
+    """Count, of `matmul_flops`, those that JAX marked as what checkpoints compute again in the backward pass."""
+    return count_products(jaxpr, only_again=True).flops
+
+
+def count_products(jaxpr: jex_core.Jaxpr, only_again: bool = False) -> Products:
+    """Count the products of a jaxpr as `matmul_flops` does, and what that leaves out.
+
+    `only_again`: those alone that checkpoints compute again.
+    """
     flops = kernels = loops = 0
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
+        name, others_too = eqn.primitive.name, not only_again or computed_again(eqn)
         if name.startswith(KERNELS):
-            kernels += 1
+            kernels += others_too
             continue
-        inside = [count_products(inner) for inner in inner_jaxprs(eqn)]
+        inside = [count_products(inner, not others_too) for inner in inner_jaxprs(eqn)]
         if name == "cond":
             inside = [max(inside, key=lambda one: one.flops)]
         runs = eqn.params["length"] if name == "scan" else 1
         if isinstance(flow := control_flow(eqn), OnDevices):
             runs = flow.devices
-        flops += _own_flops(eqn) + runs * sum(one.flops for one in inside)
+        flops += others_too * _own_flops(eqn) + runs * sum(one.flops for one in inside)
         kernels += runs * sum(one.kernels for one in inside)
         loops += sum(one.loops for one in inside)
         loops += name == "while" and any(one.flops or one.kernels for one in inside)
