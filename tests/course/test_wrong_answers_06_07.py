@@ -13,9 +13,19 @@ from answers import Answers, refuse
 from llamem.course.exercises import llama3, train_llama3
 
 
-def parameters(D, V, L, H, K, h, F, tables=2, heads=None, kv=None, feed_forward=3, norms=2, last=1):
-    heads, kv = (H * h if heads is None else heads), (K * h if kv is None else kv)
-    return tables * V * D + L * (2 * D * heads + 2 * D * kv + feed_forward * D * F + norms * D) + last * D
+def slowed(angle_p, factor, old, low=1.0, high=4.0, wave=2 * np.pi, of: Any = lambda turns_p: turns_p, clip=True):
+    """Llama 3.1's angles, right but for what the arguments say; `of`: in what the line between is straight."""
+    turns_p = np.asarray(old * angle_p / wave, np.float64)
+    keep_p = (of(turns_p) - of(np.float64(low))) / (of(np.float64(high)) - of(np.float64(low)))
+    keep_p = np.clip(keep_p, 0, 1) if clip else keep_p
+    return angle_p * (keep_p + (1 - keep_p) / factor)
+
+
+def turns_themselves_on_a_line(angle_p, factor, old):
+    """Between, the new number of turns runs from 1/factor to 4, not the share that is kept."""
+    turns_p = old * angle_p / (2 * np.pi)
+    between_p = 1 / factor + (turns_p - 1) / 3 * (4 - 1 / factor)
+    return jnp.select([turns_p >= 4, turns_p <= 1], [angle_p, angle_p / factor], between_p * 2 * np.pi / old)
 
 
 def in_tiles(q_h, tiles, rescale_sum=True, rescale_mix=True, start=-np.inf, scale=True, last=True, use_max=True):
@@ -324,56 +334,69 @@ RIGHT = {
 }
 
 WRONG: Answers = {
-    "one table": (llama3.check_count_parameters, lambda *a: parameters(*a, tables=1), "untied"),
-    "no norms": (llama3.check_count_parameters, lambda *a: parameters(*a, norms=0, last=0), "scale"),
-    "no last norm": (llama3.check_count_parameters, lambda *a: parameters(*a, last=0), "scale"),
-    "one norm in a layer": (llama3.check_count_parameters, lambda *a: parameters(*a, norms=1), "scale"),
-    "norms with a bias": (llama3.check_count_parameters, lambda *a: parameters(*a, norms=4, last=2), "too many"),
-    "h is D / H": (
-        llama3.check_count_parameters,
-        lambda D, V, L, H, K, h, F: parameters(D, V, L, H, K, D // H, F),
-        "Where does h belong",
+    "angles as they were": (llama3.check_slowed_angles, lambda angle_p, factor, old: angle_p, "one or less"),
+    "every pair slowed": (llama3.check_slowed_angles, lambda angle_p, factor, old: angle_p / factor, "stays as it is"),
+    "slow pairs made faster": (
+        llama3.check_slowed_angles,
+        lambda angle_p, factor, old: slowed(angle_p, 1 / factor, old),
+        "one or less",
     ),
-    "keys as wide as queries": (
-        llama3.check_count_parameters,
-        lambda D, V, L, H, K, h, F: parameters(D, V, L, H, H, h, F),
-        "missing or double",
+    "the fast ones slowed": (
+        llama3.check_slowed_angles,
+        lambda angle_p, factor, old: angle_p + angle_p / factor - slowed(angle_p, factor, old),
+        "stays as it is",
     ),
-    "eight key/value heads": (
-        llama3.check_count_parameters,
-        lambda D, V, L, H, K, h, F: parameters(D, V, L, H, 8, h, F),
-        "written into your answer",
+    "no passage, at one turn": (
+        llama3.check_slowed_angles,
+        partial(slowed, low=1.0, high=1.0001),
+        "between one and four",
     ),
-    "heads of 128": (
-        llama3.check_count_parameters,
-        lambda D, V, L, H, K, h, F: parameters(D, V, L, H, K, 128, F),
-        "written into your answer",
+    "no passage, at four turns": (llama3.check_slowed_angles, partial(slowed, low=3.9999), "between one and four"),
+    "a line in the wavelength": (
+        llama3.check_slowed_angles,
+        partial(slowed, of=lambda turns_p: 1 / turns_p),
+        "between one and four",
     ),
-    "two feed-forward matrices": (
-        llama3.check_count_parameters,
-        lambda *a: parameters(*a, feed_forward=2),
-        "missing or double",
+    "a line in the logarithm": (llama3.check_slowed_angles, partial(slowed, of=np.log), "between one and four"),
+    "a line in the new turns": (llama3.check_slowed_angles, turns_themselves_on_a_line, "between one and four"),
+    "whole turns only": (llama3.check_slowed_angles, partial(slowed, of=np.floor), "between one and four"),
+    "radians taken for turns": (llama3.check_slowed_angles, partial(slowed, wave=1.0), "one or less|between one"),
+    "half turns": (llama3.check_slowed_angles, partial(slowed, wave=np.pi), "one or less|between one"),
+    "a line that goes on": (llama3.check_slowed_angles, partial(slowed, clip=False), "stays as it is"),
+    "always eight times": (
+        llama3.check_slowed_angles,
+        lambda angle_p, factor, old: slowed(angle_p, 8, old),
+        "factor=32",
     ),
-    "one layer": (llama3.check_count_parameters, lambda D, V, L, *a: parameters(D, V, 1, *a), "missing or double"),
-    "no output projection": (
-        llama3.check_count_parameters,
-        lambda D, V, L, H, K, h, F: parameters(D, V, L, H, K, h, F) - L * H * h * D,
-        "missing or double",
+    "always 8,192 tokens": (
+        llama3.check_slowed_angles,
+        lambda angle_p, factor, old: slowed(angle_p, factor, 8192),
+        "old=2,048",
     ),
-    "keys without values": (
-        llama3.check_count_parameters,
-        lambda D, V, L, H, K, h, F: parameters(D, V, L, H, K, h, F) - L * K * h * D,
-        "missing or double",
+    "the pairs of a head of 128": (
+        llama3.check_slowed_angles,
+        lambda angle_p, factor, old: slowed(500_000.0 ** (-np.arange(64) / 64), factor, old),
+        "32 pairs",
     ),
-    "biases": (
-        llama3.check_count_parameters,
-        lambda D, V, L, H, K, h, F: parameters(D, V, L, H, K, h, F) + L * (H + 2 * K) * h,
-        "Nothing else is a vector",
+    "wavelengths": (
+        llama3.check_slowed_angles,
+        lambda angle_p, factor, old: 2 * np.pi / slowed(angle_p, factor, old),
+        "stays as it is",
     ),
-    "a square output projection": (
-        llama3.check_count_parameters,
-        lambda D, V, L, H, K, h, F: parameters(D, V, L, H, K, h, F) + L * (D - H * h) * D,
-        "Where does h belong",
+    "the share kept": (
+        llama3.check_slowed_angles,
+        lambda angle_p, factor, old: slowed(angle_p, factor, old) / angle_p,
+        "stays as it is",
+    ),
+    "counted by pairs": (
+        llama3.check_slowed_angles,
+        lambda angle_p, factor, old: angle_p * np.where(np.arange(len(angle_p)) < 29, 1, 1 / factor),
+        "between one and four",
+    ),
+    "four and one exchanged in the passage": (
+        llama3.check_slowed_angles,
+        partial(slowed, low=4.0, high=1.0),
+        "stays as it is",
     ),
     "from the first tile's maximum": (llama3.check_attend_in_tiles, from_the_first_maximum, "of all keys so far"),
     "in 80 bits without a maximum": (llama3.check_attend_in_tiles, wide_without_maximum, "of all keys so far"),

@@ -1,4 +1,4 @@
-"""Checks of notebook 06's exercises: parameters, and attention in tiles."""
+"""Checks of notebook 06's exercises: Llama 3.1's angles, and attention in tiles."""
 
 import itertools
 import tracemalloc
@@ -10,36 +10,41 @@ import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
-from llamem.llama.config import LlamaConfig
+from llamem.llama import rope_tables
+from llamem.llama.config import LlamaConfig, RopeScaling
 
 
-def check_count_parameters(fn: Callable[..., int]) -> None:
-    """Exercise 1: against the configurations' own counts."""
+def check_slowed_angles(fn: Callable[..., Any]) -> None:
+    """Exercise 1: Llama 3.1's angles from Llama 3's, against the package's."""
 
     def body() -> str:
-        for name in ("llama3-8b", "qwen3-0.6b", "tiny"):
-            c = LlamaConfig.from_name(name, qk_norm=False, tied_head=False)
-            found = fn(c.d_model, c.vocab_size, c.n_layers, c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff)
-            missing = c.n_params - found
-            if missing and name == "tiny":
-                raise AssertionError(
-                    f"right for large models, not for {c.n_kv_heads} key/value heads of size {c.head_dim}. Is a size "
-                    "written into your answer?"
-                )
-            if missing == c.vocab_size * c.d_model:
-                raise AssertionError("One table too few: untied, embedding and head are two of them.")
-            if 0 < abs(missing) <= (2 * c.n_layers + 1) * c.d_model:
-                raise AssertionError(
-                    f"{name}: {abs(missing):,} too {'few' if missing > 0 else 'many'}, which is less than any matrix. "
-                    "Norms have a scale each: two in every layer, and one after the last. Nothing else is a vector."
-                )
-            if missing and c.n_heads * c.head_dim != c.d_model:
-                raise AssertionError(f"{name} has heads of size {c.head_dim}: not D / H. Where does h belong?")
-            if missing:
-                raise AssertionError(f"{name}: {found:,}, not {c.n_params:,}. Which matrix is missing or double?")
-        return "To the last parameter."
+        for name, factor, old in (("llama3.1-8b", 8.0, 8192), ("llama3.2-1b", 32.0, 8192), ("llama3.1-8b", 4.0, 2048)):
+            config = LlamaConfig.from_name(name, rope_scaling=None)
+            angle_p = _angles(config)
+            right_p = _angles(config.replace(rope_scaling=RopeScaling(factor=factor, original_max_seq_len=old)))
+            found_p = np.asarray(fn(jnp.asarray(angle_p), factor, old), np.float64)
+            assert found_p.shape == angle_p.shape, f"Return one angle for each of the {len(angle_p)} pairs."
+            wrong_p = ~np.isclose(found_p, right_p, rtol=1e-3)
+            turns_p, share_p = old * angle_p / (2 * np.pi), found_p / angle_p
+            for pairs_p, rule in (
+                (turns_p >= 4, "four or more, so it stays as it is"),
+                (turns_p <= 1, "one or less, so it keeps 1/factor of its angle"),
+                (wrong_p, "between one and four, so it keeps a share on the straight line from 1/factor to 1"),
+            ):
+                for i in np.flatnonzero(pairs_p & wrong_p)[:1]:
+                    raise AssertionError(
+                        f"factor={factor:g}, old={old:,}, {len(angle_p)} pairs: pair {i} makes {turns_p[i]:,.2f} turns "
+                        f"in the first context, {rule}. Yours keeps {share_p[i]:.3f} of its angle."
+                    )
+        return "These are Llama 3.1's angles: with them, your thirty lines are that model."
 
     grade(1, body)
+
+
+def _angles(config: LlamaConfig) -> np.ndarray:
+    """Return the angle of each pair for one token, in radians."""
+    cos, sin = rope_tables(config, jnp.array([1]))
+    return np.arctan2(sin[0], cos[0])
 
 
 def check_attend_in_tiles(fn: Callable[..., Any]) -> None:
