@@ -18,20 +18,21 @@ _QUESTIONS = {
 
 
 def proof_grid(answers: Mapping[str, Verification]) -> Figure:
-    """Draw programs beside proofs: red where a proof fails, grey where it is not proved, or has nothing to judge."""
+    """Draw programs beside proofs: where a proof fails, and where it cannot tell or has nothing to judge."""
     rows = [(question, title) for question, titles in _QUESTIONS.items() for title in titles]
-    shade = {True: 1, False: 2, None: 0}
-    judged = [{proof.name: proof.holds for proof in answer.proofs} for answer in answers.values()]
-    grid = np.array([[shade[one.get(title)] for one in judged] for _, title in rows])
-    colours = ListedColormap(["#f0f0f0", "#a9c8e8", "#b5402a"])
+    shade = {True: 1, None: 2, False: 3}
+    judged = [{proof.name: shade[proof.holds] for proof in answer.proofs} for answer in answers.values()]
+    grid = np.array([[one.get(title, 0) for one in judged] for _, title in rows])
+    colours = ListedColormap(["#f4f4f4", "#a9c8e8", "#c4c4c4", "#b5402a"])
     gaps = {question: 0.2 * i for i, question in enumerate(_QUESTIONS)}  # above the rows of each
     places = [row + gaps[question] for row, (question, _) in enumerate(rows)]
     fig, ax = plt.subplots(figsize=(10, 4.6))
     for y, shades in zip(places, grid, strict=True):
         extent = (-0.5, len(answers) - 0.5, y + 0.46, y - 0.46)
-        ax.imshow(shades[None], cmap=colours, vmin=0, vmax=2, aspect="auto", extent=extent)
-    for row, column in np.argwhere(grid == 2):
-        ax.text(column, places[row], "fails", ha="center", va="center_baseline", color="white", fontsize=9)
+        ax.imshow(shades[None], cmap=colours, vmin=0, vmax=3, aspect="auto", extent=extent)
+    for value, word, colour in ((3, "fails", "white"), (2, "?", "black")):
+        for row, column in np.argwhere(grid == value):
+            ax.text(column, places[row], word, ha="center", va="center_baseline", color=colour, fontsize=9)
     ax.set_ylim(places[-1] + 0.5, -0.5)
     ax.set_yticks(places, [title for _, title in rows])
     ax.set_xticks(range(len(answers)), list(answers), rotation=30, ha="left", rotation_mode="anchor")
@@ -43,26 +44,43 @@ def proof_grid(answers: Mapping[str, Verification]) -> Figure:
         ax.text(len(answers) - 0.4, middle, question, va="center", fontweight="bold")
     ax.tick_params(which="both", length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("red: the proof fails; blue: it holds; grey: not proved, or nothing to judge")
+    ax.set_xlabel("blue: the proof holds; ?: it cannot tell; pale: nothing to judge")
     return fig
 
 
 def proof_grid_alt(answers: Mapping[str, Verification]) -> str:
     """Say what `proof_grid` shows."""
-    failed = {case: ", ".join(proof.name for proof in answer.failed) or "none" for case, answer in answers.items()}
-    return f"A grid of programs and proofs. Failed: {'; '.join(f'{case}: {names}' for case, names in failed.items())}."
+    said = []
+    for word, holds in (("Failed", False), ("Cannot tell", None)):
+        of_case = {
+            case: ", ".join(proof.name for proof in answer.proofs if proof.holds is holds)
+            for case, answer in answers.items()
+        }
+        said.append(f"{word}: {'; '.join(f'{case}: {names}' for case, names in of_case.items() if names)}.")
+    return " ".join(["A grid of programs and proofs.", *said])
 
 
 def learning_curves(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Draw losses by name on logarithmic axes, side by side in panels with titles; all but the first share theirs."""
+    """Draw losses by name on logarithmic axes, three a panel, side by side; all panels but the first share theirs."""
     fig, axes = plt.subplots(1, len(panels), figsize=(10, 3.6))
     for ax, (title, curves) in zip(axes, panels.items(), strict=True):
-        for i, (name, curve) in enumerate(curves.items()):
-            ax.plot(curve, label=name, color=f"C{i}", linestyle=("-", "--", ":")[i % 3], linewidth=2)
+        ends = {name: float(curve[-1]) for name, curve in curves.items()}
+        for (name, curve), colour, style in zip(curves.items(), ("C0", "C4", "C2"), ("-", "--", ":"), strict=True):
+            ax.plot(curve, color=colour, linestyle=style, linewidth=2)
+            near = [end for other, end in ends.items() if other != name and 0.8 < end / ends[name] < 1.25]
+            place = "center" if not near else "bottom" if ends[name] > near[0] else "top"
+            ax.text(len(curve) * 1.03, ends[name], name, color=colour, va=place)
         ax.set(yscale="log", xlabel="step of Adam")
         ax.set_title(title, fontsize=11)
-        ax.legend(frameon=False)
     for ax in axes[2:]:
         ax.sharey(axes[1])
     axes[0].set_ylabel("loss")
     return fig
+
+
+def learning_curves_alt(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
+    """Say what `learning_curves` shows: where each curve begins and ends."""
+    return " ".join(
+        f"{title}: {', '.join(f'{name} from {curve[0]:.2g} to {curve[-1]:.2g}' for name, curve in curves.items())}."
+        for title, curves in panels.items()
+    )
