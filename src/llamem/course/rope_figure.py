@@ -1,5 +1,7 @@
 """Notebook 06's figure of RoPE: how fast each pair of channels turns, and which angles a training has seen."""
 
+from typing import Any
+
 import matplotlib.pyplot as plt
 import numpy as np
 from jaxtyping import Float
@@ -29,7 +31,7 @@ def rope_dials(
         ax.plot(pair, 2 * np.pi / old_p[pair], "o", color=_ROWS["Llama 3"])
     ax.set(xlabel="pair of channels", ylabel="tokens for one turn")
     for column, pair in enumerate(pairs, 2):
-        dial = fig.add_subplot(grid[column], projection="polar")
+        dial: Any = fig.add_subplot(grid[column], projection="polar")
         ends = {"seen": seen * old_p[pair], "Llama 3": longest * old_p[pair], "Llama 3.1": longest * new_p[pair]}
         dial.bar(0, 0.6, width=min(ends["seen"], 2 * np.pi), align="edge", color=_ROWS["seen"])
         for name, radius in (("Llama 3.1", 0.75), ("Llama 3", 0.95)):
