@@ -78,7 +78,7 @@ def check_best_group(fn: Callable[..., Any]) -> None:
                 f"{peaks[got]:.0f} inputs, and another size has a lower one. {question}Count what waits while the "
                 "first group runs backward: what is there once per group, and what for each layer of that group?"
             )
-        return "What groups keep and what the layers of one group keep balance: near the square root of the depth."
+        return "What groups keep and what the layers of one group keep balance: near the root of n_layers / kept."
 
     grade(2, body)
 
