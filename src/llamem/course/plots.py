@@ -146,13 +146,13 @@ def loss_curves(
         label = {"color": line.get_color(), "fontweight": "bold", "va": "bottom" if name == highest else "top"}
         end = (rows[-1]["step"], rows[-1][key])
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        ax.annotate(f"{name}, {end[1]:.2f}", end, (8, 0), textcoords="offset points", bbox=box, **label)
+        ax.annotate(f"{name}, {end[1]:.3g}", end, (8, 0), textcoords="offset points", bbox=box, **label)
     for (name, value), style in zip((bars or {}).items(), (":", "--", "-."), strict=False):
         ax.axhline(value, color="black", linestyle=style)
         ax.text(1.01, value, f"{name}, {value:.2f}", transform=ax.get_yaxis_transform(), va="center")
     for step, loss, words in notes:
         ax.text(step, loss, words, fontsize=10, va="center", linespacing=1.4)
-    ax.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, 1.27 * metrics[-1]["step"]))  # room for the names
+    ax.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, 1.35 * metrics[-1]["step"]))  # room for the names
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if not bars:
         ax.set_yscale("log")
