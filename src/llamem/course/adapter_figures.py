@@ -38,24 +38,27 @@ def reward_rounds_alt(rounds: Sequence[np.ndarray], before: np.ndarray, after: n
 def ledger_bars(
     ledgers: Mapping[str, Mapping[str, float]], peaks: Mapping[tuple[str, str], float], rooms: Mapping[str, float]
 ) -> Figure:
-    """Draw ledgers, bytes by name, as bars of their parts, and chips: what each has as a line, its peaks as marks.
+    """Draw a bar for each chip and ledger: the ledger's parts, what the compiler's peak adds, and a line for the room.
 
-    `rooms` are of chips, `peaks` of some of them and of a ledger each.
+    `ledgers` are bytes by name; `rooms` is what each chip has, and `peaks` are by chip and ledger, where known.
     """
-    fig, ax = plt.subplots(figsize=(8, 2.6))
-    rows, left = list(ledgers), np.zeros(len(ledgers))
-    for name, hatch in zip(next(iter(ledgers.values())), HATCHES, strict=False):
-        sizes = np.array([ledgers[row][name] / GiB for row in rows])
-        ax.barh(rows, sizes, left=left, hatch=hatch, edgecolor="white", label=name)
+    fig, ax = plt.subplots(figsize=(9, 3.6))
+    rows = [(bits, chip) for bits in reversed(ledgers) for chip in reversed(rooms)]
+    left, labels = np.zeros(len(rows)), [*next(iter(ledgers.values())), "a layer at work"]
+    for name, hatch in zip(labels, HATCHES, strict=False):
+        wanted = [
+            ledgers[bits].get(name, peaks.get((chip, bits), 0) - sum(ledgers[bits].values())) for bits, chip in rows
+        ]
+        sizes = np.maximum(wanted, 0) / GiB
+        ax.barh(range(len(rows)), sizes, 0.6, left, hatch=hatch, edgecolor="white", label=name)
         left += sizes
-    for (chip, room), style, mark, up in zip(rooms.items(), ("--", ":"), ("D", "o"), (0.18, -0.18), strict=True):
-        ax.axvline(room / GiB, color="black", linestyle=style, label=f"{chip}: what it has")
-        mine = {rows.index(row) + up: peak / GiB for (whose, row), peak in peaks.items() if whose == chip}
-        if mine:
-            ax.plot(list(mine.values()), list(mine), mark, color="black", label=f"{chip}: its compiler's peak")
-        for y, peak in mine.items():
-            ax.annotate(f"{peak:.1f}", (peak, y), xytext=(7, 0), textcoords="offset points", va="center", fontsize=9)
-    ax.margins(x=0.09)
-    ax.set_xlabel("GiB")
-    ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1.05), fontsize=8)
+    for y, (_, chip) in enumerate(rows):
+        room = rooms[chip] / GiB
+        ax.vlines(room, y - 0.45, y + 0.45, color="black", linewidth=3, label="" if y else "what the chip has")
+        ax.text(
+            left[y] + 0.25, y, f"{left[y]:.1f}: {'fits' if left[y] <= room else 'too large'}", va="center", fontsize=10
+        )
+    ax.set_yticks(range(len(rows)), [f"{bits}, {chip}" for bits, chip in rows])
+    ax.set(xlabel="GiB", xlim=(0, 1.15 * left.max()))
+    ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, fontsize=9)
     return fig

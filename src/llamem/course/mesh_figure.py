@@ -25,6 +25,10 @@ COLLECTIVES_ALT = (
     "Three panels of four devices, before and after. all-gather: one part each becomes all parts on each. "
     "reduce-scatter: a whole array each becomes one part of the sum on each. all-reduce: the whole sum on each."
 )
+PROGRAMS_ALT = (
+    "Four panels of dots for seven programs on two chips. Naive programs: two do 8 shares of the work; three of four "
+    "receive 50 GiB and more. Below a line the three cures: one share, two to four messages, under 2 GiB received."
+)
 _DEVICES = 8
 _COLLECTIVES = "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"
 
@@ -34,7 +38,7 @@ def _colours() -> Any:
 
 
 def _number(ax: Axes, x: float, y: float, text: str, owner: int) -> None:
-    ax.text(x, y, text, ha="center", va="center", fontsize=7, color="black" if owner > 4 else "white")
+    ax.text(x, y, text, ha="center", va="center", fontsize=9, color="black" if owner > 4 else "white")
 
 
 def layouts_drawn(layouts: Mapping[str, tuple[P, P, P]], meshes: Mapping[str, Mesh]) -> Figure:
@@ -42,15 +46,16 @@ def layouts_drawn(layouts: Mapping[str, tuple[P, P, P]], meshes: Mapping[str, Me
 
     `layouts` maps an axis to the specs of hidden states `[N, D]`, head `[V, D]` and targets. Grey is held by all.
     """
-    fig, axes = plt.subplots(1, len(layouts), figsize=(11, 3.4))
+    fig, axes = plt.subplots(1, len(layouts), figsize=(10, 2.8))
     for ax, (axis, (x_spec, head_spec, _)) in zip(axes, layouts.items(), strict=True):
         rows, columns = (*x_spec, None)[0], "tensor" if axis == "tensor" else None
-        _array(ax, meshes[axis], P(*(*x_spec, None)[:2]), (-1.7, 0, 1.2, 4), "X [N, D]")
-        _array(ax, meshes[axis], P(*reversed((*head_spec, None, None)[:2])), (0, 4.6, 4, 0.9), "Wᵀ [D, V]")
-        _array(ax, meshes[axis], P(rows, columns), (0, 0, 4, 4), "logits [N, V]")
+        _array(ax, meshes[axis], P(*(*x_spec, None)[:2]), (-1.7, 0, 1.2, 4), "x_ND")
+        _array(ax, meshes[axis], P(*reversed((*head_spec, None, None)[:2])), (0, 4.6, 4, 0.9), "head_VD.T")
+        _array(ax, meshes[axis], P(rows, columns), (0, 0, 4, 4), "logits_NV")
         sequences = "one sequence" if axis == "context" else "eight sequences"
-        ax.text(-1.8, 2, sequences, rotation=90, ha="right", va="center", fontsize=8)
-        ax.set(title=axis, xlim=(-2.4, 4.2), ylim=(-0.1, 6.0), aspect="equal")
+        ax.text(-1.8, 2, sequences, rotation=90, ha="right", va="center", fontsize=9)
+        ax.set_title(axis, x=2 / 3)
+        ax.set(xlim=(-2.4, 4.2), ylim=(-0.1, 6.0), aspect="equal")
         ax.axis("off")
     return fig
 
@@ -72,7 +77,7 @@ def _array(ax: Axes, mesh: Mesh, spec: P, box: tuple[float, float, float, float]
         ax.add_patch(Rectangle(corner, wide, high, facecolor=colour, edgecolor="white"))
         if not whole and high > 0.2:  # else the number would not fit
             _number(ax, corner[0] + wide / 2, corner[1] + high / 2, str(device.id), device.id)
-    ax.text(x + width / 2, y + height + 0.1, name, ha="center", fontsize=8)
+    ax.text(x + width / 2, y + height + 0.1, name, ha="center", fontsize=9)
 
 
 def rounds_drawn() -> Figure:
@@ -94,7 +99,7 @@ def rounds_drawn() -> Figure:
 
 def collectives_drawn() -> Figure:
     """Return a figure: what each of four devices has before and after three collectives."""
-    fig, axes = plt.subplots(1, 3, figsize=(11, 1.9))
+    fig, axes = plt.subplots(1, 3, figsize=(10, 1.9))
     for ax, title in zip(axes, ("all-gather", "reduce-scatter", "all-reduce"), strict=True):
         for device in range(4):
             for part in range(4):
@@ -106,8 +111,37 @@ def collectives_drawn() -> Figure:
                     _part(ax, (part + 6, device), "Σ" if title == "all-reduce" or part == device else "", None)
         ax.annotate("", (5.8, 2), (4.2, 2), arrowprops={"arrowstyle": "->"})
         ax.set(title=title, xlim=(-1.4, 10), ylim=(4, 0), aspect="equal")
-        ax.text(-0.3, 2, "four devices", rotation=90, ha="right", va="center", fontsize=8)
+        ax.text(-0.3, 2, "four devices", rotation=90, ha="right", va="center", fontsize=9)
         ax.axis("off")
+    return fig
+
+
+def programs_drawn(found: Mapping[str, Mapping[str, tuple[float, int, float, float]]]) -> Figure:
+    """Return a figure: of each program, by its name, four numbers in panels of their own, for each chip.
+
+    They are the work in shares, the messages, the bytes that arrive, and the peak in GiB.
+    """
+    titles = "work, in shares", "messages", "GiB that arrive", "peak, GiB"
+    fig, axes = plt.subplots(1, 4, figsize=(10, 3.6), sharey=True, layout="constrained")
+    for (chip, programs), marker, up in zip(found.items(), "os", (-0.17, 0.17), strict=False):
+        for ax, numbers in zip(axes, zip(*programs.values(), strict=True), strict=True):
+            numbers = [number / 2**30 for number in numbers] if ax is axes[2] else numbers
+            ax.plot(numbers, [y + up for y in range(len(numbers))], marker, label=chip)
+            for y, number in enumerate(numbers):
+                text = f"{number:d}" if isinstance(number, int) else f"{number:.1f}"
+                ax.annotate(text, (number, y + up), (6, 0), textcoords="offset points", va="center", fontsize=8)
+    for ax, title in zip(axes, titles, strict=True):
+        ax.set(title=title, xscale="log" if ax in axes[1:3] else "linear")
+        low, high = ax.get_xlim()
+        ax.set_xlim((low / 2, high * 6) if ax in axes[1:3] else (0, 1.25 * high))
+        if ax in axes[1:3]:
+            ax.xaxis.set_major_formatter("{x:g}")
+            ax.minorticks_off()
+        ax.axhline(3.5, color="gray", linewidth=1)
+    names = list(next(iter(found.values())))
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].invert_yaxis()
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     return fig
 
 
@@ -124,5 +158,6 @@ def lines_of(program: str | None, kinds: tuple[str, ...] = _COLLECTIVES) -> Iter
         if re.search(rf"\s({'|'.join(kinds)})(-start)?\(", line):
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
             line = re.sub(r", (metadata|backend_config|sharding|frontend_attributes)=.*", "", line.strip())
+            line = re.sub(r", (channel_id=\d+|use_global_device_ids=true)", "", line)
             line = re.sub(r"\(.*\) while", "(...) while", line)
             yield line[:150] + (f" ... runs {trips[1]} times" if trips else "")

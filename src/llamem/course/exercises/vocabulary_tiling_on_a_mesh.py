@@ -105,7 +105,7 @@ def check_target_logit(fn: Callable[..., Any]) -> None:
             f"right, but with 50 words on a device it makes {many:,} numbers, and with 5 words {few:,}: one for every "
             "token and every word of its own, as its logits are. How many rows of the head does a token want?"
         )
-        return "One sum of [N]. The row of a target never leaves its device."
+        return "One message of [N]. The row of a target never leaves its device."
 
     grade(2, body)
 
