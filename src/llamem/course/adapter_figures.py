@@ -43,7 +43,7 @@ def ledger_bars(
     `ledgers` are bytes by name; `rooms` is what each chip has, and `peaks` are by chip and ledger, where known.
     """
     fig, ax = plt.subplots(figsize=(9, 3.6))
-    rows = [(bits, chip) for bits in reversed(ledgers) for chip in reversed(rooms)]
+    rows = [(bits, chip) for bits in reversed([*ledgers]) for chip in reversed([*rooms])]
     left, labels = np.zeros(len(rows)), [*next(iter(ledgers.values())), "a layer at work"]
     for name, hatch in zip(labels, HATCHES, strict=False):
         wanted = [
