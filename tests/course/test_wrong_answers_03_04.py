@@ -3,6 +3,7 @@
 Each hint is checked for what it must lead to (a pattern) and for what it must not give away.
 """
 
+import itertools
 import math
 from functools import partial
 
@@ -60,95 +61,78 @@ def divisors(n):
     return [g for g in range(1, n + 1) if n % g == 0]
 
 
+def list_loop(layer, layers, x):
+    for w in layers:
+        x = layer(w, x)
+    return x
+
+
+def shapes(w):
+    return jax.tree.map(jnp.shape, w)
+
+
+def by_shape(layers):
+    return sorted(layers, key=lambda w: str(shapes(w)))
+
+
+def runs(layer, layers, x, remat=jax.checkpoint, key=shapes, **options):
+    for _, run in itertools.groupby(layers, key=key):
+        x = scan(remat(layer), jax.tree.map(lambda *leaves: jnp.stack(leaves), *run), x, **options)
+    return x
+
+
 STACKS: Answers = {
-    # The stack.
-    "a scan without a checkpoint": (stacks.check_remat_stack, scan, "a checkpoint around the layer"),
-    "the checkpoint around the scan": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: jax.checkpoint(partial(scan, layer))(w, x),
-        "or the whole stack",
+    # The runs.
+    "a Python loop": (stacks.check_scan_runs, lambda layer, ws, x: list_loop(jax.checkpoint(layer), ws, x), "grows"),
+    "a scan of each layer alone": (stacks.check_scan_runs, lambda *a: runs(*a, key=id), "grows with the layers"),
+    "equal layers together": (
+        stacks.check_scan_runs,
+        lambda f, ws, x: runs(f, by_shape(ws), x),
+        "Which are neighbours",
     ),
-    "a checkpoint around and inside": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: jax.checkpoint(partial(remat_scan, layer))(w, x),
-        "or the whole stack",
-    ),
-    "a Python loop": (stacks.check_remat_stack, lambda layer, w, x: loop(jax.checkpoint(layer), w, x), "grows"),
-    "a policy that keeps everything": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: scan(everything(layer), w, x),
+    "runs without a checkpoint": (
+        stacks.check_scan_runs,
+        lambda *a: runs(*a, remat=lambda layer: layer),
         "a checkpoint around the layer",
     ),
-    "the last of what all layers return": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(w, x),) * 2, x, w)[1][-1],
-        "what every layer returns",
+    "a checkpoint around each run": (
+        stacks.check_scan_runs,
+        lambda layer, ws, x: jax.checkpoint(partial(runs, layer))(ws, x),
+        "several layers",
     ),
-    "from last to first": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: scan(jax.checkpoint(layer), w, x, reverse=True),
-        "first to last",
+    "a policy that keeps everything": (
+        stacks.check_scan_runs,
+        lambda *a: runs(*a, remat=everything),
+        "a checkpoint around the layer",
     ),
-    "the pair that a scan returns": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: jax.lax.scan(lambda x, w: (jax.checkpoint(layer)(w, x), None), x, w),
-        "returns a pair",
+    "runs from last to first": (stacks.check_scan_runs, lambda *a: runs(*a, reverse=True), "first to last"),
+    "one scan of all": (stacks.check_scan_runs, lambda *a: runs(*a, key=lambda w: 0), "same shape"),
+    "runs by the first array": (
+        stacks.check_scan_runs,
+        lambda *a: runs(*a, key=lambda w: jax.tree.leaves(w)[0].shape),
+        "Are all shapes compared",
     ),
-    "the first layer only": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: scan(jax.checkpoint(lambda _, x: layer(jax.tree.map(lambda a: a[0], w), x)), w, x),
-        "each layer used once",
+    "runs by their sizes": (
+        stacks.check_scan_runs,
+        lambda *a: runs(*a, key=lambda w: sum(leaf.size for leaf in jax.tree.leaves(w))),
+        "Are all shapes compared",
     ),
-    "six layers, whatever the depth": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: remat_scan(layer, jax.tree.map(lambda leaf: leaf[:6], w), x),
-        "a number of layers",
+    "runs by the name of a weight": (
+        stacks.check_scan_runs,
+        lambda *a: runs(*a, key=lambda w: w["up"].shape),
+        "a name of weights",
     ),
-    "the layer of the notebook, whatever is given": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: remat_scan(lambda w, x: x + jnp.sin(jnp.tanh(x @ w["up"])) @ w["down"], w, x),
-        "another layer",
+    "no gradient for the weights": (
+        stacks.check_scan_runs,
+        lambda layer, ws, x: runs(layer, jax.lax.stop_gradient(ws), x),
+        "is one lost",
     ),
-    "no gradient for w": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: remat_scan(layer, jax.lax.stop_gradient(w), x),
-        "does one get lost",
+    "a first layer needed": (
+        stacks.check_scan_runs,
+        lambda layer, ws, x: runs(layer, [ws[0], *ws[1:]], x),
+        "need a first one",
     ),
-    "unrolled by the scan": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: scan(jax.checkpoint(layer), w, x, unroll=True),
-        "left as a loop",
-    ),
-    "no gradient for x": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: remat_scan(layer, w, jax.lax.stop_gradient(x)),
-        "gradients of w or x",
-    ),
-    "all but the last layer in the scan": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: layer(sliced(w, -1), remat_scan(layer, sliced(w, slice(-1)), x)),
-        "more than the layers' inputs",
-    ),
-    "all but the first layer in the scan": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: remat_scan(layer, sliced(w, slice(1, None)), layer(sliced(w, 0), x)),
-        "more than the layers' inputs",
-    ),
-    "two layers in a turn of the stack": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: scan(jax.checkpoint(partial(scan, layer)), in_pairs(w), x),
-        "more than the layers' inputs",
-    ),
-    "products kept": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: scan(jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable), w, x),
-        "more than the layers' inputs",
-    ),
-    "gradients stopped between the layers": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: scan(jax.checkpoint(lambda w, x: layer(w, jax.lax.stop_gradient(x))), w, x),
-        "gradients of w or x",
-    ),
+    "unrolled by the scan": (stacks.check_scan_runs, lambda *a: runs(*a, unroll=True), "left as a loop"),
     # The groups.
     "the divisor nearest to the formula's root": (
         stacks.check_best_groups,
@@ -174,20 +158,6 @@ STACKS: Answers = {
         stacks.check_best_groups,
         lambda n, x, w: min(divisors(n), key=lambda g: (g + n // g) * x + 2 * g * w),
         "How many groups|less is possible",
-    ),
-    "a loop of fori_loop that cuts the stack": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: jax.lax.fori_loop(
-            0, len(w["up"]), lambda i, x: jax.checkpoint(layer)(jax.tree.map(lambda a: a[i], w), x), x
-        ),
-        "cut them out of the stack",
-    ),
-    "a while loop": (
-        stacks.check_remat_stack,
-        lambda layer, w, x: jax.lax.while_loop(
-            lambda c: c[0] < len(w["up"]), lambda c: (c[0] + 1, layer(jax.tree.map(lambda a: a[c[0]], w), c[1])), (0, x)
-        )[1],
-        "Reverse-mode differentiation does not work",
     ),
     "no group and no layer alone": (
         stacks.check_best_groups,
@@ -617,8 +587,7 @@ def test_a_wrong_answer_is_refused_with_its_hint(name):
 @pytest.mark.parametrize(
     ("check", "answer"),
     [
-        (stacks.check_remat_stack, remat_scan),
-        (stacks.check_remat_stack, partial(apply_stack, remat="nothing")),
+        (stacks.check_scan_runs, runs),
         # Of two counts that hold the same either is right.
         (stacks.check_best_groups, lambda n, x, w: min(divisors(n), key=lambda g: (g + n // g) * x + 2 * n // g * w)),
         (

@@ -1,12 +1,11 @@
-"""What one more layer costs, in several ways of running a stack and on several chips, as lines over the depth."""
+"""What one more layer costs, in several ways of running a stack and on several chips."""
 
 from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.figure import Figure
 
-from llamem.course.plots import MARKERS
+from llamem.course.plots import HATCHES, MARKERS
 from llamem.memory.provenance import Category
 
 # What the larger arrays in the gradient of a stack of layers are, by the operation that makes them; the first fits.
@@ -25,35 +24,35 @@ PARTS: dict[str, Category] = {
 
 
 def layer_costs_drawn(points: Mapping[tuple[str, str, int], float]) -> Figure:
-    """Return a figure: of each chip a panel, memory against depth, a line for each way of running the layers.
+    """Return a figure: a bar for what one more layer adds in each way and on each chip, and the cheapest ways as lines.
 
-    `points` maps (chip, way, depth) to bytes of `x`. A way whose name ends in "+ remat" has the colour of the same way
-    without, which is dashed. Lines go through the two deepest points and end where they leave the picture.
+    `points` maps (chip, way, depth) to bytes of `x`. The lines are of the two ways with the least slopes, and go
+    through the depths that were compiled.
     """
     chips, ways = (list(dict.fromkeys(names)) for names in list(zip(*points, strict=True))[:2])
-    kinds = list(dict.fromkeys(way.removesuffix(" + remat") for way in ways))
-    fig, panels = plt.subplots(1, len(chips), figsize=(8.8, 4.2), sharey=True, squeeze=False)
-    for ax, chip in zip(panels[0], chips, strict=True):
-        for way in ways:
+    slopes = {(chip, way): _slope(*_of(points, chip, way)) for chip in chips for way in ways}
+    ways.sort(key=lambda way: slopes[chips[0], way])
+    fig, (bars, lines) = plt.subplots(1, 2, figsize=(9.6, 4.2), width_ratios=(3, 2), layout="constrained")
+    height = 0.8 / len(chips)
+    for i, chip in enumerate(chips):
+        rows = [y + (i - (len(chips) - 1) / 2) * height for y in range(len(ways))]
+        drawn = bars.barh(rows, [slopes[chip, way] for way in ways], height, hatch=HATCHES[i], edgecolor="white")
+        bars.bar_label(drawn, fmt="%.1f x", padding=3, fontsize=9)
+        drawn.set_label(chip)
+        for way in ways[:2]:
             depths, sizes = _of(points, chip, way)
-            i = kinds.index(way.removesuffix(" + remat"))
-            line, fill = ("-", "full") if way.endswith(" + remat") else ("--", "none")
-            marked: dict = {"color": f"C{i}", "marker": MARKERS[i], "fillstyle": fill}
-            ends = np.array([0, max(depth for *_, depth in points)])
-            ax.plot(ends, sizes[-1] + _slope(depths, sizes) * (ends - depths[-1]), line, color=f"C{i}")
-            ax.plot(depths, sizes, linestyle="none", **marked)
-            ax.plot([], [], line, label=way, **marked)
-        rematerialised = max(size for (_, way, _), size in points.items() if way.endswith("+ remat"))
-        ax.set(
-            title=chip,
-            xlabel="layers",
-            xticks=range(0, ends[-1] + 1, 8),
-            xlim=(0, None),
-            ylim=(0, 1.1 * rematerialised),
-        )
-    panels[0, 0].set_ylabel("temporaries, in bytes of x")
-    fig.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(kinds), frameon=False)
-    fig.set_layout_engine("constrained")
+            style = "-" if way == ways[0] else "--"
+            lines.plot(depths, sizes, style, color=f"C{i}", marker=MARKERS[ways.index(way)], label=f"{way}, {chip}")
+    bars.axvline(1, color="black", linewidth=0.8)
+    bars.set(xscale="log", xlim=(0.5, 2 * max(slopes.values())), xlabel="one more layer adds, in bytes of x (log)")
+    bars.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
+    bars.minorticks_off()
+    bars.set_yticks(range(len(ways)), ways, fontsize=10)
+    bars.invert_yaxis()
+    bars.legend(frameon=False, loc="upper right", fontsize=10)
+    lines.set(xlabel="layers", ylabel="temporaries, in bytes of x", xticks=range(0, 25, 8), xlim=(0, None))
+    lines.set_ylim(0, 1.6 * lines.get_ylim()[1])
+    lines.legend(frameon=False, loc="upper left", fontsize=9)
     return fig
 
 
@@ -62,7 +61,8 @@ def layer_costs_alt(points: Mapping[tuple[str, str, int], float]) -> str:
     words = []
     for chip, way in dict.fromkeys(key[:2] for key in points):
         words.append(f"{way} on {chip} {_slope(*_of(points, chip, way)):.1f}")
-    return f"Memory against depth, a line for each way. What one more layer adds, in bytes of x: {'; '.join(words)}."
+    opening = "Bars of what one more layer adds, in bytes of x, and lines of the two cheapest ways over the depth"
+    return f"{opening}: {'; '.join(words)}."
 
 
 def _slope(depths: list[int], sizes: list[float]) -> float:
