@@ -51,8 +51,8 @@ def layer_costs_drawn(points: Mapping[tuple[str, str, int], float]) -> Figure:
     bars.invert_yaxis()
     bars.legend(frameon=False, loc="upper right", fontsize=10)
     lines.set(xlabel="layers", ylabel="temporaries, in bytes of x", xticks=range(0, 25, 8), xlim=(0, None))
-    lines.set_ylim(0, 1.6 * lines.get_ylim()[1])
-    lines.legend(frameon=False, loc="upper left", fontsize=9)
+    lines.set_ylim(0, None)
+    lines.legend(frameon=False, loc="lower right", fontsize=9)
     return fig
 
 
