@@ -4,11 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from broken import BROKEN
 from flax import errors, linen
 from jax.ad_checkpoint import checkpoint_name
-from programs import KEYS, POLICIES, WEIGHTS, Block, L, X, by_policy, half, layer, proved, unrolled
+from programs import KEYS, POLICIES, WEIGHTS, Block, D, L, N, X, by_policy, half, layer, proved, unrolled
 from sound import SOUND, a_fixed_random_projection
 
 from llamem import assert_remat, verify_remat
@@ -178,3 +179,16 @@ def test_linens_renamed_parameters_are_explained():
     with pytest.raises(errors.FlaxError) as raised:
         verify_remat(loss, loss(None, X, None), X, remat=True)
     assert 'name="blocks"' in " ".join(raised.value.__notes__)
+
+
+def test_a_plain_program_that_does_not_repeat_itself_proves_nothing():
+    generator = np.random.default_rng(0)
+
+    def noisy(w, x, how):
+        drawn = jax.pure_callback(lambda: generator.normal(size=(N, D)).astype(np.float32), jax.typeof(x))
+        wrong = 1.02 if how else 1.0
+        return wrong * by_policy(None)(w, x + drawn, how)
+
+    for title in (Title.LOSS, Title.GRADIENTS):
+        proof = proved(title, noisy, WEIGHTS, X, True, False)
+        assert proof.holds is None and "other numbers" in proof.seen, proof

@@ -174,6 +174,11 @@ class BothWays:
         return self.plain.run(*jax.tree.map(moved, (self.params, self.batch)))
 
     @cached_property
+    def repeated(self) -> Results:
+        """The plain results once more, from the same parameters and batch."""
+        return self.plain.run(self.params, self.batch)
+
+    @cached_property
     def devices(self) -> int:
         """Over how many devices the work is spread: a compiled program is that of one of them."""
         arrays = [leaf for leaf in jax.tree.leaves((self.params, self.batch)) if isinstance(leaf, jax.Array)]
