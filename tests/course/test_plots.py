@@ -51,7 +51,7 @@ def test_loss_curves_show_each_step_and_name_their_bars():
     fig = plots.loss_curves(metrics, "held-out text", {"only counts": 2.2}, [(1, 2.8, "a note")])
     ax = fig.axes[0]
     assert [np.asarray(line.get_ydata()).tolist() for line in ax.lines] == [[3.0, 2.0], [2.5], [2.2, 2.2]]
-    words = ["each batch, 2", "held-out text, 2.50", "only counts, 2.20", "a note"]
+    words = ["each batch, 2", "held-out text, 2.5", "only counts, 2.20", "a note"]
     assert [text.get_text() for text in ax.texts] == words
     plt.close(fig)
 
