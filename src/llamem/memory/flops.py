@@ -54,17 +54,17 @@ def count_products(jaxpr: jex_core.Jaxpr, only_again: bool = False) -> Products:
     """
     flops = kernels = loops = 0
     for eqn in jaxpr.eqns:
-        name, others_too = eqn.primitive.name, not only_again or computed_again(eqn)
+        name, counts = eqn.primitive.name, not only_again or computed_again(eqn)
         if name.startswith(KERNELS):
-            kernels += others_too
+            kernels += counts
             continue
-        inside = [count_products(inner, not others_too) for inner in inner_jaxprs(eqn)]
+        inside = [count_products(inner, not counts) for inner in inner_jaxprs(eqn)]
         if name == "cond":
             inside = [max(inside, key=lambda one: one.flops)]
         runs = eqn.params["length"] if name == "scan" else 1
         if isinstance(flow := control_flow(eqn), OnDevices):
             runs = flow.devices
-        flops += others_too * _own_flops(eqn) + runs * sum(one.flops for one in inside)
+        flops += counts * _own_flops(eqn) + runs * sum(one.flops for one in inside)
         kernels += runs * sum(one.kernels for one in inside)
         loops += sum(one.loops for one in inside)
         loops += name == "while" and any(one.flops or one.kernels for one in inside)
