@@ -9,7 +9,7 @@ from gguf_models import VOCABULARY, write_gguf
 
 from llamem.llama import Tokenizer, smollm2_file
 from llamem.llama.gguf_files import open_gguf
-from llamem.llama.gguf_tokenizer import LLAMA3_PATTERN
+from llamem.llama.byte_level import LLAMA3_PATTERN
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -39,7 +39,8 @@ class LlamaConfig:
     Lengths count elements: `d_model` (D), `vocab_size` (V), `n_layers` (L), `n_heads` (H), `n_kv_heads` (K), `d_ff`
     (F). `param_dtype` is what weights are stored in, `compute_dtype` what matrix products read. With `n_experts` (E)
     above 0 every feed-forward is a mixture: `experts_per_token` (k) of E experts of inner size `moe_d_ff`, as in
-    Qwen3-MoE; `d_ff` is unused then.
+    Qwen3-MoE; `d_ff` is unused then. `generation_config`: the text of a folder's `generation_config.json`, which goes
+    with the model, and is not looked at where configs are compared.
     """
 
     vocab_size: int = 128_256
@@ -61,6 +62,7 @@ class LlamaConfig:
     # Given as anything that names a type, held as a NumPy dtype.
     param_dtype: Any = jnp.float32
     compute_dtype: Any = jnp.float32
+    generation_config: str = dataclasses.field(default="{}", compare=False, repr=False)
 
     def __post_init__(self):
         for name in ("param_dtype", "compute_dtype"):
@@ -97,6 +99,11 @@ class LlamaConfig:
     def replace(self, **changes: Any) -> "LlamaConfig":
         """Return a copy with some fields changed, validated again. Raise TypeError for a field that does not exist."""
         return dataclasses.replace(self, **changes)
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """Its fields by name, without the `generation_config`."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "generation_config"}
 
     @property
     def n_params(self) -> int:

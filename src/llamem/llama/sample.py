@@ -91,6 +91,8 @@ def generate_text(
         else tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
         for prompt in prompts
     ]
+    for row in ids:
+        tokenizer.check_table(row, model.config.vocab_size)
     stop_ids = options.pop("stop_ids", tokenizer.stop_ids)
     options = {"temperature": 0, **options}
     texts = []
