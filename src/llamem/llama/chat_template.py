@@ -159,7 +159,7 @@ def assistant_spans(
         ends = [at + len(stop) for stop in stops if (at := text.find(stop, len(prompt), until)) >= 0]
         if not ends:
             raise ValueError(
-                f"this chat template ends messages[{i}] by none of the tokens {_named(stops)} before the next message "
+                f"this chat template ends messages[{i}] by none of the tokens {_named(stops)} before another message "
                 "begins: a model trained on it would never stop, and would learn to write the user's words. Pass the "
                 "model's own template, Tokenizer(..., chat_template=...), or end every turn by eos_token."
             )

@@ -135,8 +135,8 @@ def _fields(hf: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"model_type={family!r} in config.json: this package computes {known} models.")
     experts = family == "qwen3_moe"
     # transformers' own defaults; null means the default, too.
-    hf = {"norm_topk_prob": False, **_LEFT_OUT[family], **hf}
-    hf = {name: value for name, value in hf.items() if value is not None}
+    hf = {name: value for name, value in {**_LEFT_OUT[family], **hf}.items() if value is not None}
+    hf = {"norm_topk_prob": False} | hf
     for name, value in (_COMPUTED | (_COMPUTED_EXPERTS if experts else {})).items():
         if hf.get(name, value) != value:
             raise ValueError(f"{name}={show(hf[name])} in config.json: only {name}={value!r} is computed here.")

@@ -176,19 +176,26 @@ class Tokenizer:
             if end == begin:
                 continue
             whole = self._model.encode_special(text[:end])
-            more = whole[len(ids) :]
-            if whole[: len(ids)] != ids:
-                more = self._model.encode_special(text[begin:end])
+            if whole[: len(ids)] == ids:
+                more = whole[len(ids) :]
+            else:
+                more = self._apart(text[begin:end])
                 if self._model.decode([*ids, *more]) != self._model.decode(whole):
                     raise ValueError(
-                        f"{self.source} joins the end of a prompt, {text[:begin][-20:]!r}, with the answer, and puts a "
-                        "space before it where it is encoded apart: no answer could be trained as a model has to write "
+                        f"{self.source} joins the end of a prompt, {text[:begin][-20:]!r}, with the answer, and writes "
+                        "another text where the two are encoded apart: no answer could be trained as a model writes "
                         "it. Take a chat template whose prompt does not end in a space or a new line."
                     )
             ids += more
             wrote += [written] * len(more)
             begin = end
         return ids, wrote
+
+    def _apart(self, text: str) -> list[int]:
+        """Return the ids of a text that another stands before: tokenizers like Llama 2's put a space before a first."""
+        line = self._model.encode_special("\n")
+        after_line = self._model.encode_special("\n" + text)
+        return after_line[len(line) :] if after_line[: len(line)] == line else self._model.encode_special(text)
 
     def _renderer(self) -> Render:
         if self.chat_template is None:
