@@ -15,7 +15,7 @@ READ = {
     "said twice": (THETA | {"rope_parameters": THETA | SCALED, "rope_scaling": THETA | SCALED}, (5e5, 32.0)),
     "by its old name": ({"rope_parameters": THETA | {"type": "default", "partial_rotary_factor": 1.0}}, (5e5, None)),
     "nothing, as Llama 1": ({}, (1e4, None)),
-    "null": ({"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_theta": None}}, (1e4, None)),
+    "null": (THETA | {"rope_scaling": None, "rope_parameters": None}, (5e5, None)),
 }
 REFUSED = {
     "two thetas": ({"rope_theta": 1e4, "rope_parameters": THETA | SCALED}, "rope_theta in config.json is 10000.0 at"),

@@ -132,8 +132,6 @@ PUBLISHED = {
     "marked in a macro": (
         "{% macro answer(m) %}A: {% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endmacro %}"
         "{% for m in messages %}{{ answer(m) }}{% endfor %}",
-        r"has {% generation %} inside a macro",
+        r"this chat template has {% generation %} inside a macro",
     ),
 }
-# The prompt's end and an answer's first word are one token where they are encoded together.
-JOINED = ("Vicuna", "BitNet", "calm2")

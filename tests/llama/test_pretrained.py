@@ -1,5 +1,6 @@
 import gc
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -191,14 +192,14 @@ def test_a_model_is_saved_with_the_tokens_that_end_its_texts(folder, tmp_path):
     model = llamem.load_pretrained(once)
     assert model.config == VARIANTS["tied"], "no part of the architecture"
     adapters = llamem.Adapters.create(model.config, llamem.LoraConfig(ranks=(2,)), rngs=nnx.Rngs(0))
-    for i, kept in enumerate((model, llamem.merge_adapter(model, adapters, 0))):
-        twice = llamem.save_pretrained(kept, tmp_path / f"twice_{i}")
+    twice = tmp_path / "twice"
+    for kept in (llamem.merge_adapter(model, adapters, 0), model):
+        shutil.rmtree(twice, ignore_errors=True)
+        llamem.save_pretrained(kept, twice)
         assert json.loads((twice / "generation_config.json").read_text()) == ids | own
         assert json.loads((twice / "config.json").read_text()).items() >= (ids | {"eos_token_id": [7, 5]}).items()
-    tokenizer = llamem.llama.Tokenizer()
-    tokenizer.save(twice)
+    llamem.llama.Tokenizer().save(twice)
     theirs = {"bos_token_id": 128_000, "eos_token_id": [128_009, 128_008, 128_001], "pad_token_id": 3}
-    theirs["eos_token_id"] = list(tokenizer.stop_ids)
     assert json.loads((twice / "generation_config.json").read_text()) == own | theirs
     assert json.loads((twice / "config.json").read_text()).items() >= (theirs | {"model_type": "llama"}).items()
 

@@ -12,10 +12,10 @@ Message = Mapping[str, str]  # {"role": "user", "content": "..."}
 
 
 class Rendered(NamedTuple):
-    """A chat as a template writes it; `marked`: what stands in `{% generation %}`, None where no such tag is in it."""
+    """A chat as a template writes it; `marked`: what stands in `{% generation %}` and where, None without that tag."""
 
     text: str
-    marked: list[slice] | None
+    marked: list[tuple[int, str]] | None
 
 
 Render = Callable[[Sequence[Message], bool], Rendered]
@@ -34,7 +34,7 @@ def make_render(template: str, source: str, names: Mapping[str, str], today: dat
     A template is somebody's program: it runs in Jinja's immutable sandbox and reaches nothing but its arguments, which
     are those of transformers: no tools, no documents, its `tojson`, `raise_exception`, and `strftime_now`, for which it
     is always `today`. Raise ValueError, with `source`, for a template that cannot be read, and from `render` for one
-    that fails, tries to leave the sandbox, or marks `{% generation %}` where its place in the text is not known.
+    that fails or tries to leave the sandbox.
     """
     jinja2 = import_extra("jinja2", "chat templates")
     sandbox, extensions = (import_extra(f"jinja2.{part}", "chat templates") for part in ("sandbox", "ext"))
@@ -84,13 +84,7 @@ def make_render(template: str, source: str, names: Mapping[str, str], today: dat
                 f"the chat template of {source} cannot write these {len(messages)} messages: {type(error).__name__}: "
                 f"{error}. Roles so far: {[message.get('role') for message in messages][:8]}."
             ) from None
-        text = "".join(pieces)
-        if any(not text.startswith(words, at) for at, words in marked):
-            raise ValueError(
-                f"the chat template of {source} has {{% generation %}} inside a macro or a block that it writes later, "
-                "so that its place in the text is not known. Write the tag where the answer is written."
-            )
-        return Rendered(text, [slice(at, at + len(words)) for at, words in marked] if lines else None)
+        return Rendered("".join(pieces), list(marked) if lines else None)
 
     return render
 
@@ -122,7 +116,7 @@ def check_messages(messages: Any, special: Sequence[str]) -> list[dict[str, str]
 
 def assistant_spans(
     messages: Sequence[Message], render: Render, stops: Sequence[str], add_generation_prompt: bool = False
-) -> Rendered:
+) -> tuple[str, list[slice]]:
     """Return the text of a chat, and where in it the assistant speaks: each turn up to the token that ends it.
 
     Where the template marks `{% generation %}`, that is what it wrote, to the letter. Elsewhere a turn begins where the
@@ -131,12 +125,17 @@ def assistant_spans(
     """
     text, marked = render(messages, add_generation_prompt)
     if marked is not None:
-        if marked and not any(stop in text[span] for span in marked for stop in stops):
+        if any(not text.startswith(words, at) for at, words in marked):
+            raise ValueError(
+                "this chat template has {% generation %} inside a macro or a block that it writes later, so that its "
+                "place in the text is not known. Write the tag where the answer is written."
+            )
+        if marked and not any(stop in words for _, words in marked for stop in stops):
             raise ValueError(
                 f"this chat template marks none of the tokens {_named(stops)} as generated: a model trained on it "
                 "would never stop. Write the token that ends a turn inside {% generation %}."
             )
-        return Rendered(text, marked)
+        return text, [slice(at, at + len(words)) for at, words in marked]
     spans = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -164,7 +163,7 @@ def assistant_spans(
                 "model's own template, Tokenizer(..., chat_template=...), or end every turn by eos_token."
             )
         spans.append(slice(len(prompt), min(ends)))
-    return Rendered(text, spans)
+    return text, spans
 
 
 def _words_begin(text: str, messages: Sequence[Message], i: int, render: Render, add_generation_prompt: bool) -> int:

@@ -140,8 +140,9 @@ def _fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in (_COMPUTED | (_COMPUTED_EXPERTS if experts else {})).items():
         if hf.get(name, value) != value:
             raise ValueError(f"{name}={show(hf[name])} in config.json: only {name}={value!r} is computed here.")
-    if other := set(hf.get("layer_types", ())) - {"full_attention"}:
-        raise ValueError(f"layer_types in config.json has {show(min(other))}: only full_attention is computed here.")
+    layers: Any = hf.get("layer_types", [])
+    if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
+        raise ValueError(f"layer_types={show(layers)} in config.json: only full_attention is computed here.")
     width, heads = (check_whole(name, hf.get(name)) for name in ("hidden_size", "num_attention_heads"))
     theta, scaling = _rope(hf)
     defaults = {

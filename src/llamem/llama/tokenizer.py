@@ -108,7 +108,7 @@ class Tokenizer:
         messages, render = check_messages(messages, list(self._special)), self._renderer()
         try:
             text, answers = assistant_spans(messages, render, self._stops(), add_generation_prompt)
-            return self._encode_turns(text, answers or [])[0]
+            return self._encode_turns(text, answers)[0]
         except ValueError:  # no template to train on, but one that a model may be asked by
             return self._model.encode_special(render(messages, add_generation_prompt).text)
 
@@ -126,7 +126,7 @@ class Tokenizer:
         """
         messages = check_messages(messages, list(self._special))
         text, answers = assistant_spans(messages, self._renderer(), self._stops())
-        ids, wrote = self._encode_turns(text, answers or [])
+        ids, wrote = self._encode_turns(text, answers)
         return np.asarray(ids, np.uint32), np.asarray(wrote, bool)
 
     def check_table(self, ids: Sequence[int] | Integer[np.ndarray, " tokens"], vocab_size: int) -> None:
