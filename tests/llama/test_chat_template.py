@@ -36,6 +36,7 @@ def check_answers(tokenizer, chat, taught):
         assert ids[: len(prompt)].tolist() == prompt and wrote[len(prompt)] and not wrote[len(prompt) - 1]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ENDS)
 @pytest.mark.parametrize("form", PUBLISHED)
 def test_answers_are_told_from_questions_or_the_template_is_refused(with_template, name, form):

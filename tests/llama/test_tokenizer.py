@@ -10,6 +10,7 @@ from gguf_models import VOCABULARY, write_gguf
 from llamem.llama import Tokenizer, smollm2_file
 from llamem.llama.byte_level import LLAMA3_PATTERN
 from llamem.llama.gguf_files import open_gguf
+from llamem.llama.gguf_weights import config_of
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -37,6 +38,8 @@ def test_the_tokenizer_of_a_real_file(smollm2):
     assert smollm2.decode(ids) == text and [smollm2.decode([i]) for i in ids[3:8]] == [" ", "2", "0", "2", "4"]
     assert smollm2.encode("The capital of France") == [504, 3575, 282, 4649]
     assert (smollm2.vocab_size, smollm2.bos_id, smollm2.eos_id, smollm2.stop_ids) == (49_152, 1, 0, (2, 0))
+    said = json.loads(config_of(open_gguf(smollm2_file())).generation_config)
+    assert said == {"bos_token_id": 1, "eos_token_id": [2]}, "a model that is saved from it says where texts end"
     assert 2 not in smollm2.encode("<|im_end|>"), "text must not become a special token"
     ids = smollm2.apply_chat_template("Hi", add_generation_prompt=True)
     assert smollm2.decode(ids) == (

@@ -51,6 +51,11 @@ def load_pretrained(
     tensor. With `Plan(weights="host")` no matrix is on the device at any time, and the host holds one parameter of all
     layers twice. Raise ValueError for what does not fit together or is no finite number, FileNotFoundError for what is
     not there. Pickles (`pytorch_model.bin`) are never read.
+
+    No shape tells in which order a file has the channels of queries and keys. Expected is transformers': the two that
+    RoPE turns together are half a head apart, where Meta's own checkpoints have them side by side. A file in the other
+    order under transformers' names loads without an error, and its loss and its answers may look right. What proves
+    the order is another program's logits for the same tokens: compare `model(tokens)` with transformers' once.
     """
     if str(path).endswith(".gguf"):
         place = Path(path).expanduser()

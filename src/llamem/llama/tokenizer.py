@@ -118,10 +118,10 @@ class Tokenizer:
         """Return the token ids `[tokens]`, uint32, of a whole chat, and which of them the assistant wrote.
 
         Those are the tokens that a loss is for: each answer whole, with the token that ends it, no prompt, no role's
-        name; or what the template marks by `{% generation %}`, to the letter. Where the tokenizer would join the
-        prompt's end and the answer's first word in one token (`"assistant: "` and `"Yes"`), the two are encoded apart:
-        what stands before an answer is token by token `apply_chat_template(..., add_generation_prompt=True)` of the
-        messages before it, and the answer is what a model has to write after that.
+        name. What stands before it is, token by token, `apply_chat_template(..., add_generation_prompt=True)` of the
+        messages before it: where the tokenizer would join the prompt's end and the answer's first word in one token
+        (`"assistant: "` and `"Yes"`), the two are encoded apart. What a template itself marks by `{% generation %}` is
+        taken to the letter instead, whatever its prompt is.
         Raise ValueError as `apply_chat_template`, and where the template does not tell whose a token is.
         """
         messages = check_messages(messages, list(self._special))
