@@ -21,6 +21,7 @@ REFUSED = {
     "two thetas": ({"rope_theta": 1e4, "rope_parameters": THETA | SCALED}, "rope_theta in config.json is 10000.0 at"),
     "two objects": ({"rope_scaling": SCALED, "rope_parameters": THETA | SCALED}, "rope_scaling=.* differ: leave one"),
     "two kinds": ({"rope_scaling": THETA | SCALED | {"type": "default"}}, "rope_type='llama3', type='default'"),
+    "no kind": ({"rope_scaling": {"rope_type": ["llama3"]}}, r"rope_type=\['llama3'\]"),
     "no theta": ({"rope_scaling": SCALED}, "no rope_theta beside rope_type='llama3'.*500000.0 for Llama 3"),
     "by kinds of layers": (
         {"rope_parameters": {"full_attention": THETA | SCALED}},

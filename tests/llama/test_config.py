@@ -84,6 +84,7 @@ def test_what_a_qwen3_leaves_out_is_as_transformers_has_it():
         ({"n_experts": 4}, "experts_per_token=0"),
         ({"n_experts": 2, "experts_per_token": 3, "moe_d_ff": 8}, "experts_per_token at most n_experts"),
         ({"moe_d_ff": 8}, "n_experts=0.*moe_d_ff=8"),
+        ({"generation_config": "[2]"}, r"generation_config='\[2\]': expected the text of"),
     ],
 )
 @pytest.mark.usefixtures("as_a_user")

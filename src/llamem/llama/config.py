@@ -1,11 +1,12 @@
 """The shape of a Llama: presets by public name, validation."""
 
 import dataclasses
+import json
 from typing import Any
 
 import jax.numpy as jnp
 
-from llamem._checks import check_number, check_one_of, check_whole
+from llamem._checks import check_number, check_one_of, check_whole, show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +79,10 @@ class LlamaConfig:
             check_one_of(name, getattr(self, name), (True, False))
         if not isinstance(self.rope_scaling, RopeScaling | None):
             raise ValueError(f"rope_scaling={self.rope_scaling!r}: expected None or a llamem.llama.RopeScaling.")
+        if not _is_json_object(self.generation_config):
+            raise ValueError(
+                f"generation_config={show(self.generation_config)}: expected the text of a generation_config.json."
+            )
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}: every key/value head "
@@ -134,6 +139,13 @@ class LlamaConfig:
         if name not in PRESETS:
             raise ValueError(f"no preset is called {name!r}. Known: {', '.join(PRESETS)}.")
         return PRESETS[name].replace(**changes)
+
+
+def _is_json_object(text: Any) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (TypeError, ValueError):
+        return False
 
 
 def _floating(name: str, dtype: Any) -> Any:

@@ -168,7 +168,13 @@ def config_of(gguf: Gguf) -> LlamaConfig:
         )
     except ValueError as error:
         raise ValueError(f"{error} (Read from {gguf.file}.)") from None
-    return config.replace(rope_scaling=_rope_scaling(gguf, config))
+    scaling = _rope_scaling(gguf, config)
+    if scaling is not None and f"{name}.rope.freq_base" not in gguf.fields:
+        raise ValueError(
+            f"{gguf.file} has Llama 3's RoPE scaling and no {name}.rope.freq_base: 10,000 would be taken, and no model "
+            "with this scaling was trained with that. Convert the model again."
+        )
+    return config.replace(rope_scaling=scaling)
 
 
 def _token_ids(gguf: Gguf) -> dict[str, Any]:

@@ -163,8 +163,9 @@ def _renamed(hf: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _rope(hf: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
-    """Return theta and the scaling, wherever they stand: at the top, in `rope_scaling`, or, since transformers 5, in
-    `rope_parameters`. Raise ValueError where two places differ, and for what is not computed here.
+    """Return theta and the scaling, from the top, from `rope_scaling` or, as transformers 5 has it, `rope_parameters`.
+
+    Raise ValueError where two places differ, and for what is not computed here.
     """
     old, new = _mapping(hf, "rope_scaling"), _mapping(hf, "rope_parameters")
     if set(new) == {"full_attention"} and hf["model_type"] != "llama":  # by kind of layer, of which there is one here
@@ -173,7 +174,7 @@ def _rope(hf: Mapping[str, Any]) -> tuple[Any, RopeScaling | None]:
         raise ValueError(f"rope_scaling={show(old)} and rope_parameters={show(new)} in config.json differ: leave one.")
     rope = {name: value for name, value in (old or new).items() if value is not None}
     kind = rope.get("rope_type", rope.get("type", None if "factor" in rope else "default"))
-    if kind not in _OF_ROPE or rope.get("type", kind) != kind:
+    if not isinstance(kind, str) or kind not in _OF_ROPE or rope.get("type", kind) != kind:
         raise ValueError(
             f"rope_type={show(kind)}, type={show(rope.get('type', kind))} in config.json: only 'llama3' scaling (or "
             "'default') is computed here."
