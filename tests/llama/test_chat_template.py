@@ -81,6 +81,8 @@ def test_templates_see_what_transformers_gives_them(with_template, tmp_path):
     (folder / "tokenizer_config.json").write_text(told)
     again = Tokenizer(folder)
     assert again.decode(again.apply_chat_template(asked)) == "X<|im_end|>"
+    dated = Tokenizer(folder, chat_template="{{ strftime_now('%Y') }}", today=datetime.date(1984, 4, 4))
+    assert dated.decode(dated.apply_chat_template(asked)) == "1984"
 
 
 def a_space_before_a_text(how, folder):
