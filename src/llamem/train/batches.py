@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Int32, Integer
 
 from llamem._checks import check_whole
+from llamem.llama.tokenizer import Tokenizer
 
 
 class Batch(NamedTuple):
@@ -56,7 +57,8 @@ class Batches(Shuffled):
     padding: a sequence may begin in one document and end in another, with `<eos> <bos>` between.
 
     tokens: ids, `[num_tokens]`, for instance `Corpus.train`.
-    vocab_size: where given, every id is checked against it now rather than silently clamped inside the model.
+    vocab_size: where given, every id is checked against it now rather than silently clamped inside the model;
+    `tokenizer`, whose ids they are, is then named.
     Raise ValueError for fewer than `seq_len + 1` tokens, for sizes below one, for an id outside the vocabulary.
     """
 
@@ -68,6 +70,7 @@ class Batches(Shuffled):
         seed: int = 0,
         *,
         vocab_size: int | None = None,
+        tokenizer: Tokenizer | None = None,
     ):
         self.tokens, self.seq_len = tokens, check_whole("seq_len", seq_len)
         super().__init__((len(tokens) - 1) // self.seq_len, batch_size, seed)
@@ -76,7 +79,7 @@ class Batches(Shuffled):
                 f"The corpus has {len(tokens):,} tokens, but one sequence of seq_len {seq_len:,} needs {seq_len + 1:,} "
                 "(a target for its last input). Take a shorter seq_len or a larger corpus."
             )
-        check_vocabulary([tokens], vocab_size)
+        check_vocabulary([tokens], vocab_size, tokenizer)
 
     def batch_at(self, step: int, rows: slice = slice(None)) -> Batch:
         """Return the batch of a step, counted from 0; `rows`: only these of its sequences, and only they are read.
@@ -106,15 +109,16 @@ class AdapterBatches:
         return inputs_BT, targets_BT, np.asarray([i % A for i in numbers], np.int32), *rest
 
 
-def check_vocabulary(arrays: Iterable[np.ndarray], vocab_size: int | None) -> None:
-    """Raise ValueError for ids outside a vocabulary of that size; None: of any size."""
+def check_vocabulary(arrays: Iterable[np.ndarray], vocab_size: int | None, tokenizer: Tokenizer | None = None) -> None:
+    """Raise ValueError for ids outside a vocabulary of that size, None: of any; `tokenizer`: of which they are."""
     arrays = list(arrays)
     least, most = min(int(array.min()) for array in arrays), max(int(array.max()) for array in arrays)
+    if vocab_size is not None and tokenizer is not None:
+        tokenizer.check_table([most], vocab_size)
     if vocab_size is not None and not 0 <= least <= most < vocab_size:
         raise ValueError(
             f"The tokens reach from {least} to {most}, but the vocabulary has {vocab_size:,} entries (ids 0 to "
-            f"{vocab_size - 1:,}). Model and tokenizer do not belong together: the Llama 3 tokenizer needs vocab_size "
-            "128,256."
+            f"{vocab_size - 1:,}). Model and tokenizer do not belong together: take the model's own tokenizer."
         )
 
 

@@ -79,6 +79,8 @@ def train(
         raise TypeError(f"train(corpus={show(other[0])}): expected what load_corpus or load_chats returns.")
     if not isinstance(init, Llama | None):
         raise TypeError(f"train(init={show(init)}): expected a model, such as llamem.load_pretrained(folder).")
+    if init is not None:
+        config = config.replace(generation_config=init.config.generation_config)
     batches, heldout = _batches(config, corpora, settings, lora)
     if lora is None:
         task = train_weights(config, settings, plan, init)
@@ -181,12 +183,22 @@ def _batches(
         )
     size = settings.batch_size // count, settings.seq_len
     pairs = [corpora[i % len(corpora)].batches(*size, settings.seed + i, config.vocab_size) for i in range(count)]
-    for train, _ in pairs[: len(corpora)]:
-        if (cut := getattr(train, "cut", "")) and jax.process_index() == 0:
-            print(cut)
+    for one, (train, _) in zip(corpora, pairs, strict=False):
+        notes = getattr(train, "cut", ""), _rows_without_a_token(one.vocab_size, config.vocab_size)
+        for note in filter(None, notes if jax.process_index() == 0 else ()):
+            print(note)
     if lora is None:
         return pairs[0]
     return AdapterBatches([train for train, _ in pairs]), AdapterBatches([heldout for _, heldout in pairs])
+
+
+def _rows_without_a_token(of_tokenizer: int, of_table: int) -> str:
+    if of_tokenizer >= of_table:
+        return ""
+    return (
+        f"The model's table has {of_table:,} entries and the tokenizer {of_tokenizer:,}: the last "
+        f"{of_table - of_tokenizer:,} are no token. They are padding, or the tokenizer is another model's."
+    )
 
 
 def _numbers(name: str, value: Any) -> dict[str, Any]:
@@ -242,7 +254,7 @@ def _identity(
     config: LlamaConfig, settings: TrainSettings, corpora: list[Corpus | Chats]
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Return what a snapshot's model is, and what of the rest decides the curve."""
-    model = {f"model {name}": str(value) for name, value in dataclasses.asdict(config).items()}
+    model = {f"model {name}": str(value) for name, value in config.architecture.items()}
     watching = ("eval_every", "snapshot_every")  # when the curve is looked at or stored, not what it is
     decides: dict[str, Any] = {n: v for n, v in dataclasses.asdict(settings).items() if n not in watching}
     for i, one in enumerate(corpora):
