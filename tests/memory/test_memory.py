@@ -264,8 +264,9 @@ def test_reports_side_by_side():
     lines = str(table).splitlines()
     assert [line.split()[0] for line in lines] == ["program", "whole", "tall"] and len({*map(len, lines[1:])}) == 1
     assert table._repr_html_().count("<tr>") == 3
-    with pytest.raises(ValueError, match="at least one report"):
-        llamem.compare({})
+    for wrong in ({}, [whole, tall], {"whole": 3}):
+        with pytest.raises(ValueError, match=r"compare of a .*at least one report, each by a name of yours"):
+            llamem.compare(wrong)  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.fixture

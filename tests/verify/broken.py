@@ -26,6 +26,7 @@ from programs import (
     by_policy,
     dropout,
     half,
+    in_mode,
     layer,
     linen_transforms,
     normal,
@@ -330,8 +331,10 @@ def a_counter_that_stays(states, x, how):
 
 # Parameters.
 
-PAIRS = jax.tree.map(lambda leaf: jnp.repeat(leaf[: L // 2], 2, axis=0), WEIGHTS)
-BROKEN["layers alike in pairs"] = Program(by_policy(None), PAIRS, X, Title.PARAMETERS, "identical")
+ALIKE = jax.tree.map(lambda leaf: jnp.repeat(leaf[:1], L, axis=0), WEIGHTS)
+BROKEN["layers all alike"] = Program(by_policy(None), ALIKE, X, Title.PARAMETERS, 'skip=["parameters are')
+BROKEN["layers all alike, nested"] = Program(in_mode("nested"), ALIKE, X, Title.PARAMETERS, "(6 of 6)")
+BROKEN["layers all alike, unrolled"] = Program(in_mode("unroll"), ALIKE, X, Title.PARAMETERS, "identical")
 
 
 @broken(Title.PARAMETERS, "identical", [jax.tree.map(lambda a: a[0], WEIGHTS)] * 4)

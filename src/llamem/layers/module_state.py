@@ -4,7 +4,6 @@ A layer of a list changes its own variables. A layer of a stack is made for one 
 returned from the loop, `[L, ...]`, and set in the stack's own variables. Nothing is lost without a word.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,7 +34,7 @@ class Watch:
     def assigned(self) -> dict[int, tuple[Any, Any]]:
         """Return the values before and now of the variables that were set, by their numbers.
 
-        nnx's own transforms, `nnx.remat` or `nnx.jit` inside of a layer, set them all: `changed_by` tells which changed.
+        nnx's own transforms, `nnx.remat` or `nnx.jit` inside a layer, set them all: `changed_by` tells which changed.
         """
         pairs = enumerate(zip(self.before, self.values(), strict=True))
         return {i: (old, new) for i, (old, new) in pairs if new is not old}
