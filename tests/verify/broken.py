@@ -245,6 +245,12 @@ for _name, _make, _cause in (
 BROKEN["linen, rng not split"] = Program(linen_transforms(False), LINEN, BATCH, Title.RANDOMNESS, "are copies")
 
 
+@broken(Title.RANDOMNESS, "remainder, as of step % n", batch={"x": X, "step": jnp.int32(13)})
+def keys_that_come_again(w, batch, how):
+    key = jax.random.fold_in(jax.random.key(11), batch["step"] % 8)
+    return stacked(dropout, w, batch["x"], how, split(key))
+
+
 @broken(Title.RANDOMNESS, "closed over", batch=BATCH)
 def one_key_for_all_layers(w, batch, how):
     def body(w, x):

@@ -34,6 +34,7 @@ from llamem.verify.proofs import PROOFS
 
 NEWER_CPU = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
 SOME = ["two dropouts and dropped layers", "a scaled loss in float16", "raw keys", "linen's transforms", "nested"]
+SOME += ["a remainder folded into the steps key", "a key closed over and the step"]
 SOME += ["convolutions with batch normalisation", "transforms of nnx", "branches", "bfloat16", "a jittered router"]
 
 

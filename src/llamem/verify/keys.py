@@ -27,6 +27,10 @@ _STATE = (
     "{draw} are the same in every step: their key comes from state (of nnx.Dropout, for instance) that the loss "
     "takes and does not return moved on. Return it (has_aux=True) and carry it, or pass the step's key."
 )
+_CYCLE = (
+    "{draw} come again: their key is made of nothing that moves on but a remainder, as of step % n. Fold the step "
+    "itself into the key."
+)
 _SHARED = (
     "{draw} are copies: one key is closed over by a loop, broadcast or repeated, and layers drop the same units. Split "
     "the key, and pass one to every layer with its weights."
@@ -100,7 +104,8 @@ class Keys:
         stale: dict[str, str] = {}  # the first of each kind is named
         for draw in self.draws:
             if not draw.fed & moving:
-                kind = _STATE if any(kind == "leaf" for kind, _ in draw.fed) else _CONSTANT  # pyrefly: ignore
+                feeds = {kind for kind, _ in draw.fed}  # pyrefly: ignore
+                kind = _CYCLE if "cycle" in feeds else _STATE if "leaf" in feeds else _CONSTANT
                 stale.setdefault(kind, kind.format(draw=draw.numbers))
         uses = Counter(draw.identity for draw in self.draws)
         first = {draw.identity: draw for draw in reversed(self.draws)}

@@ -98,9 +98,9 @@ def verify_remat(
     they are printed: `skip=["random numbers are fresh"]` where one mask for all time steps is meant, or those that
     compile, to be quick; the answer lists them as skipped.
 
-    Not noticed: a difference below the tolerance of the gradients' type, 1e-4 of them in float32, such as an epsilon of
-    1e-5 where 1e-6 was meant; keys that come again after some steps, of `step % n` for instance; and keys that are
-    different numbers but share a word that makes the draws alike.
+    Not noticed: a difference below the tolerance of the type, in float32 1e-4 of loss and gradients, such as another
+    epsilon of 1e-5 in a norm; keys of which layers share one word of two; and a key that stays for some steps and then
+    moves on, as one of `step // n` does.
 
     Raises what `loss_fn(params, batch, baseline)` raises, and ValueError for parameters that are shapes or have no
     floating-point array, for a name in `skip` that is no proof's, for a `step` that was not lowered, or where `loss_fn`
@@ -139,7 +139,7 @@ def _check_arrays(params: Any, batch: Any) -> None:
         types = sorted({str(dtype_of(leaf)) for leaf in jax.tree.leaves(params)})
         raise ValueError(
             f"verify_remat(params of {', '.join(types) or 'nothing'}): expected floating-point arrays to take "
-            "gradients of. Weights of integers, blocks of four bits say, belong into batch, and what is trained into params."
+            "gradients of. Give integers, such as blocks of four bits, in batch, and what is trained in params."
         )
 
 
