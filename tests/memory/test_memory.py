@@ -252,7 +252,7 @@ def test_too_big_is_a_report(empty_cache):
     assert report.argument_bytes == roomy.argument_bytes and report.temp_bytes < report.peak_bytes
 
 
-def test_reports_side_by_side():
+def test_reports_side_by_side(as_a_user):
     shapes = shape(512, 256), shape(256, 512)
     whole = llamem.compile_report(lambda a, b: a @ b, *shapes)
     tall = llamem.compile_report(lambda a, b: jnp.sort((a @ b).ravel())[:1], *shapes)
