@@ -44,7 +44,7 @@ def parameter_faults(params: Any, gradients: Callable[[], Any], program: jex_cor
         name, values = jax.tree_util.keystr(path), np.asarray(leaf)
         rows = Counter(row.tobytes() for row in values if values.ndim > 2 and _looks_random(row))
         if twins := sum(times for times in rows.values() if times > 1):
-            all_layers = len(rows) == 1 and values.shape in taken_row_by_row
+            all_layers = rows.most_common(1)[0][1] == len(values) and values.shape in taken_row_by_row
             (identical if all_layers else some).append(f"{name} ({twins} of {len(values)})")
         if _looks_random(values):
             equal[values.shape, values.tobytes()].append((name, place))
