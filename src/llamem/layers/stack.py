@@ -9,11 +9,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llamem._checks import check_one_of
 from llamem.layers.module_state import Watch, changed_by, check_not_lost, set_variables, variables_in
-from llamem.layers.offload import name_in_pieces
+from llamem.layers.offload import name_in_pieces, refuse_wrong_offload
 from llamem.layers.remat import Policy, check_names, check_policy, checkpoint, offloads
 from llamem.layers.stacking import common_length, is_array, layer_at
 from llamem.layers.trees import combine, partition
-from llamem.memory.gpu_offload import warn_of_wrong_offload
 
 Mode = Literal["scan", "unroll", "nested"]
 
@@ -91,7 +90,7 @@ def apply_stack(
         check_not_lost(traced.jaxpr, x, one)
         check_names(remat, traced)
     if mode != "unroll" and offloads(remat):
-        warn_of_wrong_offload(f"apply_stack(remat={remat!r})")
+        refuse_wrong_offload(f"apply_stack(remat={remat!r})")
     if mode == "unroll" and n_layers > 0:
         x, outs = _unroll(body, x, xs, n_layers, remat)
     elif mode == "nested" and (groups := group_count(n_layers, _bytes(x), _bytes(xs[0]) // max(n_layers, 1))) > 1:
