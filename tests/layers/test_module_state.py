@@ -88,6 +88,57 @@ def test_a_stack_has_the_masks_statistics_and_gradients_of_its_list(expected, mo
     assert np.all(stacked.largest[...] > 0)
 
 
+class Transformed(Layer):
+    """The same through a transform of nnx's own, which sets every variable anew."""
+
+    transform: Any = staticmethod(nnx.remat)
+
+    def __call__(self, x):
+        return self.transform(Layer.__call__)(self, x)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("transform", [nnx.remat, nnx.jit])
+@pytest.mark.parametrize("mode", ["scan", "unroll", "nested"])
+def test_transforms_inside_a_layer_hand_out_what_it_changes_and_no_weights(expected, mode, transform, monkeypatch):
+    monkeypatch.setattr(Transformed, "transform", staticmethod(transform))
+    transformed = stack_layers([Transformed(nnx.Rngs(i)) for i in range(L)])
+
+    def forward(module, x):
+        return apply_stack(lambda layer, x: layer(x), module, x, mode=mode, remat="nothing")
+
+    if mode == "scan":
+        graphdef, state = nnx.split(transformed)
+        traced = jax.make_jaxpr(lambda state, x: forward(nnx.merge(graphdef, state), x))(state, jnp.ones((2, D)))
+        (loop,) = (eqn for eqn in traced.eqns if eqn.primitive.name == "scan")
+        # x, the count of draws, both statistics and the variable of its own: no kernel [L, D, D] and no key.
+        assert sorted(var.aval.shape for var in loop.outvars) == [(2, D), (L,), (L,), (L, D), (L, D)]
+    steps, last = expected
+    found, stacked = trained(transformed, forward)
+    for mine, theirs in zip(found, steps, strict=True):
+        assert max(relative_errors(mine, theirs)) < 2e-5
+    assert max(relative_errors(nnx.state(stacked, nnx.BatchStat), nnx.state(last, nnx.BatchStat))) < 2e-5
+    np.testing.assert_array_equal(stacked.dropout.rngs.count[...], np.full(L, 3))
+
+
+def test_a_parameter_that_a_layer_really_sets_is_set(as_a_user):
+    """Through a transform, where every variable is set, and two that it swaps, which come back as they went in."""
+
+    class Setting(nnx.Module):
+        def __init__(self, i):
+            self.old, self.new, self.still = (nnx.Param(jnp.full((2,), 10.0 * i + j)) for j in range(3))
+
+        def __call__(self, x):
+            self.old[...], self.new[...] = self.new[...], self.old[...]
+            return x + self.still[...]
+
+    for through in (lambda layer, x: layer(x), nnx.remat(Setting.__call__), nnx.jit(nnx.remat(Setting.__call__))):
+        module = stack_layers([Setting(i) for i in range(3)])
+        np.testing.assert_array_equal(apply_stack(through, module, jnp.zeros(2)), [36.0, 36.0])
+        for variable, j in ((module.old, 1), (module.new, 0), (module.still, 2)):
+            np.testing.assert_array_equal(variable[...][:, 0], [j, 10.0 + j, 20.0 + j])
+
+
 def test_masks_differ_from_step_to_step_and_layer_to_layer_without_jit_too():
     module, x = stack_layers(layers()), jnp.ones((4, D))
 
@@ -124,6 +175,9 @@ def test_state_that_would_be_lost_is_refused():
     graphdef, state = nnx.split(module)
     with pytest.raises(ValueError, match=r"computes new values of .*count.*the stacked module itself"):
         apply_stack(merged(graphdef), state, x)
+    inside = lambda state, x: nnx.remat(Layer.__call__)(nnx.merge(graphdef, jax.tree.map(lambda a: a, state)), x)  # noqa: E731
+    with pytest.raises(ValueError, match=r"computes new values of .*count.*the stacked module itself"):
+        apply_stack(inside, state, x)
     module.eval()
     graphdef, state = nnx.split(module)  # in evaluation a variable of its own moves on alone
     with pytest.raises(ValueError, match=r"computes new values of \['largest'\], which"):
@@ -172,8 +226,18 @@ def test_python_values_stay_and_those_that_differ_are_named():
         stack_layers([{"rate": 0.1, "w": x}, {"rate": 0.2, "w": x}])
     one, other = Layer(nnx.Rngs(0)), Layer(nnx.Rngs(1))
     other.dropout.rate = 0.1
-    with pytest.raises(ValueError, match="rate"):
-        stack_layers([one, other])
+    with pytest.raises(ValueError, match=r"\.dropout\.rate is 0\.4 in layer 0 and 0\.1 in layer 2") as error:
+        stack_layers([one, Layer(nnx.Rngs(2)), other])
+    told = str(error.value)
+    assert "as an array in per_layer" in told and "each group of layers" in told and "\n" not in told
+    without = Layer(nnx.Rngs(3))
+    without.linear = nnx.Linear(D, D, rngs=nnx.Rngs(3))
+    with pytest.raises(ValueError, match=r"\.linear\.bias is None in layer 0 and Param in layer 1"):
+        stack_layers([one, without])
+    with pytest.raises(ValueError, match=r"\['v'\] is not there in layer 0 and 2 in layer 1"):
+        stack_layers([{"w": x}, {"w": x, "v": 2}])
+    with pytest.raises(ValueError, match=r"a stack without an array, \(\{\}, None\): nothing says how many"):
+        apply_stack(lambda p, x: x, {}, x)
     with pytest.raises(ValueError, match=r"\['rate'\]\": \(\).*eqx\.partition"):
         jax.jit(lambda p: apply_stack(layer, p, x))({**stacked, "f": x})
 
@@ -225,7 +289,7 @@ def test_equinox_layers_of_one_static_half_and_their_state():
         def __call__(self, x, state):
             return jax.vmap(self.norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
 
-    with pytest.raises(ValueError, match="StateIndex"):
+    with pytest.raises(ValueError, match=r"\.norm\.ema_.* is an equinox StateIndex.*filter_vmap\(equinox"):
         stack_layers([Normed(key) for key in keys])
     stacked, state = eqx.filter_vmap(eqx.nn.make_with_state(Normed))(keys)
     out, new = apply_stack(lambda p, x, state: p(x, state), stacked, x, state, remat="nothing", has_aux=True)

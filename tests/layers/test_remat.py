@@ -51,6 +51,15 @@ def test_a_policy_of_names_keeps_these_arrays_and_no_other(remat3):
         assert len(rows) == len(named) + 1, policy  # and the cotangent's weights, which do not belong to the layer
 
 
+def test_jax_other_names_of_policies_are_the_same_policies():
+    for name in ("dots", "dots_with_no_batch_dims"):
+        assert POLICIES[f"checkpoint_{name}"] is POLICIES[f"{name}_saveable"]
+    kept = {
+        name: saved_residuals(loss(name), W, X, C).bytes for name in ("nothing", "dots_saveable", "checkpoint_dots")
+    }
+    assert kept["checkpoint_dots"] == kept["dots_saveable"] > kept["nothing"]
+
+
 @pytest.mark.parametrize("also", ["dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable"])
 def test_a_heuristic_beside_names_keeps_both(also):
     def operations(policy):
@@ -97,7 +106,7 @@ def test_names_are_found_inside_checkpoints_and_unknown_ones_refused(remat3, as_
         (lambda: Policy(offload=("q",), also="dots_saveable"), "cannot combine"),
         (lambda: Policy(save=("q",), offload=("q",)), r"\['q'\] cannot be both"),
         (lambda: Policy(save=("q",), save_all_but=("up",)), "save_all_but stands alone"),
-        (lambda: remat.checkpoint(layer, "dotz"), "no remat policy is called 'dotz'"),
+        (lambda: remat.checkpoint(layer, "dots"), "'dots'. Known: .*checkpoint_dots, .*None, which keeps everything"),
     ],
 )
 def test_bad_policies_are_refused(as_a_user, make, message):

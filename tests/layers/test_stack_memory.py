@@ -80,6 +80,39 @@ def test_a_llamas_layers_cost_one_x_each_and_save_what_they_should(chip):
     assert report(8, None).parts["temporaries"] > 4 * low.parts["temporaries"]
 
 
+class Feed(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x_ND):
+        return x_ND + self.down(jnp.sin(self.up(x_ND)))
+
+
+@pytest.mark.parametrize("inside", [nnx.remat, nnx.jit])
+@pytest.mark.parametrize(
+    "chip",
+    [pytest.param("rtx4090", marks=pytest.mark.gpu_compile), pytest.param("v5e-1", marks=pytest.mark.tpu_compile)],
+    indirect=True,
+)
+def test_a_transform_inside_a_layer_costs_no_copy_of_the_weights(chip, inside):
+    """12 layers of 32 MiB. The copy was 384 MiB on the RTX 4090; a TPU's compiler drops that of `nnx.jit` itself."""
+    module = nnx.eval_shape(lambda: llamem.stack_layers([Feed(nnx.Rngs(i)) for i in range(12)]))
+    graphdef, params = nnx.split(module)
+
+    def peak(layer):
+        def step(params, x_ND):
+            def loss(params):
+                return jnp.mean(llamem.apply_stack(layer, nnx.merge(graphdef, params), x_ND, remat="nothing") ** 2)
+
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+        x_ND = jax.ShapeDtypeStruct((2048, WIDTH), jnp.float32)
+        return llamem.compile_report(step, params, x_ND, donate_argnums=(0,), chip=chip).peak_bytes
+
+    assert peak(lambda layer, x: inside(Feed.__call__)(layer, x)) < 1.01 * peak(lambda layer, x: layer(x))
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 2e-2)])
 def test_gradients_are_the_same_in_every_mode(dtype, tolerance):

@@ -72,6 +72,36 @@ def test_names_are_found_in_calls_and_checkpoints(wrap, remat3):
     assert set(jaxprs.names_in(traced(jax.grad(fn), SQUARE))) == {"given"}
 
 
+def test_inputs_that_come_back_as_they_went_in_are_told():
+    """Through every kind of program inside a program; what one turn, branch or swap changes is computed."""
+
+    def swapped(a, b):
+        return b, a
+
+    def counted(state):
+        i, a, b = state
+        return i + 1, a, b + 1
+
+    mesh = jax.sharding.AbstractMesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(lambda a, b: (a, b), mesh=mesh, in_specs=(P("rows"), P()), out_specs=(P("rows"), P("rows")))
+    cases = {
+        (0, 1): [lambda a, b: (a, b), jax.jit(lambda a, b: (a, b)), jax.checkpoint(lambda a, b: (a, b))],
+        (1, 0): [swapped, jax.jit(jax.checkpoint(swapped)), lambda a, b: swapped(*swapped(*swapped(a, b)))],
+        (0, None): [
+            lambda a, b: (a, b + 1),
+            lambda a, b: jax.lax.while_loop(lambda state: state[0] < 3, counted, (0, a, b))[1:],
+            lambda a, b: jax.lax.scan(lambda carry, x: ((carry[0], carry[1] + x), None), (a, b), b)[0],
+            lambda a, b: jax.lax.cond(a[0, 0] > 0, lambda a, b: (a, b), lambda a, b: (a, a), a, b),
+            sharded,
+        ],
+        (None, None): [lambda a, b: jax.lax.fori_loop(0, 3, lambda i, state: swapped(*state), (a, b))],
+        (None, 1): [lambda a, b: jax.lax.scan(lambda i, x: (i + 1, x), 0, b, reverse=True)],
+    }
+    for expected, functions in cases.items():
+        for function in functions:
+            assert tuple(jaxprs.inputs_passed_on(traced(function, SQUARE, SQUARE))) == expected, function
+
+
 def test_moves_to_the_host_name_their_destination():
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}

@@ -253,7 +253,7 @@ def test_too_big_is_a_report(empty_cache):
     assert report.argument_bytes == roomy.argument_bytes and report.temp_bytes < report.peak_bytes
 
 
-def test_reports_side_by_side():
+def test_reports_side_by_side(as_a_user):
     shapes = shape(512, 256), shape(256, 512)
     whole = llamem.compile_report(lambda a, b: a @ b, *shapes)
     tall = llamem.compile_report(lambda a, b: jnp.sort((a @ b).ravel())[:1], *shapes)
@@ -265,8 +265,9 @@ def test_reports_side_by_side():
     lines = str(table).splitlines()
     assert [line.split()[0] for line in lines] == ["program", "whole", "tall"] and len({*map(len, lines[1:])}) == 1
     assert table._repr_html_().count("<tr>") == 3
-    with pytest.raises(ValueError, match="at least one report"):
-        llamem.compare({})
+    for wrong in ({}, [whole, tall], {"whole": 3}):
+        with pytest.raises(ValueError, match=r"compare of a .*at least one report, each by a name of yours"):
+            llamem.compare(wrong)  # pyrefly: ignore[bad-argument-type]
 
 
 @pytest.fixture

@@ -77,3 +77,10 @@ def test_what_cannot_be_asked_is_no_nothing_fits(asked, as_a_user):
 def test_a_chip_without_a_limit_has_no_largest():
     with pytest.raises(ValueError, match="nothing limits this chip's memory"):
         largest(make_step, "batch", "local")
+
+
+def test_options_that_are_no_lists_are_refused(as_a_user):
+    for wrong, told in ((3, r"batch=\[3\]"), ("no", r"batch=\['no'\]"), ([], "expected a list of values")):
+        with pytest.raises(ValueError, match=rf"options\(make_step, batch=.*{told}"):
+            options(make_step, batch=wrong)  # pyrefly: ignore[bad-argument-type]
+    assert len(options(make_step, batch=(n for n in (1, 2)), kept=range(3))) == 6

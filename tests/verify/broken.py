@@ -26,6 +26,7 @@ from programs import (
     by_policy,
     dropout,
     half,
+    in_mode,
     layer,
     linen_transforms,
     normal,
@@ -244,6 +245,12 @@ for _name, _make, _cause in (
 BROKEN["linen, rng not split"] = Program(linen_transforms(False), LINEN, BATCH, Title.RANDOMNESS, "are copies")
 
 
+@broken(Title.RANDOMNESS, "remainder, as of step % n", batch={"x": X, "step": jnp.int32(13)})
+def keys_that_come_again(w, batch, how):
+    key = jax.random.fold_in(jax.random.key(11), batch["step"] % 8)
+    return stacked(dropout, w, batch["x"], how, split(key))
+
+
 @broken(Title.RANDOMNESS, "closed over", batch=BATCH)
 def one_key_for_all_layers(w, batch, how):
     def body(w, x):
@@ -330,8 +337,10 @@ def a_counter_that_stays(states, x, how):
 
 # Parameters.
 
-PAIRS = jax.tree.map(lambda leaf: jnp.repeat(leaf[: L // 2], 2, axis=0), WEIGHTS)
-BROKEN["layers alike in pairs"] = Program(by_policy(None), PAIRS, X, Title.PARAMETERS, "identical")
+ALIKE = jax.tree.map(lambda leaf: jnp.repeat(leaf[:1], L, axis=0), WEIGHTS)
+BROKEN["layers all alike"] = Program(by_policy(None), ALIKE, X, Title.PARAMETERS, 'skip=["parameters are')
+BROKEN["layers all alike, nested"] = Program(in_mode("nested"), ALIKE, X, Title.PARAMETERS, "(6 of 6)")
+BROKEN["layers all alike, unrolled"] = Program(in_mode("unroll"), ALIKE, X, Title.PARAMETERS, "identical")
 
 
 @broken(Title.PARAMETERS, "identical", [jax.tree.map(lambda a: a[0], WEIGHTS)] * 4)

@@ -263,6 +263,11 @@ def a_key_closed_over_and_the_step(w, batch, how):
     return stacked(dropout, w, batch["x"], how, split(jax.random.fold_in(CLOSED_OVER, batch["step"])))
 
 
+@sound(batch={**BATCH, "step": jnp.int32(13)})
+def a_remainder_folded_into_the_steps_key(w, batch, how):
+    return stacked(dropout, w, batch["x"], how, split(jax.random.fold_in(batch["key"], batch["step"] % 8)))
+
+
 @sound(llamem.unstack_layers(WEIGHTS), BATCH)
 def folded_with_the_number(w, batch, how):
     """Weights are a list of dicts, stacked on the way in."""

@@ -9,15 +9,32 @@ import pytest
 from broken import BROKEN
 from flax import errors, linen
 from jax.ad_checkpoint import checkpoint_name
-from programs import KEYS, POLICIES, WEIGHTS, Block, D, L, N, X, by_policy, half, layer, proved, unrolled
+from programs import (
+    KEYS,
+    POLICIES,
+    WEIGHTS,
+    Block,
+    D,
+    L,
+    N,
+    X,
+    by_policy,
+    half,
+    layer,
+    normal,
+    offloaded,
+    proved,
+    unrolled,
+)
 from sound import SOUND, a_fixed_random_projection
 
-from llamem import assert_remat, verify_remat
+from llamem import assert_remat, stack_layers, unstack_layers, verify_remat
 from llamem.verify import Title
 from llamem.verify.proofs import PROOFS
 
 NEWER_CPU = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
 SOME = ["two dropouts and dropped layers", "a scaled loss in float16", "raw keys", "linen's transforms", "nested"]
+SOME += ["a remainder folded into the steps key", "a key closed over and the step"]
 SOME += ["convolutions with batch normalisation", "transforms of nnx", "branches", "bfloat16", "a jittered router"]
 
 
@@ -158,6 +175,67 @@ def test_a_gradient_that_is_zero_in_truth_is_told_apart():
     proof = proved(Title.GRADIENTS, loss, weights, X, True, None)
     largest = float(proof.seen.split()[2])
     assert proof.holds and 0 < largest < 1e-5 and "2 arrays, 1 nothing but rounding in both" in proof.seen, proof
+
+
+def test_layers_and_experts_copied_on_purpose_are_not_judged():
+    """A deeper model made of two of each layer, stacked or in a list, and experts made of one."""
+    pairs = jax.tree.map(lambda leaf: jnp.repeat(leaf[: L // 2], 2, axis=0), WEIGHTS)
+    experts = {"layers": WEIGHTS, "experts": jnp.tile(normal(5, D, D), (4, 1, 1))}
+
+    def with_experts(w, x, how):
+        return by_policy(None)(w["layers"], jnp.mean(jnp.tanh(jnp.einsum("nd,edf->enf", x, w["experts"])), axis=0), how)
+
+    def of_a_list(w, x, how):
+        return by_policy(None)(stack_layers(w), x, how)
+
+    cases = (by_policy(None), pairs), (of_a_list, unstack_layers(pairs)), (with_experts, experts)
+    for loss, params in cases:
+        proof = proved(Title.PARAMETERS, loss, params, X, True, False)
+        assert proof.holds is None and "cannot tell: some rows are identical in" in proof.seen, proof
+
+
+def test_noise_that_may_be_meant_is_told_by_its_line():
+    """One key for all frames: which draw, of two of one shape, and how to say that it is meant."""
+
+    def drawn(key, x):
+        return x + jax.random.normal(key, x.shape)
+
+    def noised(key, x):
+        return jax.vmap(drawn, in_axes=(None, 0))(key, x.reshape(8, N // 8, D)).reshape(N, D)
+
+    def loss(w, keys, how):
+        own = jax.vmap(drawn)(jax.random.split(keys[0], 8), X.reshape(8, N // 8, D)).reshape(N, D)
+        return by_policy(None)(w, noised(keys[1], own), how)
+
+    proof = proved(Title.RANDOMNESS, loss, WEIGHTS, KEYS[:2], True, False)
+    line = drawn.__code__.co_firstlineno + 1
+    assert proof.failed and f"shape [64, 32] (test_gallery.py:{line}) are copies along an axis" in proof.seen, proof
+    assert 'skip=["random numbers are fresh"]' in proof.cause, proof
+
+
+def test_a_policy_that_offloads_nothing_is_not_judged_by_a_cpu():
+    """Here it names what leaves the layer, which the layer's own backward pass does not need."""
+
+    def named_last(w, x):
+        return checkpoint_name(x + jnp.sin(jnp.tanh(x @ w["up"])) @ w["down"], "h")
+
+    proof = proved(Title.OFFLOAD, by_policy(offloaded("pinned_host"), named_last), WEIGHTS, X, True, False)
+    assert proof.holds is None and "0 bytes offloaded, 0 on the host of local: cannot tell" in proof.seen, proof
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), WEIGHTS), "hold shapes"),
+        (
+            jax.tree.map(lambda leaf: leaf.astype(jnp.int8), WEIGHTS),
+            r"params of int8\): expected floating-point arrays",
+        ),
+    ],
+)
+def test_parameters_without_a_gradient_are_refused(params, message, as_a_user):
+    with pytest.raises(ValueError, match=message):
+        verify_remat(by_policy(None), params, X)
 
 
 def test_linens_renamed_parameters_are_explained():

@@ -4,12 +4,14 @@ A layer of a list changes its own variables. A layer of a stack is made for one 
 returned from the loop, `[L, ...]`, and set in the stack's own variables. Nothing is lost without a word.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 from jax.extend import core as jex_core
+
+from llamem.memory.control_flow import Call
+from llamem.memory.jaxprs import control_flow, inputs_passed_on
 
 
 class Watch:
@@ -19,18 +21,33 @@ class Watch:
         self.tree, self.variables = tree, variables_in(tree)
         self.structure, self.before = jax.tree.structure(tree), _values(self.variables)
 
-    def changed(self) -> dict[int, Any]:
-        """Return the new values by the variables' numbers. Raise ValueError where the structure is another."""
-        if not self.variables:
-            return {}
-        if jax.tree.structure(self.tree) != self.structure:
+    def values(self) -> list[Any]:
+        """Return the variables' values now. Raise ValueError where the structure is another."""
+        if self.variables and jax.tree.structure(self.tree) != self.structure:
             raise ValueError(
                 "the layer changes the structure of its module while it runs (nnx's sow, a new attribute, a Python "
                 "number): in a stack that would be lost. Return it with has_aux=True, or keep it in an nnx.Variable "
                 "that is there from the start."
             )
-        pairs = enumerate(zip(self.before, _values(self.variables), strict=True))
-        return {i: new for i, (old, new) in pairs if new is not old}
+        return _values(self.variables)
+
+    def assigned(self) -> dict[int, tuple[Any, Any]]:
+        """Return the values before and now of the variables that were set, by their numbers.
+
+        nnx's own transforms, `nnx.remat` or `nnx.jit` inside a layer, set them all: `changed_by` tells which changed.
+        """
+        pairs = enumerate(zip(self.before, self.values(), strict=True))
+        return {i: (old, new) for i, (old, new) in pairs if new is not old}
+
+
+def changed_by(layer: jex_core.Jaxpr, assigned: dict[int, Any]) -> list[int]:
+    """Return the numbers of the variables that a traced layer changes. Its last results are what `Watch` says it set.
+
+    A weight that comes back as it went in must not leave the loop: that were a copy of the weights of all layers.
+    """
+    came_from = inputs_passed_on(layer)[len(layer.outvars) - 2 * len(assigned) :]
+    before, now = came_from[::2], came_from[1::2]
+    return [i for i, old, new in zip(assigned, before, now, strict=True) if new is None or new != old]
 
 
 def set_variables(tree: Any, changed: dict[int, Any]) -> None:
@@ -40,17 +57,17 @@ def set_variables(tree: Any, changed: dict[int, Any]) -> None:
         variables[i][...] = value
 
 
-def check_not_lost(body: Callable, x: Any, layer: Any) -> jax.extend.core.ClosedJaxpr:
-    """Return the traced layer. Raise ValueError where it computes new state from its variables and throws it away.
+def check_not_lost(layer_jaxpr: jex_core.Jaxpr, x: Any, layer: Any) -> None:
+    """Raise ValueError where a layer, traced with `x` and its own part, computes new state and throws it away.
 
     So it does where it merges a module of its own out of an `nnx.State`.
     """
-    jaxpr = jax.make_jaxpr(body)(x, layer)
     names = [""] * len(jax.tree.leaves(x))
     for path, node in jax.tree.leaves_with_path(layer, is_leaf=_is_variable):
         state = _is_variable(node) and not isinstance(node, nnx.Param)
         names += [jax.tree_util.keystr(path[1:]) if state else ""] * len(jax.tree.leaves(node))
-    lost = [name for name, read in zip(names, _read_in_vain(jaxpr.jaxpr), strict=True) if name and read]
+    _, in_vain = _read(layer_jaxpr, [True] * len(layer_jaxpr.outvars))
+    lost = [name for name, read in zip(names, in_vain, strict=True) if name and read]
     if lost:
         raise ValueError(
             f"the layer computes new values of {', '.join(lost[:4])}, which would be lost: each step would draw the "
@@ -58,21 +75,27 @@ def check_not_lost(body: Callable, x: Any, layer: Any) -> jax.extend.core.Closed
             "of its nnx.State, apply_stack(lambda layer, x: layer(x), llamem.stack_layers(layers), x): its state is "
             "then carried. Or switch the layer to evaluation: module.eval()."
         )
-    return jaxpr
 
 
-def _read_in_vain(jaxpr: jex_core.Jaxpr) -> list[bool]:
-    """Return for each input whether an operation reads it whose result nothing needs. JAX keeps such operations."""
-    needed, in_vain = {var for var in jaxpr.outvars if isinstance(var, jex_core.Var)}, set()
+def _read(jaxpr: jex_core.Jaxpr, wanted: list[bool]) -> tuple[list[bool], list[bool]]:
+    """Return for each input whether a wanted result needs it, and whether an operation reads it in vain.
+
+    JAX keeps operations whose results nothing needs.
+    """
+    needed = {var for var, want in zip(jaxpr.outvars, wanted, strict=True) if want and isinstance(var, jex_core.Var)}
+    in_vain: set[jex_core.Var] = set()
     for eqn in reversed(jaxpr.eqns):
-        inputs = [var for var in eqn.invars if isinstance(var, jex_core.Var)]
-        (needed if eqn.effects or needed.intersection(eqn.outvars) else in_vain).update(inputs)
-    return [var in in_vain for var in jaxpr.invars]
-
-
-def has_state(tree: Any) -> bool:
-    """Return whether a tree holds nnx variables that are no parameters."""
-    return any(not isinstance(variable, nnx.Param) for variable in variables_in(tree))
+        wants = [var in needed for var in eqn.outvars]
+        if isinstance(call := control_flow(eqn), Call):  # nnx.jit or nnx.remat
+            needs, reads = _read(call.body.jaxpr, wants)
+        else:
+            needs = [any(wants) or bool(eqn.effects)] * len(eqn.invars)
+            reads = [not need for need in needs]
+        for var, is_needed, is_read in zip(eqn.invars, needs, reads, strict=True):
+            if isinstance(var, jex_core.Var):
+                needed |= {var} if is_needed else set()
+                in_vain |= {var} if is_read else set()
+    return [var in needed for var in jaxpr.invars], [var in in_vain for var in jaxpr.invars]
 
 
 def variables_in(tree: Any) -> list[nnx.Variable]:

@@ -54,11 +54,13 @@ class Policy:
         return frozenset(self.save + self.offload + self.save_all_but)
 
 
-# What these save does not depend on names. JAX writes the two about dots in another way as well.
+# What these save does not depend on names.
 _HEURISTICS = {
     name: getattr(_JAX, name)
     for name in ("nothing_saveable", "everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable")
 }
+# The same two under the names that JAX gave them first, which other projects write still.
+_HEURISTICS |= {name: getattr(_JAX, name) for name in ("checkpoint_dots", "checkpoint_dots_with_no_batch_dims")}
 # By name: JAX's own heuristics under JAX's own names, and policies over what `llamem.llama.Block` names.
 POLICIES: dict[str, Policy | Callable[..., Any]] = {
     "nothing": Policy(),
@@ -105,9 +107,8 @@ def check_policy(remat: str | Policy | None) -> Policy | Callable[..., Any] | No
             "Callables are not taken: newer JAX treats a hand-written policy as 'recompute everything', silently."
         )
     if remat not in POLICIES:
-        raise ValueError(
-            f"no remat policy is called {remat!r}. Known: {', '.join(POLICIES)}; or llamem.Policy(save=(...))."
-        )
+        known = f"Known: {', '.join(POLICIES)}; None, which keeps everything; or llamem.Policy(save=(...))."
+        raise ValueError(f"no remat policy is called {remat!r}. {known}")
     return POLICIES[remat]
 
 

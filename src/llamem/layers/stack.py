@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from llamem._checks import check_one_of
-from llamem.layers.module_state import Watch, check_not_lost, has_state, set_variables
+from llamem.layers.module_state import Watch, changed_by, check_not_lost, set_variables, variables_in
 from llamem.layers.offload import name_in_pieces, refuse_wrong_offload
 from llamem.layers.remat import Policy, check_names, check_policy, checkpoint, offloads
 from llamem.layers.stacking import common_length, is_array, layer_at
@@ -57,7 +57,7 @@ def apply_stack(
     xs, x = jax.tree.map(jnp.asarray, ((arrays, per_layer), x))  # NumPy's float64 becomes float32 unless x64 is on
     n_layers = common_length(xs)
 
-    def body(x: Any, layer_xs: tuple[Any, Any]) -> tuple[Any, Any]:
+    def run(x: Any, layer_xs: tuple[Any, Any]) -> tuple[Any, Any, Watch]:
         params, inputs = combine(layer_xs[0], static), layer_xs[1]
         state = Watch((params, inputs))
         try:
@@ -70,12 +70,25 @@ def apply_stack(
             raise TypeError(f"with has_aux=True a layer returns (x, aux), a tuple of two; got {type(result).__name__}.")
         new_x, aux = result if has_aux else (result, None)
         _check_same_types(x, new_x)
-        return new_x, (aux, x if return_hidden else None, state.changed())
+        return new_x, (aux, x if return_hidden else None), state
 
+    def traced_alone(x: Any, layer_xs: tuple[Any, Any]) -> tuple[Any, Any, Any]:
+        new_x, outs, state = run(x, layer_xs)
+        return new_x, outs, state.assigned()
+
+    def body(x: Any, layer_xs: tuple[Any, Any]) -> tuple[Any, Any]:
+        new_x, outs, state = run(x, layer_xs)
+        values = state.values()
+        return new_x, (*outs, {i: values[i] for i in changed})
+
+    changed: list[int] = []
     policy = check_policy(remat)
-    if (isinstance(policy, Policy) and policy.names) or has_state(xs):  # else a scan traces the layer soon enough
+    if (isinstance(policy, Policy) and policy.names) or variables_in(xs):  # else a scan traces the layer soon enough
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), xs)
-        check_names(remat, check_not_lost(body, x, one))
+        traced, (_, _, assigned) = jax.make_jaxpr(traced_alone, return_shape=True)(x, one)
+        changed = changed_by(traced.jaxpr, assigned)
+        check_not_lost(traced.jaxpr, x, one)
+        check_names(remat, traced)
     if mode != "unroll" and offloads(remat):
         refuse_wrong_offload(f"apply_stack(remat={remat!r})")
     if mode == "unroll" and n_layers > 0:
@@ -84,8 +97,8 @@ def apply_stack(
         x, outs = _nest(body, x, xs, groups, remat)
     else:
         x, outs = jax.lax.scan(checkpoint(body, remat), x, xs)
-    aux, hidden, changed = outs
-    set_variables((stacked, per_layer), changed)
+    aux, hidden, state = outs
+    set_variables((stacked, per_layer), state)
 
     results = [x]
     if has_aux:

@@ -1,10 +1,12 @@
 """The parameters of L layers as one stack, and back."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from llamem._checks import show
 from llamem.layers.module_state import variables_in
@@ -27,6 +29,7 @@ def stack_layers(layers: Sequence[Any]) -> Any:
         )
     layers = list(layers)
     _check_nothing_shared(layers)
+    _check_built_alike(layers)
 
     def stacked(path: tuple, *leaves: Any) -> Any:
         if not all(map(is_array, leaves)):
@@ -60,6 +63,11 @@ def is_array(leaf: Any) -> bool:
 def common_length(stacked: Any) -> int:
     """Return L. Raises ValueError where the arrays of a stack have no common first axis."""
     leaves = jax.tree.leaves_with_path(stacked)
+    if not any(is_array(leaf) for _, leaf in leaves):
+        raise ValueError(
+            f"a stack without an array, {show(stacked)}: nothing says how many layers there are. Give parameters or "
+            "per_layer inputs [L, ...], from a list of layers llamem.stack_layers(layers); of no layers, [0, ...]."
+        )
     shapes = {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves if is_array(leaf)}
     if () in shapes.values() or len({shape[0] for shape in shapes.values()}) != 1:
         raise ValueError(
@@ -81,6 +89,62 @@ def _check_nothing_shared(layers: list[Any]) -> None:
                     "would hold a copy for each: random numbers would be the same in all layers, tied weights would "
                     "come apart. Give each layer its own: of a random stream rngs.fork()."
                 )
+
+
+def _check_built_alike(layers: list[Any]) -> None:
+    """Raise ValueError where a layer is another pytree than the first: it has other fields, or another static one."""
+    structure = jax.tree.structure(layers[0])
+    odd = next((i for i, layer in enumerate(layers) if jax.tree.structure(layer) != structure), None)
+    if odd is None:
+        return
+    place, first, other = _first_difference(layers[0], layers[odd]) or ("the structure", "one", "another")
+    if type(first).__name__ == "StateIndex":
+        raise ValueError(
+            f"stack_layers: {place} is an equinox StateIndex, and each layer has its own. Make layers with state all "
+            "at once: stacked, state = equinox.filter_vmap(equinox.nn.make_with_state(Layer))(keys)."
+        )
+    raise ValueError(
+        f"stack_layers: {place or 'the whole'} is {_said(first)} in layer 0 and {_said(other)} in layer {odd}, and all "
+        "layers of a stack are one program. Set it alike, and give what differs from layer to layer as an array in "
+        "per_layer, by which a layer chooses with jnp.where or jax.lax.cond; or make one module of each group of "
+        "layers, of four where every fourth is of another kind, and stack the groups."
+    )
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "not there"
+
+
+def _first_difference(one: Any, other: Any, place: str = "") -> tuple[str, Any, Any] | None:
+    """Return where two objects first differ, arrays aside, and what stands there in both."""
+    if is_array(one) and is_array(other):
+        return None
+    parts, others = _parts(one), _parts(other)
+    if type(one) is not type(other) or parts is None or others is None:
+        return None if one is other or one == other else (place, one, other)
+    for name in {**parts, **others}:
+        if name not in parts or name not in others:
+            return place + name, *(mine.get(name, _Missing()) for mine in (parts, others))
+        if found := _first_difference(parts[name], others[name], place + name):
+            return found
+    return None
+
+
+def _said(value: Any) -> str:
+    return type(value).__name__ if is_array(value) or _parts(value) is not None else show(value)
+
+
+def _parts(value: Any) -> dict[str, Any] | None:
+    """Return what a module or collection is made of, by how it is reached; None for any other value."""
+    if isinstance(value, Mapping):
+        return {f"[{key!r}]": part for key, part in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return {f"[{i}]": part for i, part in enumerate(value)}
+    is_module = isinstance(value, nnx.Pytree) or dataclasses.is_dataclass(value)
+    if not is_module or isinstance(value, type) or type(value).__name__ == "StateIndex":
+        return None
+    return {f".{name}": part for name, part in vars(value).items() if not name.startswith("_pytree__")}
 
 
 def _check_alike(place: str, values: Sequence[Any]) -> None:

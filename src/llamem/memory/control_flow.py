@@ -49,6 +49,7 @@ class OnDevices:
     mesh: Any
     axes: tuple[str, ...]  # over which devices run it; none of those that the compiler shares out by itself
     in_specs: tuple[Any, ...]
+    out_specs: tuple[Any, ...]
 
     @property
     def devices(self) -> int:

@@ -198,7 +198,7 @@ def control_flow(eqn: jex_core.JaxprEqn) -> Flow | None:
         body = jex_core.ClosedJaxpr(params["jaxpr"], ())
         manual = params["newly_manual_axes"] if "newly_manual_axes" in params else params["manual_axes"]
         axes = tuple(axis for axis in params["mesh"].axis_names if axis in manual)
-        return OnDevices(body, params["mesh"], axes, params["in_specs"])
+        return OnDevices(body, params["mesh"], axes, params["in_specs"], params["out_specs"])
     if name == "pallas_call":
         return None
     programs = [value for value in params.values() if isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))]
@@ -211,6 +211,44 @@ def control_flow(eqn: jex_core.JaxprEqn) -> Flow | None:
         for program in (body.jaxpr, eqn)
     )
     return Call(body) if inside == outside and len(body.jaxpr.constvars) == len(body.consts) else None
+
+
+def inputs_passed_on(jaxpr: jex_core.Jaxpr) -> list[int | None]:
+    """Return for each result of a program the number of the input that it is, as it came; None where it is computed.
+
+    Followed through calls, checkpoints, loops, branches and shards.
+    """
+    came_from = {var: i for i, var in enumerate(jaxpr.invars)}
+    for eqn in jaxpr.eqns:
+        for result, operand in zip(eqn.outvars, _operands_passed_on(eqn), strict=True):
+            source = None if operand is None else eqn.invars[operand]
+            if isinstance(source, jex_core.Var) and source in came_from:
+                came_from[result] = came_from[source]
+    return [came_from.get(var) if isinstance(var, jex_core.Var) else None for var in jaxpr.outvars]
+
+
+def _operands_passed_on(eqn: jex_core.JaxprEqn) -> list[int | None]:
+    """Return for each result of an operation the number of the operand that it is; None where it is computed."""
+    match control_flow(eqn):
+        case Call(body):
+            return inputs_passed_on(body.jaxpr)
+        case Scan(body, n_consts, n_carry):
+            inner = inputs_passed_on(body.jaxpr)
+            carried = [i if i == n_consts + j else None for j, i in enumerate(inner[:n_carry])]
+            slices = [i if i is not None and i >= n_consts + n_carry else None for i in inner[n_carry:]]
+            return carried + slices
+        case While(_, body, n_condition_consts, n_body_consts):
+            inner = inputs_passed_on(body.jaxpr)
+            return [n_condition_consts + i if i == n_body_consts + j else None for j, i in enumerate(inner)]
+        case Branches(branches):
+            each = zip(*(inputs_passed_on(branch.jaxpr) for branch in branches), strict=True)
+            return [1 + i[0] if i[0] is not None and len(set(i)) == 1 else None for i in each]
+        case OnDevices(body, in_specs=in_specs, out_specs=out_specs):
+            inner = inputs_passed_on(body.jaxpr)
+            return [
+                i if i is not None and in_specs[i] == spec else None for i, spec in zip(inner, out_specs, strict=True)
+            ]
+    return [None] * len(eqn.outvars)
 
 
 def moved_to_host(jaxpr: jex_core.Jaxpr) -> int:

@@ -136,9 +136,16 @@ class Comparison(Shown):
 
 
 def compare(reports: Mapping[str, Report]) -> Comparison:
-    """Show reports by name as one table, in text or in a notebook; `plots.report_bars` draws the same."""
-    if not reports:
-        raise ValueError("compare({}): give at least one report, as {'name': compile_report(...)}.")
+    """Show reports by name as one table, in text or in a notebook; `plots.report_bars` draws the same.
+
+    Raises ValueError for anything but a dict of reports, and for an empty one.
+    """
+    named = isinstance(reports, Mapping) and all(isinstance(report, Report) for report in reports.values())
+    if not named or not reports:
+        raise ValueError(
+            f"compare of a {type(reports).__name__}: expected at least one report, each by a name of yours: "
+            "{'before': compile_report(...), 'after': compile_report(...)}."
+        )
     return Comparison(dict(reports))
 
 

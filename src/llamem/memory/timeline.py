@@ -109,11 +109,14 @@ class Timeline:
         )
 
     def curve(self, space: Space = "device") -> np.ndarray:
-        """Return the bytes in use at each step."""
+        """Return the bytes in use at each step, whole numbers `[steps]`."""
         return self._by_category[space].sum(axis=0)
 
     def by_category(self, space: Space = "device") -> dict[Category, np.ndarray]:
-        """Return the bytes in use at each step by category, without empty ones; together they are the curve."""
+        """Return the bytes in use at each step, whole numbers `[steps]`, by category; together they are the curve.
+
+        Categories that are empty all the time are left out. Divide by `llamem.memory.GiB` to see gibibytes.
+        """
         return {name: row for name, row in zip(CATEGORIES, self._by_category[space], strict=True) if row.any()}
 
     @functools.cached_property

@@ -73,8 +73,18 @@ def options(make_step: Callable[..., tuple[Any, ...]], **settings: Iterable[Any]
     """Return the programs `make_step(**how)` for all combinations of the settings' values, the last varying fastest.
 
     Give each setting's values from the fastest to the one that needs least memory:
-    `options(make_step, batch=[8, 4], remat=["minimal", "nothing"])`.
+    `options(make_step, batch=[8, 4], remat=["minimal", "nothing"])`. Raises ValueError for a setting without a list of
+    values: a single value, a text, whose letters would be taken for values, or an empty list.
     """
+    for name, values in settings.items():
+        several = isinstance(values, Iterable) and not isinstance(values, str | bytes | Mapping)
+        settings[name] = values = list(values) if several else values
+        if not several or not values:
+            example = values if not several else 8
+            raise ValueError(
+                f"options(make_step, {name}={show(values)}): expected a list of values to try, from the fastest to the "
+                f"one that needs least memory; of a single one, {name}=[{show(example)}]."
+            )
     ways = [dict(zip(settings, way, strict=True)) for way in product(*settings.values())]
     named = {", ".join(f"{name}={show(value)}" for name, value in how.items()): how for how in ways}
     return {name: partial(make_step, **how) for name, how in named.items()}

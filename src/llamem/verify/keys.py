@@ -16,16 +16,20 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from llamem.memory.control_flow import Branches, Call, OnDevices, Scan, While
-from llamem.memory.jaxprs import DRAWS, computed_again, control_flow, equations, inner_jaxprs, vmaps_around
+from llamem.memory.jaxprs import DRAWS, computed_again, control_flow, equations, inner_jaxprs, source_of, vmaps_around
 from llamem.verify.traced_values import TracedValue, all_differ, given_value, result_values
 
 _CONSTANT = (
-    "Numbers that are the same in every step: their key was made (or a counter drawn from) while tracing, or does not "
+    "{draw} are the same in every step: their key was made (or a counter drawn from) while tracing, or does not "
     "depend on the step's. Pass the step's key as an argument, and derive every key from it."
 )
 _STATE = (
-    "Numbers that are the same in every step: their key comes from state (of nnx.Dropout, for instance) that the loss "
+    "{draw} are the same in every step: their key comes from state (of nnx.Dropout, for instance) that the loss "
     "takes and does not return moved on. Return it (has_aux=True) and carry it, or pass the step's key."
+)
+_CYCLE = (
+    "{draw} come again: their key is made of nothing that moves on but a remainder, as of step % n. Fold the step "
+    "itself into the key."
 )
 _SHARED = (
     "{draw} are copies: one key is closed over by a loop, broadcast or repeated, and layers drop the same units. Split "
@@ -37,14 +41,14 @@ _TWICE = (
 )
 _MAPPED = (
     "{draw} are copies along an axis of jax.vmap: the key is not mapped (in_axes=None), and examples, tokens or heads "
-    "drop the same units. Split the key, and map over the keys too."
+    "have the same. Split the key, and map over the keys too; it may be meant, of one noise for all frames of a video."
 )
 _DEVICES = (
-    "The devices along {axes} draw the same numbers for data of their own: fold jax.lax.axis_index into the key, or "
-    "pass each device one."
+    "The devices along {axes} draw the same numbers for data of their own{at}: fold jax.lax.axis_index into the key, "
+    "or pass each device one."
 )
 _ONE_MASK = (
-    "One mask, drawn before the loop, serves all its layers, which drop the same units. Pass each layer a key, and "
+    "One mask, drawn before the loop{at}, serves all its layers, which drop the same units. Pass each layer a key, and "
     "draw inside."
 )
 _MEETS = ("mul", "add", "sub", "div", "select_n", "and", "or")  # where a mask or noise is applied to data
@@ -52,12 +56,21 @@ _MEETS = ("mul", "add", "sub", "div", "select_n", "and", "or")  # where a mask o
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """What surrounds an operation. `layers`: loops with weights for each turn; `again`: this is no first run."""
+    """What surrounds an operation. `layers`: loops with weights for each turn; `again`: this is no first run.
+
+    `line`: that of the innermost call, since JAX's own functions inside know none.
+    """
 
     loops: tuple[Hashable, ...] = ()
     layers: frozenset[Hashable] = frozenset()
     vmaps: int = 0
     again: bool = False
+    line: str = ""
+
+    def at(self, eqn: jex_core.JaxprEqn) -> str:
+        """Return the line of an operation here, in brackets; "" where it is not known."""
+        line = source_of(eqn) or self.line
+        return f" ({line})" if line else ""
 
 
 class _Draw(NamedTuple):
@@ -88,11 +101,16 @@ class Keys:
             given_value(leaf, frozenset({("leaf", i)})) for i, leaf in enumerate(jax.tree.leaves((params, batch)))
         ]
         moving = self._leaves_that_move(traced, leaves, self._program(traced, leaves, _Place()))
-        stale = [draw.fed for draw in self.draws if not draw.fed & moving]
+        stale: dict[str, str] = {}  # the first of each kind is named
+        for draw in self.draws:
+            if not draw.fed & moving:
+                feeds = {kind for kind, _ in draw.fed}  # pyrefly: ignore
+                kind = _CYCLE if "cycle" in feeds else _STATE if "leaf" in feeds else _CONSTANT
+                stale.setdefault(kind, kind.format(draw=draw.numbers))
         uses = Counter(draw.identity for draw in self.draws)
         first = {draw.identity: draw for draw in reversed(self.draws)}
         found = [
-            *(_STATE if any(kind == "leaf" for kind, _ in fed) else _CONSTANT for fed in stale),  # pyrefly: ignore
+            *stale.values(),
             *self.faults,
             *(_TWICE.format(draw=first[key].numbers, n=n) for key, n in uses.items() if n > 1),
         ]
@@ -150,7 +168,7 @@ class Keys:
             case OnDevices() as flow:
                 return self._on_devices(flow, ins, place)
             case Call() as flow:
-                return self._program(flow.body, ins, place)
+                return self._program(flow.body, ins, dataclasses.replace(place, line=source_of(eqn) or place.line))
         if not place.again:
             inside = [inner for program in inner_jaxprs(eqn) for inner, _ in equations(program)]
             self.hidden += sum(inner.primitive.name in DRAWS for inner in inside)
@@ -164,7 +182,7 @@ class Keys:
         words = ins if eqn.primitive.name == "threefry2x32" else ins[:1]
         axes = len(eqn.invars[0].aval.shape) if eqn.primitive.name == "random_bits" else place.vmaps  # pyrefly: ignore
         fed = frozenset().union(*(word.fed for word in words[:2]))
-        numbers = f"Random numbers of shape {list(eqn.outvars[-1].aval.shape[axes:])}"  # pyrefly: ignore
+        numbers = f"Random numbers of shape {list(eqn.outvars[-1].aval.shape[axes:])}{place.at(eqn)}"  # pyrefly: ignore
         keys = ins[0].numbers if eqn.primitive.name == "random_bits" else None
         if not fed.issuperset(place.loops) or not all_differ(keys if keys is None else keys.reshape(-1)):
             self.faults.append(_SHARED.format(draw=numbers))
@@ -179,9 +197,9 @@ class Keys:
             missing = data - drawn.fed
             axes = sorted(str(axis) for kind, axis in missing if kind == "axis")  # pyrefly: ignore
             if drawn.drawn and axes:
-                self._misused.append(_DEVICES.format(axes=" and ".join(axes)))
+                self._misused.append(_DEVICES.format(axes=" and ".join(axes), at=place.at(eqn)))
             if drawn.drawn == "mask" and missing & place.layers:
-                self._misused.append(_ONE_MASK)
+                self._misused.append(_ONE_MASK.format(at=place.at(eqn)))
 
     def _scan(self, flow: Scan, ins: list[TracedValue], place: _Place) -> list[TracedValue]:
         n = flow.n_consts

@@ -52,7 +52,7 @@ def checkpoints_are_there(both: BothWays) -> Proof:
         cause = " ".join(reasons + placements(both.mine.traced.jaxpr))
     elif left_out > covered or forgotten:
         seen += f"; {forgotten} layers of a stack have none" if forgotten else ""
-        cause = "The flag reaches some of the layers only. If that is meant, skip this proof."
+        cause = "The flag reaches some of the layers only. " + _if_meant(Title.CHECKPOINTS)
     return Proof(Title.CHECKPOINTS, not cause, seen, cause)
 
 
@@ -172,8 +172,8 @@ def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
         return None
     mine = both.mine.report
     seen = f"{asked:,} bytes offloaded, {mine.host_bytes:,} on the host of {mine.chip.name}"
-    if asked and mine.chip.platform == "cpu":
-        return Proof(Title.OFFLOAD, None, f"{seen}: a CPU's memory is the host's", "")
+    if mine.chip.platform == "cpu":
+        return Proof(Title.OFFLOAD, None, f"{seen}: cannot tell, a CPU's memory is the host's")
     arrived = asked > 0 and mine.host_bytes >= 0.9 * asked / both.devices
     cause = ""
     if not arrived:
@@ -189,7 +189,7 @@ def randomness_is_fresh(both: BothWays) -> Proof:
     """Check that every draw has its own key, fed by the step's key and by its layer's number or inputs."""
     keys = Keys(both.mine.traced, both.params, both.batch)
     if keys.faults:
-        return Proof(Title.RANDOMNESS, False, " ".join(keys.faults))
+        return Proof(Title.RANDOMNESS, False, " ".join(keys.faults), _if_meant(Title.RANDOMNESS))
     if keys.hidden:
         return Proof(Title.RANDOMNESS, None, f"{keys.hidden} draws are where their keys cannot be followed")
     seen = f"{len(keys.draws)} draws in the program, each with a key of its own" if keys.draws else "nothing is drawn"
@@ -198,8 +198,12 @@ def randomness_is_fresh(both: BothWays) -> Proof:
 
 def parameters_are_sound(both: BothWays) -> Proof:
     """Check that stacked layers differ from one another, and no weight that is trained is there twice."""
-    wrong = parameter_faults(both.params, lambda: both.plain.results.gradients)
-    return Proof(Title.PARAMETERS, not wrong, " ".join(wrong) or "layers differ, nothing is double")
+    wrong, unsure = parameter_faults(both.params, lambda: both.plain.results.gradients, both.plain.traced.jaxpr)
+    if wrong:
+        return Proof(Title.PARAMETERS, False, " ".join(wrong + unsure), _if_meant(Title.PARAMETERS))
+    if unsure:
+        return Proof(Title.PARAMETERS, None, " ".join(unsure))
+    return Proof(Title.PARAMETERS, True, "layers differ, nothing is double")
 
 
 def donation_is_used(both: BothWays) -> Proof | None:
@@ -237,6 +241,10 @@ PROOFS: dict[Title, Callable[[BothWays], Proof | None]] = {
     Title.EVALUATION: evaluation_is_untouched,
     Title.DONATION: donation_is_used,
 }
+
+
+def _if_meant(title: Title) -> str:
+    return f'If that is meant, leave this proof out: skip=["{title}"].'
 
 
 def _answers_the_same(eqn: jex_core.JaxprEqn) -> bool | None:

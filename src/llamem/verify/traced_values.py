@@ -13,6 +13,7 @@ from llamem.memory.jaxprs import DRAWS
 
 _SAME_EVERYWHERE = ("psum", "psum2", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant")
 _SMALL = 4096  # entries
+_FEW = 2**16  # numbers: a remainder of so many comes again within a run
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +41,10 @@ def result_values(eqn: jex_core.JaxprEqn, ins: list[TracedValue]) -> list[Traced
     elif name in _SAME_EVERYWHERE:
         axes = eqn.params.get("axes", eqn.params.get("axis_name"))
         fed -= {("axis", axis) for axis in (axes if isinstance(axes, tuple | list) else (axes,))}
+    elif name == "rem" and not ins[1].fed and ins[1].numbers is not None and np.max(ins[1].numbers) <= _FEW:
+        # Of a number that moves on, only that it comes again.
+        fed = {feed for feed in fed if feed[0] != "leaf"} | {("cycle", int(np.max(ins[1].numbers)))}  # pyrefly: ignore
+        fed = frozenset(fed)
     numbers: list[Any] = [None] * len(eqn.outvars)
     avals: list[Any] = [var.aval for var in eqn.outvars]
     # No callbacks, kernels and calls, which are the user's.

@@ -5,12 +5,13 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from llamem._checks import show
 from llamem.memory.show import Shown, Table
 from llamem.verify.proof import Proof, Title
 from llamem.verify.proofs import PROOFS
-from llamem.verify.ways import FAILURES, BothWays
+from llamem.verify.ways import FAILURES, BothWays, dtype_of
 
 _MUST = (Title.LOSS, Title.GRADIENTS, Title.RUNS)  # without these proved, a test has shown nothing
 
@@ -97,14 +98,20 @@ def verify_remat(
     they are printed: `skip=["random numbers are fresh"]` where one mask for all time steps is meant, or those that
     compile, to be quick; the answer lists them as skipped.
 
-    Raises what `loss_fn(params, batch, baseline)` raises, and ValueError for a name in `skip` that is no proof's, for a
-    `step` that was not lowered, or where `loss_fn` changes a flax nnx object from outside.
+    Not noticed: a difference below the tolerance of the type, in float32 1e-4 of loss and gradients, such as another
+    epsilon of 1e-5 in a norm; keys of which layers share one word of two; and a key that stays for some steps and then
+    moves on, as one of `step // n` does.
+
+    Raises what `loss_fn(params, batch, baseline)` raises, and ValueError for parameters that are shapes or have no
+    floating-point array, for a name in `skip` that is no proof's, for a `step` that was not lowered, or where `loss_fn`
+    changes a flax nnx object from outside.
     Source: the test battery of Hugging Face transformers (PR 41818), extended to compiled programs.
     """
     if isinstance(skip, str) or set(skip) - set(PROOFS):
         raise ValueError(f"skip={skip!r}: expected a collection of proofs' names. Known: {'; '.join(PROOFS)}.")
     if step is not None and not hasattr(step, "compile"):
         raise ValueError(f"step={show(step)}: expected jax.jit(step, donate_argnums=(0,)).lower(state, batch).")
+    _check_arrays(params, batch)
     both = BothWays(loss_fn, params, batch, remat, baseline, chip, evaluate, step)
     found: list[Proof | None] = []
     try:
@@ -119,6 +126,21 @@ def verify_remat(
             raise
         found.append(failure)
     return Verification(tuple(proof for proof in found if proof is not None))
+
+
+def _check_arrays(params: Any, batch: Any) -> None:
+    leaves = jax.tree.leaves((params, batch))
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise ValueError(
+            "verify_remat computes the loss both ways, and params or batch hold shapes (jax.ShapeDtypeStruct). Give "
+            "arrays: of a small model, since the proof holds for its layers, or of shapes made with jax.random.normal."
+        )
+    if not any(jnp.issubdtype(dtype_of(leaf), jnp.inexact) for leaf in jax.tree.leaves(params)):
+        types = sorted({str(dtype_of(leaf)) for leaf in jax.tree.leaves(params)})
+        raise ValueError(
+            f"verify_remat(params of {', '.join(types) or 'nothing'}): expected floating-point arrays to take "
+            "gradients of. Give integers, such as blocks of four bits, in batch, and what is trained in params."
+        )
 
 
 def _failure_of(both: BothWays) -> Proof | None:
