@@ -60,6 +60,11 @@ def program_notes(
             f"of this compiler: {wrong[0]}. Update jaxlib, or switch the pass off: "
             f'compiler_options={{"xla_disable_hlo_passes": "{FAULTY_PASS}"}}.'
         )
+    if (inside := answer.get("kernel_array_bytes", 0)) > _SMALL:
+        yield (
+            "this CPU's compiler put products and what follows them into kernels of its own, and what those need while "
+            f"they run is not in these numbers: an array of {size_text(inside)} is made or held inside of one."
+        )
     if "products_by_library" in answer:
         yield (
             "compiled with all matrix products by cuBLAS: this compiler finds no tiles for one of them where no GPU is "

@@ -52,9 +52,9 @@ def find_fitting(
 ) -> Fitting:
     """Return the first of several programs that fits a chip, by that chip's own compiler. Nothing is computed.
 
-    `programs`: by name, functions without arguments that return `(step, *arguments)`, the arguments as shapes, from the
-    fastest program to the one that needs least memory; `llamem.options` makes such a mapping. `donate_argnums`,
-    `chip`: see `llamem.compile_report`.
+    `programs`: by name, functions without arguments that return `(step, *arguments)`, the arguments as shapes. They are
+    tried in the order given: the first that fits need not be the fastest. `llamem.options` makes such a mapping.
+    `donate_argnums`, `chip`: see `llamem.compile_report`.
 
     Raises NothingFits, with the table of answers, and ValueError where no program could be compiled.
     """
@@ -74,8 +74,8 @@ def find_fitting(
 def options(make_step: Callable[..., tuple[Any, ...]], **settings: Iterable[Any]) -> dict[str, Program]:
     """Return the programs `make_step(**how)` for all combinations of the settings' values, the last varying fastest.
 
-    Give each setting's values from the fastest to the one that needs least memory:
-    `options(make_step, batch=[8, 4], remat=["minimal", "nothing"])`.
+    That is the order in which they are tried. `options(make_step, batch=[8, 4], remat=["minimal", "nothing"])` tries
+    both ways of a batch of 8 before one of 4: the largest batch first.
     """
     ways = [dict(zip(settings, way, strict=True)) for way in product(*settings.values())]
     named = {", ".join(f"{name}={show(value)}" for name, value in how.items()): how for how in ways}
