@@ -62,9 +62,7 @@ def test_where_nothing_fits_the_closest_is_told(asked):
         (lambda n: 0.1 * n if n < 100 else 0, 2**20, None, 99, 8),  # the compiler dies of more
     ],
 )
-def test_the_largest_number_that_fits_is_found_by_few_programs(
-    asked, peak, at_most, multiple_of, expected, most_asked
-):
+def test_the_largest_number_that_fits_is_found_by_few_programs(asked, peak, at_most, multiple_of, expected, most_asked):
     how = {"at_most": at_most, "progress": None} | ({"multiple_of": multiple_of} if multiple_of else {})
     found = largest(lambda tokens: ("step", peak(tokens)), "tokens", "v5e-1", **how)
     assert found.report.fits and len(asked) <= most_asked, asked
