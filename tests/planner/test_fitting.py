@@ -63,8 +63,8 @@ def test_where_nothing_fits_the_closest_is_told(asked):
     ],
 )
 def test_the_largest_number_that_fits_is_found_by_few_programs(asked, peak, at_most, multiple_of, expected, most_asked):
-    how = {"at_most": at_most, "progress": None} | ({"multiple_of": multiple_of} if multiple_of else {})
-    found = largest(lambda tokens: ("step", peak(tokens)), "tokens", "v5e-1", **how)
+    make = lambda tokens: ("step", peak(tokens))  # noqa: E731
+    found = largest(make, "tokens", "v5e-1", at_most=at_most, multiple_of=multiple_of, progress=None)
     assert found.report.fits and len(asked) <= most_asked, asked
     assert 0.98 * expected <= found.how["tokens"] <= expected
     assert found.how["tokens"] == expected or most_asked == 8
