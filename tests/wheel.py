@@ -49,7 +49,7 @@ def run_snippets(wheel: Path) -> None:
         python = Path(folder) / ("Scripts" if os.name == "nt" else "bin") / "python"
         lock = ROOT / "requirements" / "lock.txt"
         install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", lock]
-        subprocess.run([*install, f"llamem[train,tpu-compile] @ {wheel.resolve().as_uri()}"], check=True)
+        subprocess.run([*install, f"llamem[train] @ {wheel.resolve().as_uri()}"], check=True)
         clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         for snippet in snippets():
             result = subprocess.run([python, "-c", snippet], cwd=folder, env=clean, capture_output=True, text=True)

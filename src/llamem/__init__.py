@@ -26,7 +26,16 @@ from llamem.losses import (
     tiled_policy_loss,
     tiled_token_loss,
 )
-from llamem.memory import CHIPS, Report, available, compare, compile_report, find_chip, saved_residuals
+from llamem.memory import (
+    CHIPS,
+    Report,
+    available,
+    compare,
+    compile_report,
+    fetch_compilers,
+    find_chip,
+    saved_residuals,
+)
 from llamem.planner import (
     NothingFits,
     estimate,
@@ -60,6 +69,7 @@ __all__ = [
     "compare",
     "compile_report",
     "estimate",
+    "fetch_compilers",
     "find_chip",
     "find_fitting",
     "find_plan",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import llamem
+from llamem.memory import compilers
 from llamem.memory import compiling as memory
 from llamem.memory import cross_compile as absent
 from llamem.memory.arguments import read_leaves
@@ -408,7 +409,7 @@ def test_a_compiler_that_dies_leaves_this_process_alone(empty_cache, monkeypatch
     crash = tmp_path / "python"
     crash.write_text("#!/bin/sh\necho its last words >&2\nkill -SEGV $$\n")
     crash.chmod(0o755)
-    monkeypatch.setattr(absent.sys, "executable", str(crash))
+    monkeypatch.setattr(compilers.sys, "executable", str(crash))
     with pytest.raises(RuntimeError, match=r"died with signal 11.*(?s:.*)its last words"):
         llamem.compile_report(lambda a: a + 1, shape(3), chip="v5e-1")
     assert not list(empty_cache.glob("reports/*"))

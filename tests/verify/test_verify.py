@@ -1,4 +1,3 @@
-import dataclasses
 import warnings
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from llamem import assert_remat, verify_remat
 from llamem.train import loss_fn
 from llamem.verify import Title
 from llamem.verify.placement import find_checkpoints, work_again
-from llamem.verify.proofs import PROOFS, offloaded_bytes_arrive
+from llamem.verify.proofs import PROOFS
 from llamem.verify.ways import BothWays
 
 
@@ -76,16 +75,6 @@ def test_offloaded_bytes_arrive_or_are_missed(place):
     assert proof.holds == (place == "pinned_host"), proof
     asked = L * 16 * N * 4 * D * 4 if proof.holds else 0
     assert f"{asked:,} bytes offloaded" in proof.seen, proof
-
-
-def test_what_is_read_back_elsewhere_than_it_was_written_fails():
-    """As a GPU's report says it; `memory/test_gpu_offload.py` reads such a program."""
-    both = BothWays(by_policy(offloaded("pinned_host")), WEIGHTS, X, True, False)
-    mine = both.mine.report
-    said = "WRONG NUMBERS: 1 slices are read or written at another place than the program says"
-    vars(both.mine)["report"] = dataclasses.replace(mine, warnings=(said,))
-    proof = offloaded_bytes_arrive(both)
-    assert proof is not None and proof.failed and "read or written at another place" in proof.cause, proof
 
 
 @pytest.mark.slow

@@ -2,12 +2,15 @@
 
 import jax
 import jax.numpy as jnp
+import jaxlib
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 # Of one copy. The TPU compiler (libtpu 0.0.51) dies of copies to the host of 4 GiB or more.
 MAX_BYTES = 2**32 - 1
+
+_WRONG_ON_GPUS = ("0.10.2", "0.11.0")  # of jaxlib
 
 # libtpu 0.0.23 makes room for all results of a scan on the device first, where JAX 0.7's types say that they lie on the
 # host. XLA's own marks are not seen in types.
@@ -28,6 +31,22 @@ def name_in_pieces(x_BTD: Float[Array, "B T D"], name: str, most: int = MAX_BYTE
     """
     pieces = [checkpoint_name(piece, name) for piece in in_pieces(x_BTD, most)]
     return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=1)
+
+
+def refuse_wrong_offload(what: str) -> None:
+    """Raise RuntimeError where the program being traced is for a GPU at hand that reads offloaded arrays wrongly.
+
+    The compiler for NVIDIA GPUs of two jaxlib versions reads what a backward pass fetches from the host's memory from
+    the wrong layer, without an error: https://github.com/openxla/xla/pull/46231. `what` names the caller.
+    """
+    absent = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None) is not None
+    if absent or jax.default_backend() != "gpu" or jaxlib.__version__ not in _WRONG_ON_GPUS:
+        return
+    raise RuntimeError(
+        f"{what}: with jaxlib {jaxlib.__version__} NVIDIA GPUs read what is offloaded back from the wrong layer, and "
+        "the gradients would be wrong without an error. Install jax and jaxlib 0.10.1, or 0.11.1 or newer, or offload "
+        "nothing."
+    )
 
 
 def is_on_host(x: Array) -> Array:

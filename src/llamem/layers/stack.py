@@ -9,11 +9,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from llamem._checks import check_one_of
 from llamem.layers.module_state import Watch, check_not_lost, has_state, set_variables
-from llamem.layers.offload import name_in_pieces
+from llamem.layers.offload import name_in_pieces, refuse_wrong_offload
 from llamem.layers.remat import Policy, check_names, check_policy, checkpoint, offloads
 from llamem.layers.stacking import common_length, is_array, layer_at
 from llamem.layers.trees import combine, partition
-from llamem.memory.gpu_offload import warn_of_wrong_offload
 
 Mode = Literal["scan", "unroll", "nested"]
 
@@ -78,7 +77,7 @@ def apply_stack(
         one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), xs)
         check_names(remat, check_not_lost(body, x, one))
     if mode != "unroll" and offloads(remat):
-        warn_of_wrong_offload(f"apply_stack(remat={remat!r})")
+        refuse_wrong_offload(f"apply_stack(remat={remat!r})")
     if mode == "unroll" and n_layers > 0:
         x, outs = _unroll(body, x, xs, n_layers, remat)
     elif mode == "nested" and (groups := group_count(n_layers, _bytes(x), _bytes(xs[0]) // max(n_layers, 1))) > 1:

@@ -16,8 +16,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from llamem.layers.offload import from_stack_on_host, in_pieces, stacked_on_host, to_device, to_host
-from llamem.memory.gpu_offload import warn_of_wrong_offload
+from llamem.layers.offload import (
+    from_stack_on_host,
+    in_pieces,
+    refuse_wrong_offload,
+    stacked_on_host,
+    to_device,
+    to_host,
+)
 
 Layer = Callable[[Any, Array], Array]  # of one layer's parameters and what enters it
 # Of the carry, the layer's number, its parameters and their gradients: the carry, and what is stacked over layers.
@@ -85,7 +91,7 @@ def backward(
     if not (n_layers := _length(stacked_of(carry))):
         return dx_BTD, carry, None
     if inputs_on_host:
-        warn_of_wrong_offload("a backward pass over layers whose inputs wait on the host")
+        refuse_wrong_offload("a backward pass over layers whose inputs wait on the host")
 
     def step(state: tuple[Array, Any], at: tuple[Array, list[Array]]) -> tuple[tuple[Array, Any], Any]:
         (dx_BTD, carry), (i, kept) = state, at

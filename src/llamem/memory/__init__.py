@@ -2,6 +2,7 @@
 
 from llamem.memory.chip_names import available, find_chip
 from llamem.memory.chips import CHIPS, Chip, compiling_for
+from llamem.memory.compilers import fetch_compilers
 from llamem.memory.compiling import compile_report, matmul_flops
 from llamem.memory.host_memory import host_memory_limit
 from llamem.memory.report import Buffer, Collective, Comparison, GiB, Report, compare
@@ -20,6 +21,7 @@ __all__ = [
     "compare",
     "compile_report",
     "compiling_for",
+    "fetch_compilers",
     "find_chip",
     "host_memory_limit",
     "matmul_flops",

@@ -1,16 +1,14 @@
 """Chips by name: the one at hand, or a TPU or an NVIDIA GPU that is not there, where its compiler is installed."""
 
 import dataclasses
-import importlib.util
 import math
-import platform
 import re
-import sys
 
 import jax
 
 from llamem._checks import show
 from llamem.memory.chips import CHIPS, Chip, device_memory
+from llamem.memory.compilers import find_compilers, no_compilers
 
 
 def known_chip(name: str) -> Chip | None:
@@ -32,9 +30,17 @@ def find_chip(name: str) -> Chip:
     """Return a chip by name: "local", one of `CHIPS`, or TPUs by how they are connected, "v5e:16x16" or "v5p:4x4x8".
 
     "cpu", "gpu" and "tpu" mean the local device, which must be of that kind. Raises ValueError for an unknown name,
-    RuntimeError for a local device of another kind, ImportError that says what to install
-    where the compiler for an absent chip is missing.
+    RuntimeError for a local device of another kind, ImportError that says how to get it where the compiler for an
+    absent chip is missing (`llamem.fetch_compilers`).
     """
+    chip = chip_called(name)
+    if chip.absent and find_compilers(chip.platform) is None:
+        raise ImportError(no_compilers(name, chip.platform))
+    return chip
+
+
+def chip_called(name: str) -> Chip:
+    """Return a chip by name, as `find_chip` does, with or without a compiler for it."""
     if not isinstance(name, str):
         raise ValueError(f"chip={show(name)}: expected a name such as 'v5e-1' or 'local'. Known: {', '.join(CHIPS)}.")
     if name in ("local", "cpu", "gpu", "tpu"):
@@ -45,13 +51,6 @@ def find_chip(name: str) -> Chip:
             f"no chip is called {name!r}. Known: local, cpu, gpu, tpu, {', '.join(CHIPS)}; and several TPUs by "
             "how they are connected, 'v5e:16x16', 'v6e:16x16' or 'v5p:4x4x8'."
         )
-    needs = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "nvidia.cuda_nvcc")}[found.platform]
-    missing = [module for module in (*needs, "flatbuffers") if not _installed(module)]
-    if missing:
-        extra = {"tpu": "tpu-compile", "cuda": "gpu-compile"}[found.platform]
-        there = sys.platform == "linux" and platform.machine() == "x86_64"
-        here = "" if there else f" It exists for Linux on x86-64 only; this is {sys.platform}."
-        raise ImportError(f"compiling for {name!r} needs {', '.join(missing)}: `pip install 'llamem[{extra}]'`.{here}")
     return found
 
 
@@ -86,10 +85,3 @@ def _local(name: str) -> Chip:
         )
     platform = "cuda" if kind == "gpu" else device.platform
     return Chip(name, platform, device.device_kind, device_memory(), absent=False)
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package of a dotted name is missing
-        return False

@@ -1,9 +1,9 @@
-"""The program of the child process in which an absent chip's compiler runs: `python compiler_process.py FOLDER`.
+"""The child process in which an absent chip's compiler runs: `python compiler_process.py FOLDER [COMPILERS ...]`.
 
-It imports JAX and nothing of this package, so that it starts fast. FOLDER holds `request.json` and `program`, bytes of
-`jax.export`. The compiler writes down what it does in FOLDER/dump while it works; at the end `answer.json` is written,
-with the bytes of JAX's memory analysis, or with the compiler's message under "error". Standard input is a pipe from
-the parent, which never writes: its end means that the parent is gone.
+It imports JAX, from the folders COMPILERS where they are named, and nothing of this package. FOLDER holds
+`request.json` and `program`, bytes of `jax.export`. The compiler writes down what it does in FOLDER/dump while it
+works; at the end `answer.json` is written, with the bytes of JAX's memory analysis, or with the compiler's message
+under "error". Standard input is a pipe from the parent, which never writes: its end means that the parent is gone.
 """
 
 import contextlib
@@ -15,6 +15,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path[:0] = sys.argv[2:]
+
 import jax
 import jax.export
 from jax.experimental import mesh_utils, topologies
@@ -24,7 +27,11 @@ from jaxlib.mlir import ir
 def main(folder: Path) -> None:
     """Compile what FOLDER asks for."""
     request = json.loads((folder / "request.json").read_text())
-    exported = jax.export.deserialize(bytearray((folder / "program").read_bytes()))
+    try:
+        exported = jax.export.deserialize(bytearray((folder / "program").read_bytes()))
+    except ValueError as error:
+        write_answer(folder, {"error": f"JAX {jax.__version__} cannot read the program: {error}"})
+        return
     topology, axes = topologies.get_topology_desc(**request["topology"]), request["axes"]
     outputs: dict[str, Any] = {}
     if axes:
@@ -59,6 +66,11 @@ def main(folder: Path) -> None:
         if not any(dump.glob("*jit_call*after_optimizations.txt")):
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # XLA cannot print every TPU program
                 (dump / "jit_call.after_optimizations.txt").write_text(compiled.as_text() or "")
+    write_answer(folder, answer)
+
+
+def write_answer(folder: Path, answer: dict[str, Any]) -> None:
+    """Write FOLDER/answer.json, which appears whole."""
     unfinished = folder / "answer.unfinished"
     unfinished.write_text(json.dumps(answer))
     unfinished.rename(folder / "answer.json")

@@ -8,7 +8,6 @@ import time
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,15 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import core as jex_core
 
 from llamem._checks import show
+from llamem.memory import stored_answers
 from llamem.memory.arguments import Leaf, mesh_of, read_leaves, shard_bytes
-from llamem.memory.chip_names import find_chip
+from llamem.memory.chip_names import chip_called, find_chip
 from llamem.memory.chips import Chip
 from llamem.memory.compiler_process import analysed_bytes
+from llamem.memory.compilers import find_compilers, no_compilers
 from llamem.memory.cross_compile import Request, compile_absent, export_for, traced_for
 from llamem.memory.dump import needed_bytes, read_dump, remedy
 from llamem.memory.flops import count_products, matmul_flops
-from llamem.memory.gpu_offload import offload_options, offloads_rightly
 from llamem.memory.hlo import optimised_text, parse
 from llamem.memory.hlo_counts import describe
 from llamem.memory.jaxprs import callbacks_in, moved_to_host
@@ -56,8 +56,12 @@ def compile_report(
     among them is its state, which is given back as by `nnx.jit` where `fn` changes it in place; of an equinox module
     the arrays are arguments, as in `equinox.filter_jit`. For one chip, arguments whose sharding has the
     `memory_kind="pinned_host"` lie in the host's memory, and so do results that `fn` puts there. `donate_argnums`:
-    which of them the program may overwrite, as in `jax.jit(donate_argnums=)`. `chip`: see `llamem.find_chip`. Reports
-    for absent chips are cached on disk by program, compiler and chip, under `$LLAMEM_CACHE` or `~/.cache/llamem`.
+    which of them the program may overwrite, as in `jax.jit(donate_argnums=)`. `chip`: see `llamem.find_chip`.
+
+    An absent chip's compiler runs in a child process: the one that `llamem.fetch_compilers` fetched, the same for every
+    Python and JAX, or else this environment's own, where jaxlib 0.10 or newer and libtpu or the CUDA plugin are
+    installed. `report.compiler` says which. Its answers are cached on disk by program, compiler and chip, under
+    `$LLAMEM_CACHE` or `~/.cache/llamem`.
 
     `depth`: how far an absent chip's compiler goes. With "memory" it is ended when it has assigned every buffer, in
     seconds; the report is the same, but a compiler that would fail later, while it makes code, is not found out. With
@@ -66,7 +70,10 @@ def compile_report(
     Raises what tracing `fn` raises, ValueError and ImportError as `llamem.find_chip` does, RuntimeError where a
     compiler dies.
     """
-    chosen = find_chip(chip)
+    chosen = chip_called(chip)
+    compilers = find_compilers(chosen.platform) if chosen.absent else None
+    if chosen.absent and compilers is None and not stored_answers.are_there():
+        raise ImportError(no_compilers(chip, chosen.platform))
     if depth not in typing.get_args(Depth):
         raise ValueError(f"depth={depth!r}: expected 'memory', as soon as memory is assigned, or 'code', to the end.")
     if not callable(fn):
@@ -90,23 +97,31 @@ def compile_report(
 
     # The one trace serves the compiler, too. What is donated is for the child process to say, where there is one.
     jitted = jax.jit(flat, donate_argnums=() if chosen.absent else donated, keep_unused=True)
-    with traced_for(chosen, mesh), offloads_rightly():
+    with traced_for(chosen, mesh):
         jaxpr = _traced(jitted, shapes)
     if chosen.absent:
         _refuse_callbacks(jaxpr.jaxpr, chosen)
-        program = export_for(chosen, jitted, shapes, mesh)
-        request = Request(
-            chip=chosen,
-            program=bytes(program.serialize()),
-            depth=depth,
-            donated=donated,
-            axes=dict(mesh.shape) if mesh else None,
-            hosted_arguments=tuple(i for i, leaf in enumerate(leaves) if leaf.on_host),
-            hosted_results=tuple(i for i, out in enumerate(jaxpr.out_avals) if on_host(out)),
-            options=offload_options(program.mlir_module, chosen.platform),
-        )
-        key = f"{_versions(chosen)} {request} {_without_lines(program)}"
-        answer = cached(key, partial(compile_absent, request)) if cache else compile_absent(request)
+        question = stored_answers.fingerprint(jaxpr, chosen, depth, leaves)
+        if compilers is None:
+            answer = stored_answers.find(question, chosen)
+            if answer is None:
+                raise ImportError(no_compilers(chip, chosen.platform))
+        else:
+            program = export_for(chosen, jitted, shapes, mesh)
+            request = Request(
+                chip=chosen,
+                compilers=compilers,
+                program=bytes(program.serialize()),
+                depth=depth,
+                donated=donated,
+                axes=dict(mesh.shape) if mesh else None,
+                hosted_arguments=tuple(i for i, leaf in enumerate(leaves) if leaf.on_host),
+                hosted_results=tuple(i for i, out in enumerate(jaxpr.out_avals) if on_host(out)),
+            )
+            key = f"{request} {_without_lines(program)}"
+            answer = cached(key, partial(compile_absent, request)) if cache else compile_absent(request)
+            answer |= {"compiler": compilers.name}
+            stored_answers.record(question, answer)
     else:
         answer, depth = _compiled_here(jitted.lower(*shapes), chosen), "code"
     report = _report(chosen, depth, answer, jaxpr, leaves)
@@ -131,8 +146,7 @@ def _compiled_here(lowered: jax.stages.Lowered, chip: Chip) -> dict[str, Any]:
     """Return what the local compiler says, as `compile_absent` tells it."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="llamem-") as dump, _no_compilation_cache():
-        options = offload_options(lowered.as_text, chip.platform)
-        compiled = lowered.compile(compiler_options={"xla_dump_to": dump, "xla_dump_hlo_as_text": True, **options})
+        compiled = lowered.compile(compiler_options={"xla_dump_to": dump, "xla_dump_hlo_as_text": True})
         seconds = {"compile_seconds": time.perf_counter() - start}
         return read_dump(Path(dump), chip.platform) | analysed_bytes(compiled.memory_analysis()) | seconds
 
@@ -163,11 +177,6 @@ def _refuse_callbacks(jaxpr: jex_core.Jaxpr, chip: Chip) -> None:
             "here, has no Python to call: leave out jax.debug.print, jax.debug.callback, jax.pure_callback and "
             "io_callback, or compile for chip='local'."
         )
-
-
-def _versions(chip: Chip) -> tuple[str, ...]:
-    compiler = {"tpu": "libtpu", "cuda": "jax-cuda12-plugin"}[chip.platform]
-    return jax.__version__, jaxlib.__version__, metadata.version(compiler)
 
 
 def _without_lines(program: jax.export.Exported) -> str:
@@ -210,6 +219,7 @@ def _report(
         **{name: answer[name] for name in (*names, "compile_seconds")},
         peak_bytes=peak,
         depth=depth,
+        compiler=answer.get("compiler", f"jaxlib {jaxlib.__version__}, the device at hand"),
         matmul_flops=products.flops,
         kernels=products.kernels,
         compiled_matmul_flops=answer.get("compiled_matmul_flops"),

@@ -9,7 +9,6 @@ import dataclasses
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ import jax.export
 
 from llamem.memory import compiler_process
 from llamem.memory.chips import Chip
+from llamem.memory.compilers import Compilers
 from llamem.memory.dump import check_complete, check_room, memory_is_assigned, read_dump
 from llamem.memory.report import Depth
 
@@ -60,10 +60,11 @@ class Request:
 
     `program` is what `jax.export` serialises, `donated` the numbers of the arguments that it may overwrite, `axes` are
     those of the mesh of several chips. Arguments and results of the numbers `hosted_*` lie in the host's memory.
-    `options` are the compiler's. With the `depth` "memory" it is ended once it has assigned memory.
+    With the `depth` "memory" the compiler is ended once it has assigned memory. `options` are the compiler's.
     """
 
     chip: Chip
+    compilers: Compilers
     program: bytes = dataclasses.field(repr=False)
     depth: Depth = "memory"
     donated: tuple[int, ...] = ()
@@ -105,11 +106,10 @@ def _compile_in_child(request: Request) -> dict[str, Any]:
         asked = {name: getattr(request, name) for name in names} | {"options": dict(request.options)}
         (folder / "request.json").write_text(json.dumps(asked | {"topology": _topology(chip)}))
         wide = jax.config.jax_enable_x64  # pyrefly: ignore[missing-attribute]
-        environment = {**os.environ, **_ENVIRONMENT, "JAX_ENABLE_X64": str(int(wide))}
-        for flags in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"):  # the answer would depend on them; the cache's key does not
-            environment.pop(flags, None)
-        # -P: the modules beside the script are not to be found under their bare names.
-        command = [sys.executable, "-P", compiler_process.__file__, str(folder)]
+        # What the user set for JAX is for his own: the answer would depend on it, and the cache's key does not.
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_", "LIBTPU_"))}
+        environment = {**kept, **_ENVIRONMENT, "JAX_ENABLE_X64": str(int(wide))}
+        command = request.compilers.command(compiler_process.__file__, folder)
         # The child ends when its pipe does: with this process, however that ends.
         with (
             (folder / "words").open("w") as words,
@@ -126,7 +126,8 @@ def _compile_in_child(request: Request) -> dict[str, Any]:
             died = f"signal {-child.returncode}" if child.returncode < 0 else f"exit status {child.returncode}"
             raise RuntimeError(
                 f"the compiler for {chip.name} died with {died} and gave no answer. Your own process is unharmed. "
-                "Often an old compiler: upgrade libtpu or the CUDA plugin. Its last words: "
+                f"It is that of {request.compilers.name}. Where it is damaged: `python -m llamem compilers --remove`, "
+                "then fetch it again. Its last words: "
                 f"{(folder / 'words').read_text(errors='replace')[-800:]}"
             )
         answer = {} if assigned else json.loads(file.read_text())

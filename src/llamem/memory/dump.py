@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from llamem.memory.buffer_assignment import ASSIGNMENT, Allocation, Platform, program_stem, read_assignment
 from llamem.memory.hlo import parse
 from llamem.memory.hlo_counts import describe, kernel_constant_bytes
@@ -55,9 +53,8 @@ def check_complete(folder: Path) -> None:
     check_room(folder)
     text, totals = (_text(program_stem(folder) + ending) for ending in (ASSIGNMENT, _TOTALS))
     assigned = sum(map(int, re.findall(r"^allocation \d+: size (\d+), ", text, re.MULTILINE)))
-    # Older compilers say "used", for all kinds of memory together; the oldest write no totals.
-    total = sum(map(int, re.findall(r"^Total bytes(?: used)?: (\d+)", totals, re.MULTILINE)))
-    if assigned != total and (totals or jax.__version_info__ >= (0, 10)):
+    total = sum(map(int, re.findall(r"^Total bytes: (\d+)", totals, re.MULTILINE)))
+    if assigned != total:
         raise OSError(f"the compiler wrote down {assigned:,} of {total:,} bytes of memory")
 
 
@@ -73,8 +70,8 @@ def _text(path: str) -> str:
 
 def needed_bytes(error: str) -> int | None:
     """Return what a program would need, by the message of a compiler that refuses it as too big; None in any other."""
-    # Older compilers say "Used"; newer ones speak of temporaries, where the number is of all that must fit.
-    found = re.search(r"(?:required for HLO temporaries \(|hbm\. Used )([\d.]+)([KMGT])", error)
+    # The compiler speaks of temporaries, and the number is of all that must fit.
+    found = re.search(r"required for HLO temporaries \(([\d.]+)([KMGT])", error)
     return int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]]) if found else None
 
 

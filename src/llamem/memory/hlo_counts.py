@@ -9,7 +9,6 @@ from typing import Any
 from llamem.memory.flops import Window, convolution_flops
 from llamem.memory.hlo import Instruction, Program, Shape
 from llamem.memory.report import Buffer, Collective
-from llamem.memory.slice_notes import check_slice_notes
 
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 # Names for memory that another line already counts, or that is none.
@@ -24,7 +23,6 @@ def describe(program: Program, largest: int = 12) -> dict[str, Any]:
     return {
         "compiled_matmul_flops": compiled_matmul_flops(program),
         "collectives": None if sent is None else [dataclasses.asdict(row) for row in sent],
-        "wrong_slices": check_slice_notes(program).wrong,
         "buffers": [dataclasses.asdict(row) for row in largest_buffers(program, largest)],
         "kernel_array_bytes": max((size for _, size in _inside_cpu_kernels(program)), default=0),
     }

@@ -8,7 +8,6 @@ from jax.extend import core as jex_core
 
 from llamem.memory.arguments import Leaf, shard_bytes
 from llamem.memory.flops import Products
-from llamem.memory.gpu_offload import FAULTY_PASS
 from llamem.memory.jaxprs import constants_in, donates_itself, equations, inputs_used, moved_to_host
 from llamem.memory.report import Report
 from llamem.memory.show import size_text
@@ -54,12 +53,6 @@ def program_notes(
         )
     if chip.capacity_bytes and 0.85 * chip.capacity_bytes < report.peak_bytes <= chip.capacity_bytes:
         yield "close to the limit, where the compiler rematerialises on its own: judge your remat on a roomier chip."
-    if wrong := answer.get("wrong_slices"):
-        yield (
-            f"WRONG NUMBERS: {len(wrong)} slices are read or written at another place than the program says, a fault "
-            f"of this compiler: {wrong[0]}. Update jaxlib, or switch the pass off: "
-            f'compiler_options={{"xla_disable_hlo_passes": "{FAULTY_PASS}"}}.'
-        )
     if (inside := answer.get("kernel_array_bytes", 0)) > _SMALL:
         yield (
             "this CPU's compiler put products and what follows them into kernels of its own, and what those need while "

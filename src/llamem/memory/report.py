@@ -47,7 +47,8 @@ class Report(Shown):
     `buffers` are the largest arrays.
 
     `compile_seconds` went by until the answer was there; `depth` says how far the compiler went: "memory" until every
-    buffer had its place, "code" to the end. A program that the compiler refuses as too big has `fits=False` and, in
+    buffer had its place, "code" to the end. `compiler` says whose word it is: "jax 0.10.1, libtpu 0.0.51, own folder",
+    or of which day a stored answer is. A program that the compiler refuses as too big has `fits=False` and, in
     `peak_bytes`, what it said it needed. `timeline` is memory against the steps of the program; None where what the
     compiler wrote down cannot be read, and `no_timeline` says why.
     """
@@ -68,6 +69,7 @@ class Report(Shown):
     buffers: tuple[Buffer, ...] = ()
     warnings: tuple[str, ...] = ()
     depth: Depth = "code"
+    compiler: str = ""
     refused: bool = False
     timeline: Timeline | None = dataclasses.field(default=None, repr=False)
     no_timeline: str = ""
@@ -104,6 +106,7 @@ class Report(Shown):
             arrays = [(row.shape, size_text(row.bytes), row.operation, row.source) for row in self.buffers[:8]]
             yield Table(("largest arrays", "size", "operation", "line"), arrays)
         yield from (f"note: {warning}" for warning in self.warnings)
+        yield f"compiler: {self.compiler}"
 
     def _repr_html_(self) -> str:
         return _bar(self) + super()._repr_html_()

@@ -37,9 +37,9 @@ def read_lives(stem: str, places: dict[int, Place]) -> tuple[tuple[str, ...], tu
     """
     if not Path(stem + _LIVE).is_file():
         raise ValueError(
-            "the compiler wrote down no live ranges. Those of JAX 0.7, for a CPU and for TPUs (libtpu 0.0.23), do not: "
-            "update JAX. And what JAX finds in its own cache on disk is not compiled anew: for a timeline, "
-            'jax.config.update("jax_enable_compilation_cache", False) before the first program.'
+            "the compiler at hand wrote down no live ranges. That of JAX 0.7 does not: update JAX, or name a chip to "
+            "compile for, such as chip='v5e-1'. And what JAX finds in its own cache on disk is not compiled anew: for "
+            'a timeline, jax.config.update("jax_enable_compilation_cache", False) before the first program.'
         )
     schedule, spans = _live_ranges(_text(stem + _LIVE))
     known = _values(_text(stem + _VALUES))

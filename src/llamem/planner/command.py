@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from llamem.llama.config import LlamaConfig
 from llamem.llama.hf_config import config_from_hf
 from llamem.llama.lora import LoraConfig
+from llamem.memory import fetch_command
 from llamem.memory.chips import CHIPS
 from llamem.memory.report import GiB
 from llamem.memory.show import Table
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command is None:
         parser.print_help()
         return FITS
+    if given.command == "compilers":
+        return fetch_command.run(given)
     if given.chip == ["all"]:  # of single ones for blocks, which are not split
         given.chip = [name for name, chip in CHIPS.items() if given.quantize is None or chip.devices == 1]
     short = {chip: f"{chip.lower()}-1" for chip in given.chip if f"{chip.lower()}-1" in CHIPS}
@@ -98,7 +101,10 @@ def _cells(found: Found) -> tuple[str, ...]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m llamem", description="Llama 3 in less memory.")
     parser.add_argument("--version", action="version", version=f"llamem {metadata.version('llamem')}")
-    plan = parser.add_subparsers(dest="command").add_parser(
+    commands = parser.add_subparsers(dest="command")
+    fetch = commands.add_parser("compilers", help="fetch the compilers of chips that are not there")
+    fetch_command.add_arguments(fetch)
+    plan = commands.add_parser(
         "plan",
         help="find how to train a model on a chip",
         description="Finds the fastest plan, by estimate, that a chip's compiler accepts for one AdamW step.",

@@ -16,7 +16,6 @@ from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.quantized_model import check_trainable
 from llamem.llama.sharding import parameter_specs, shardings
-from llamem.memory.gpu_offload import compile_lowered, offloads_rightly
 from llamem.train.adapter_step import init_lora_state, lora_losses, make_lora_step
 from llamem.train.batch_loss import loss_fn
 from llamem.train.settings import TrainSettings
@@ -45,8 +44,7 @@ class Task:
     def compile(self, state: TrainState, batch: Any) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
         """Return the compiled `step(state, batch)`, to which the state is given up."""
         jitted = jax.jit(self.step, donate_argnums=0, out_shardings=same_places(state))
-        with offloads_rightly():
-            compiled = compile_lowered(jitted.lower(state, *self.frozen, batch))
+        compiled = jitted.lower(state, *self.frozen, batch).compile()
         return lambda state, batch: compiled(state, *self.frozen, batch)
 
 

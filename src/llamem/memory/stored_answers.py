@@ -1,0 +1,102 @@
+"""Compilers' answers that travel with the course, for where there is no compiler: macOS, or no network.
+
+A notebook asks the same questions wherever it runs with its own parameters, and the answers of the day when its outputs
+were stored are in a small file beside the package. A question is known again by what does not depend on the version
+of JAX that traces it: the chip, the shapes of what goes in and comes out, and how often which operation runs that no
+version renames. Where two questions of one notebook look alike and have different answers, neither is stored.
+"""
+
+import hashlib
+import json
+import lzma
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from llamem._files import write_whole
+from llamem.memory.arguments import Leaf
+from llamem.memory.chips import Chip
+from llamem.memory.jaxprs import PRODUCTS, equations, given_name
+
+# Operations that mean the same in every version of JAX, and say what a program computes, keeps and moves.
+_TOLD = {*PRODUCTS, "scan", "while", "exp", "log", "tanh", "logistic", "sin", "cos", "rsqrt", "device_put", "psum"}
+
+_answers: dict[str, dict[str, Any]] = {}
+_about: dict[str, str] = {}
+_taken: set[str] = set()  # chips whose stored answers were given and not yet spoken of
+
+
+def use(file: Path) -> None:
+    """Answer from this file from now on, where there is no compiler: no file, no answers."""
+    _answers.clear()
+    if file.is_file():
+        held = json.loads(lzma.decompress(file.read_bytes()))
+        _answers.update(held["answers"])
+        _about.update(day=held["day"])
+
+
+def are_there() -> bool:
+    """Return whether a file of answers is in use."""
+    return bool(_answers)
+
+
+def fingerprint(traced: jex_core.ClosedJaxpr, chip: Chip, depth: str, leaves: Sequence[Leaf]) -> str:
+    """Return by what a question to a chip's compiler is known again."""
+    inputs = [(leaf.shape.shape, str(leaf.shape.dtype), leaf.donated, leaf.on_host) for leaf in leaves]
+    places = [str(getattr(leaf.shape.sharding, "spec", None)) for leaf in leaves]
+    outputs = [(out.shape, str(out.dtype)) for out in traced.out_avals]
+    counts: Counter[tuple[str, str]] = Counter()
+    for eqn, times in equations(traced.jaxpr):
+        if (name := given_name(eqn)) is not None:
+            counts["name", name] += times
+        elif eqn.primitive.name in _TOLD:
+            counts[eqn.primitive.name, str(getattr(eqn.outvars[0].aval, "shape", ""))] += times
+    told = (chip.name, depth, inputs, places, outputs, sorted(counts.items()))
+    return hashlib.sha256(repr(told).encode()).hexdigest()[:24]
+
+
+def find(question: str, chip: Chip) -> dict[str, Any] | None:
+    """Return the stored answer to a question about a chip, which says that it is one; None where there is none."""
+    answer = _answers.get(question)
+    if answer is None:
+        return None
+    _taken.add(chip.name)
+    return answer | {"compiler": f"{answer['compiler']}: stored, of {_about['day']}"}
+
+
+def taken() -> str:
+    """Return a sentence on the stored answers that were given since the last call; "" where none was."""
+    if not _taken:
+        return ""
+    chips = ", ".join(sorted(_taken))
+    _taken.clear()
+    return f"(There is no compiler for {chips} here: shown are the answers stored with the course on {_about['day']}.)"
+
+
+def record(question: str, answer: dict[str, Any]) -> None:
+    """Write an answer down for `pack`, where `$LLAMEM_RECORD_ANSWERS` names a folder for them."""
+    if folder := os.environ.get("LLAMEM_RECORD_ANSWERS"):
+        kept = {name: value for name, value in answer.items() if name != "compile_seconds"} | {"compile_seconds": 0.0}
+        text = json.dumps(kept, sort_keys=True)
+        file = Path(folder) / f"{question}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+        write_whole(file, text)
+
+
+def pack(folder: Path, file: Path, day: str) -> tuple[int, int]:
+    """Put the answers written down in a folder into one file; return how many, and how many look alike and differ."""
+    answers: dict[str, dict[str, Any]] = {}
+    alike = set()
+    for one in sorted(folder.glob("*.json")):
+        question = one.name.partition("-")[0]
+        if question in answers:
+            alike.add(question)
+        answers[question] = json.loads(one.read_text())
+    for question in alike:
+        del answers[question]
+    text = json.dumps({"day": day, "answers": answers}, separators=(",", ":"))
+    write_whole(file, lzma.compress(text.encode(), preset=9))
+    return len(answers), len(alike)
