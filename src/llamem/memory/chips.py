@@ -1,10 +1,18 @@
 """What chips are: a table of TPUs and NVIDIA GPUs, and which of them a program is being traced for."""
 
+import contextlib
 import dataclasses
 import math
-from typing import Literal
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
 
 import jax
+
+from llamem.memory.show import line_of_source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,3 +161,32 @@ def compiling_for() -> str:
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return device.device_kind if device is not None else jax.devices()[0].device_kind
+
+
+@contextlib.contextmanager
+def questions_heard() -> Iterator[list[str]]:
+    """Within it, write down where a traced program asks JAX which devices are here: "jax.devices() in model.py:12".
+
+    For an absent chip the answer is the wrong one. JAX and this package are not listened to.
+    """
+    asked: list[str] = []
+    of_libraries = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parent.parent))
+
+    def write_down(name: str, caller: FrameType) -> None:
+        if not caller.f_code.co_filename.startswith(of_libraries):
+            asked.append(f"jax.{name}() in {line_of_source(caller.f_code.co_filename, caller.f_lineno)}")
+
+    def listening(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        # What names a kind of device, jax.devices("cpu"), asks nothing.
+        return lambda *kind, **how: (
+            answer(*kind, **how) if kind or how else write_down(name, sys._getframe(1)) or answer()
+        )
+
+    answers = {name: getattr(jax, name) for name in ("devices", "local_devices", "default_backend")}
+    try:
+        for name, answer in answers.items():
+            setattr(jax, name, listening(name, answer))
+        yield asked
+    finally:
+        for name, answer in answers.items():
+            setattr(jax, name, answer)
