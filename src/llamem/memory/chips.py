@@ -7,8 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, no_type_check
 
 import jax
 
@@ -167,20 +166,21 @@ def compiling_for() -> str:
 def questions_heard() -> Iterator[list[str]]:
     """Within it, write down where a traced program asks JAX which devices are here: "jax.devices() in model.py:12".
 
-    For an absent chip the answer is the wrong one. JAX and this package are not listened to.
+    For an absent chip the answer is the wrong one. JAX, flax and this package are not listened to.
     """
     asked: list[str] = []
-    of_libraries = tuple(f"{folder}{os.sep}" for folder in (Path(jax.__file__).parent, Path(__file__).parent.parent))
-
-    def write_down(name: str, caller: FrameType) -> None:
-        if not caller.f_code.co_filename.startswith(of_libraries):
-            asked.append(f"jax.{name}() in {line_of_source(caller.f_code.co_filename, caller.f_lineno)}")
+    libraries = Path(jax.__file__).parent, Path(jax.__file__).parent.parent / "flax", Path(__file__).parent.parent
+    of_libraries = tuple(f"{folder}{os.sep}" for folder in libraries)
 
     def listening(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-        # What names a kind of device, jax.devices("cpu"), asks nothing.
-        return lambda *kind, **how: (
-            answer(*kind, **how) if kind or how else write_down(name, sys._getframe(1)) or answer()
-        )
+        @no_type_check  # who checks types would stand between this and the line that asks
+        def answer_and_write_down(*kind: Any, **how: Any) -> Any:
+            line = sys._getframe(1)
+            if not (kind or how or line.f_code.co_filename.startswith(of_libraries)):
+                asked.append(f"jax.{name}() in {line_of_source(line.f_code.co_filename, line.f_lineno)}")
+            return answer(*kind, **how)
+
+        return answer_and_write_down
 
     answers = {name: getattr(jax, name) for name in ("devices", "local_devices", "default_backend")}
     try:
