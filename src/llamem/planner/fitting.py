@@ -18,7 +18,7 @@ Progress = Callable[[str], None] | None
 Answer = Report | str  # a string says why there is none
 Program = Callable[[], tuple[Any, ...]]  # returns a step and the shapes of its arguments
 Name = TypeVar("Name", bound=Hashable)
-MOST_ASKED = 8  # programs, by `largest`: one more makes a hundredth of difference at most, where a peak is a line
+MOST_ASKED = 8  # programs, by `largest`: each costs seconds
 
 
 class NothingFits(ValueError):
