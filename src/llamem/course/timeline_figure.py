@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from llamem.memory.report import Report
-from llamem.memory.timeline import CATEGORIES, ROOM, Span, Timeline
+from llamem.memory.timeline import CATEGORIES, Span, Timeline
 
 # Of petroff10, so that neighbours in the stack stay distinct for colour-blind readers.
 COLOURS: dict[str, str] = dict(
@@ -84,7 +84,7 @@ def pass_drawn_at(one: Timeline, step: int) -> str:
 
 def largest_made(timeline: Timeline, count: int = 3) -> list[Span]:
     """Return the largest buffers at the peak that the program makes itself, beside what the caller holds."""
-    return [buffer for buffer in timeline.at_peak() if buffer.name not in ("argument", "constant", ROOM)][:count]
+    return [buffer for buffer in timeline.at_peak() if buffer.name not in ("argument", "constant")][:count]
 
 
 def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
