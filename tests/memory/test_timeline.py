@@ -217,7 +217,8 @@ def test_residuals_of_a_scan_are_those_that_jax_saves(remat):
     timeline = llamem.compile_report(jax.value_and_grad(loss), *shapes).timeline
     assert timeline is not None and [name for name, _, _ in timeline.passes] == ["forward", "backward"]
     _, backward, _ = timeline.passes[1]
-    kept = sum(buffer.bytes for buffer in timeline.alive(backward) if buffer.category == "residuals")
+    # What the loss is still summed from is gone an operation or two later.
+    kept = sum(one.bytes for one in timeline.alive(backward) if one.category == "residuals" and one.last > backward + 2)
     assert kept == pytest.approx(saved, rel=0.001)  # and a loop's counter
     assert [loop.trips for loop in timeline.loops] == [5, 5]
     stacks = {buffer.shape for buffer in timeline.buffers if buffer.category == "gradients"}

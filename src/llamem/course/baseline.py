@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Integer
 from llamem.layers.parts import order_gradients
 from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import Plan
-from llamem.memory import Report, available, compile_report
+from llamem.memory import Report, compile_report
 from llamem.train import TrainSettings, abstract_step, make_model
 
 Loss = Callable[[Any, Any, Any], Any]
@@ -76,25 +76,25 @@ def abstract_step_with(
     return step, (state.params, jax.eval_shape(rule.init, state.params)), batch
 
 
-def step_peak(model: str, seq_len: int, chip: str, loss: Loss | None = None, plan: Plan = Plan()) -> Report | None:
-    """Return the report on a training step of a model in bfloat16, one sequence; None without a compiler for the chip.
+def step_peak(model: str, seq_len: int, chip: str, loss: Loss | None = None, plan: Plan = Plan()) -> Report:
+    """Return the report on a training step of a model in bfloat16, one sequence.
 
     `loss`: in place of the plan's. The state is donated.
     """
     config = LlamaConfig.from_name(model, param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     settings = TrainSettings(batch_size=1, seq_len=seq_len)
     made = abstract_step_with(loss, config, settings, plan) if loss else abstract_step(config, settings, plan)
-    return compile_report(made[0], *made[1:], donate_argnums=(0,), chip=chip) if available(chip) else None
+    return compile_report(made[0], *made[1:], donate_argnums=(0,), chip=chip)
 
 
 def loss_report(
     loss: Loss, tokens: int, width: int, vocab: int, chip: str, *, wrt: tuple[int, ...] = (0, 1), head: Any = "bfloat16"
-) -> Report | None:
+) -> Report:
     """Return the report on a loss and its gradients for `wrt`, hidden states in bfloat16 and a head of a given type."""
     shapes = (((tokens, width), "bfloat16"), ((vocab, width), head), ((tokens,), "int32"))
     program = jax.value_and_grad(loss, wrt) if wrt else loss
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    return compile_report(program, *arguments, chip=chip) if available(chip) else None
+    return compile_report(program, *arguments, chip=chip)
 
 
 def exact_loss(x_ND: Any, head_VD: Any, targets_N: Any) -> tuple[Any, Any, Any]:

@@ -54,7 +54,8 @@ def fingerprint(traced: jex_core.ClosedJaxpr, chip: Chip, depth: str, leaves: Se
         if (name := given_name(eqn)) is not None:
             counts["name", name] += times
         elif eqn.primitive.name in _TOLD:
-            counts[eqn.primitive.name, str(getattr(eqn.outvars[0].aval, "shape", ""))] += times
+            # How many numbers, and not in which shape: versions differ in axes of one.
+            counts[eqn.primitive.name, str(getattr(eqn.outvars[0].aval, "size", ""))] += times
     told = (chip.name, depth, inputs, places, outputs, sorted(counts.items()))
     return hashlib.sha256(repr(told).encode()).hexdigest()[:24]
 
