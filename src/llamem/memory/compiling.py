@@ -21,7 +21,7 @@ from llamem._checks import show
 from llamem.memory import stored_answers
 from llamem.memory.arguments import Leaf, mesh_of, read_leaves, shard_bytes
 from llamem.memory.chip_names import chip_called, find_chip
-from llamem.memory.chips import Chip
+from llamem.memory.chips import Chip, questions_heard
 from llamem.memory.compiler_process import analysed_bytes
 from llamem.memory.compilers import find_compilers, no_compilers
 from llamem.memory.cross_compile import Request, compile_absent, export_for, traced_for
@@ -97,7 +97,7 @@ def compile_report(
 
     # The one trace serves the compiler, too. What is donated is for the child process to say, where there is one.
     jitted = jax.jit(flat, donate_argnums=() if chosen.absent else donated, keep_unused=True)
-    with traced_for(chosen, mesh):
+    with traced_for(chosen, mesh), questions_heard() as asked:
         jaxpr = _traced(jitted, shapes)
     if chosen.absent:
         _refuse_callbacks(jaxpr.jaxpr, chosen)
@@ -124,6 +124,7 @@ def compile_report(
             stored_answers.record(question, answer)
     else:
         answer, depth = _compiled_here(jitted.lower(*shapes), chosen), "code"
+    answer |= {"asked": asked if chosen.absent else []}
     report = _report(chosen, depth, answer, jaxpr, leaves)
     if "schedule" not in answer:
         return dataclasses.replace(report, no_timeline=answer["no_schedule"])

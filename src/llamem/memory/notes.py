@@ -53,6 +53,16 @@ def program_notes(
         )
     if chip.capacity_bytes and 0.85 * chip.capacity_bytes < report.peak_bytes <= chip.capacity_bytes:
         yield "close to the limit, where the compiler rematerialises on its own: judge your remat on a roomier chip."
+    if asked := answer.get("asked"):
+        yield (
+            f"the program asks which device it runs on, {asked[0]}, and hears of this machine's: where it chooses by "
+            f"that, this is not its program for {chip.name}. Let it ask llamem.memory.compiling_for()."
+        )
+    if (inside := answer.get("kernel_array_bytes", 0)) > _SMALL:
+        yield (
+            "this CPU's compiler put products and what follows them into kernels of its own, and what those need while "
+            f"they run is not in these numbers: an array of {size_text(inside)} is made or held inside of one."
+        )
     if "products_by_library" in answer:
         yield (
             "compiled with all matrix products by cuBLAS: this compiler finds no tiles for one of them where no GPU is "
