@@ -51,41 +51,51 @@ def check_scan_runs(fn: Callable[..., Any]) -> None:
         _check_other_trees(fn)
 
         few, many = _list_of_layers((4, 4, 7, 7)), _list_of_layers((4,) * 6 + (7,) * 9)
+        _check_what_is_kept(fn, many, x_ND)
+        _check_what_is_kept(fn, _list_of_layers((4, 7) * 4), x_ND)  # runs of one layer each
         assert _products_written(fn, few, x_ND) == _products_written(fn, many, x_ND), (
             "the program grows with the layers, where the runs are as many: each layer is written into it. Which "
             "function of jax.lax writes one, and is it left as a loop?"
         )
         _assert_only_the_last(lambda w: fn(_softmax_layer, w, x_ND), few[:2], 2 * x_ND.size)
-        rows = saved_residuals(lambda w: jnp.sum(fn(_softmax_layer, w, x_ND)), many).rows
-        inputs, weights, rest = (
-            sum(row.bytes for row in rows if not row.argument and kind(row.shape))
-            for kind in (
-                lambda shape: shape[-2:] == x_ND.shape,
-                lambda shape: shape[-2:] in {leaf.shape for w in many for leaf in w.values()},
-                lambda shape: shape[-2:] in ((_TOKENS, 4), (_TOKENS, 7)),
-            )
-        )
-        assert not rest and inputs < (len(many) + 3) * x_ND.nbytes, (
-            "more than the layers' inputs is kept for the backward pass. Is there a checkpoint around the layer?"
-        )
-        assert inputs > (len(many) - 2) * x_ND.nbytes, (
-            "less than one input for each layer is kept, so several layers are run again at once, and what is alive "
-            "then? Look at 'Inside or outside?'."
-        )
-        assert weights < 1.1 * sum(leaf.nbytes for leaf in jax.tree.leaves(many)), (
-            "the weights are kept more than once: does each turn of a loop get its own, and nothing else?"
-        )
         return "A program as long as its runs, and of each layer its input alone."
 
     grade(1, body)
 
 
+def _check_what_is_kept(fn: Callable[..., Any], layers: list[dict[str, Any]], x_ND: Any) -> None:
+    """Raise AssertionError unless the backward pass keeps each layer's input, and of the weights one copy."""
+    rows = saved_residuals(lambda w: jnp.sum(fn(_softmax_layer, w, x_ND)), layers).rows
+    inputs, weights, rest = (
+        sum(row.bytes for row in rows if not row.argument and kind(row.shape))
+        for kind in (
+            lambda shape: shape[-2:] == x_ND.shape,
+            lambda shape: shape[-2:] in {leaf.shape for w in layers for leaf in w.values()},
+            lambda shape: shape[-2:] in ((_TOKENS, 4), (_TOKENS, 7)),
+        )
+    )
+    widths = tuple(w["up"].shape[1] for w in layers)
+    assert not rest and inputs < (len(layers) + 3) * x_ND.nbytes, (
+        f"for layers of the widths {widths} more than the layers' inputs is kept for the backward pass. Is there a "
+        "checkpoint around the layer, in a run of one as well?"
+    )
+    assert inputs > (len(layers) - 2) * x_ND.nbytes, (
+        f"for layers of the widths {widths} less than one input for each layer is kept, so several layers are run "
+        "again at once, a whole run or a group of one, and what is alive then? Look at 'Inside or outside?'."
+    )
+    assert weights < 1.1 * sum(leaf.nbytes for leaf in jax.tree.leaves(layers)), (
+        "the weights are kept more than once: does each turn of a loop get its own, and nothing else?"
+    )
+
+
 def _check_other_trees(fn: Callable[..., Any]) -> None:
     """Raise AssertionError where an answer knows the names of the weights, or compares the shapes of one leaf alone."""
     x_ND = jnp.ones((_TOKENS, _WIDTH))
-    # Neighbours that are alike in their first array, in the sum of their sizes, or in the set of their shapes.
-    sizes = ((_WIDTH, 1), (1, _WIDTH), (1, _WIDTH), (_WIDTH, _WIDTH), (_WIDTH, 1))
-    layers = [[jnp.full((gain,), i + 1.0), (jnp.full((shift,), i + 2.0),)] for i, (gain, shift) in enumerate(sizes)]
+    # Neighbours that are alike in their first array, in the sum of their sizes, in the set of their shapes, in each
+    # array's size.
+    many, one, row = (_WIDTH,), (1,), (1, _WIDTH)
+    pairs = ((many, one), (one, many), (one, many), (many, many), (row, many), (many, row), (many, one))
+    layers = [[jnp.full(gain, i + 1.0), (jnp.full(shift, i + 2.0),)] for i, (gain, shift) in enumerate(pairs)]
 
     def affine(w: Any, x_ND: Any) -> Any:
         return x_ND * w[0] + w[1][0]
@@ -94,7 +104,7 @@ def _check_other_trees(fn: Callable[..., Any]) -> None:
         out = fn(affine, layers, x_ND)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         raise AssertionError(
-            "another layer has other weights: a list of an array, [D] or [1], and a tuple of one, [D] or [1]. Yours "
+            "another layer has other weights: a list of an array and a tuple of one, each [D], [1] or [1, D]. Yours "
             f"fails: {type(error).__name__}: {error}. Is a name of weights written into it? Are all shapes compared?"
         ) from None
     assert np.allclose(out, _run_list(affine, layers, x_ND), rtol=1e-4), (
