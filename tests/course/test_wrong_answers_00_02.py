@@ -83,7 +83,7 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "f, *[jax.ShapeDtypeStruct(one.shape, one.dtype) for one in a]))",
         },
     ),
-    ("where_the_memory_goes", "check_peak_and_step"): (
+    ("where_the_memory_goes", "check_peak_and_operation"): (
         ("first <=", "sorted", "max(", "64"),
         {
             "all of them": "lambda s: (sum(size for _, _, size in s), 0)",
@@ -534,17 +534,17 @@ def test_a_hint_names_the_mistake(check, mistake):
         ),
         (
             "where_the_memory_goes",
-            "check_peak_and_step",
+            "check_peak_and_operation",
             "lambda s: list(fullest(s, lambda a, at: a[0] <= at <= a[1]))",
         ),
         (
             "where_the_memory_goes",
-            "check_peak_and_step",
+            "check_peak_and_operation",
             "lambda s: np.array(fullest(s, lambda a, at: a[0] <= at <= a[1]))",
         ),
         (
             "where_the_memory_goes",
-            "check_peak_and_step",
+            "check_peak_and_operation",
             "lambda s: every_step(s)",
         ),
         (

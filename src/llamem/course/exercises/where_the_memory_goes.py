@@ -158,15 +158,15 @@ SCHEDULES = {
         *[(0, 20, 30), (1, 12, 4), (2, 10, 4), (3, 8, 4)],
         *[(4, 5, 50), (5, 6, 50), (8, 19, 10), (10, 18, 10), (12, 17, 10)],
     ],
-    "an array that ends in the step before the next one begins": [(1, 2, 7), (3, 4, 8), (5, 9, 6)],
-    "two that meet in one step, in no order": [(6, 8, 5), (2, 6, 4), (1, 1, 3)],
+    "an array that ends in the operation before the next one begins": [(1, 2, 7), (3, 4, 8), (5, 9, 6)],
+    "two that meet in one operation, in no order": [(6, 8, 5), (2, 6, 4), (1, 1, 3)],
     "two peaks of the same height, the later one listed first": [(7, 8, 9), (0, 1, 4), (2, 3, 9)],
     "three times the same array": [(2, 5, 3), (2, 5, 3), (2, 5, 3), (0, 1, 8)],
-    "steps of a long program": [(10**5, 3 * 10**5, 5), (2 * 10**5, 4 * 10**5, 6), (5 * 10**5, 5 * 10**5, 10)],
+    "operations of a long program": [(10**5, 3 * 10**5, 5), (2 * 10**5, 4 * 10**5, 6), (5 * 10**5, 5 * 10**5, 10)],
 }
 
 
-def check_peak_and_step(fn: Callable[..., Any]) -> None:
+def check_peak_and_operation(fn: Callable[..., Any]) -> None:
     """Exercise 3: the peak of a schedule, and when it is reached."""
 
     def held(schedule: list[tuple[int, int, int]], step: int, ends: int = 0) -> int:
@@ -180,19 +180,19 @@ def check_peak_and_step(fn: Callable[..., Any]) -> None:
         }
         for what, schedule in schedules.items():
             got = fn(list(schedule))
-            assert np.shape(got) == (2,), f"Return a peak and a step; yours is {got!r}."
+            assert np.shape(got) == (2,), f"Return a peak and an operation; yours is {got!r}."
             steps = sorted({first for first, _, _ in schedule})
             peak = max(held(schedule, step) for step in steps)
             if got[0] != peak:
-                hint = "Which arrays are there at one and the same step?"
+                hint = "Which arrays are there at one and the same operation?"
                 if got[0] == sum(size for _, _, size in schedule):
                     hint = "That is all of them together: are they all there at once?"
                 elif got[0] == max(held(schedule, step, 1) for step in steps):
-                    hint = "In the step that is an array's last it is still there: something may read it."
+                    hint = "In the operation that is an array's last it is still there: something may read it."
                 raise AssertionError(f"For {what} your peak is {got[0]}. {hint}")
             first = next(step for step in steps if held(schedule, step) == peak)
             assert got[1] == first, (
-                f"For {what} the peak is right, and {got[1]} is not the first step at which memory is that full."
+                f"For {what} the peak is right, and {got[1]} is not the first operation at which memory is that full."
             )
         return "So a timeline finds its fullest moment, whatever the arrays are."
 
