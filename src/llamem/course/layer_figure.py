@@ -26,8 +26,8 @@ PARTS: dict[str, Category] = {
 def layer_costs_drawn(points: Mapping[tuple[str, str, int], float]) -> Figure:
     """Return a figure: a mark at what one more layer adds in each way, on each chip, and the cheapest ways as lines.
 
-    `points` maps (chip, way, depth) to bytes, counted in inputs of a layer. The lines are of the two ways with the least slopes, and go
-    through the depths that were compiled.
+    `points` maps (chip, way, depth) to bytes, counted in inputs of a layer. The lines are of the two ways with the
+    least slopes, and go through the depths that were compiled.
     """
     chips, ways = (list(dict.fromkeys(names)) for names in list(zip(*points, strict=True))[:2])
     slopes = {(chip, way): _slope(*_of(points, chip, way)) for chip in chips for way in ways}
