@@ -20,14 +20,18 @@ Frozen = tuple[str, Any]
 
 
 def freeze(fn: Callable[..., Any]) -> bytes:
-    """Return a function with what it reads, by value: helpers and names of its module, arguments bound to it.
+    """Return a function with what it reads, by value: functions and names beside it, arguments bound to it.
 
     Decorators that remember or compile, such as `functools.cache`, are left out. Raise TypeError for what cannot
     be written down, such as an object of a class that stands in a notebook.
     """
     names: dict[str, Frozen] = {}
+    inner: Any = fn
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    beside = getattr(inspect.unwrap(inner), "__globals__", {})
     try:
-        frozen = _frozen(fn, inspect.unwrap(fn).__module__, names)
+        frozen = _frozen(fn, beside, names)
         return pickle.dumps((frozen, names))
     except (AttributeError, pickle.PicklingError, RecursionError, TypeError, ValueError) as error:
         raise TypeError(f"{fn!r} cannot be written down for another Python: {error}") from error
@@ -46,20 +50,21 @@ def ask_afresh(frozen: bytes, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
     return pickle.loads(child.stdout)
 
 
-def _frozen(value: Any, home: str, names: dict[str, Frozen]) -> Frozen:
+def _frozen(value: Any, beside: dict[str, Any], names: dict[str, Frozen]) -> Frozen:
+    """Write a value down. Functions that have the globals `beside` are written with their code, others by name."""
     if isinstance(value, types.ModuleType):
         return "module", value.__name__
     if isinstance(value, functools.partial):
         parts = (value.func, value.args, value.keywords)
-        return "partial", [_frozen(part, home, names) for part in parts]
+        return "partial", [_frozen(part, beside, names) for part in parts]
     fn = inspect.unwrap(value) if callable(value) else value
-    if not (isinstance(fn, types.FunctionType) and fn.__module__ == home):
+    if not (isinstance(fn, types.FunctionType) and fn.__globals__ is beside):
         return "pickled", pickle.dumps(value)
     for name in _names_in(fn.__code__):
-        if name in fn.__globals__ and name not in names:
+        if name in beside and name not in names:
             names[name] = ("pickled", pickle.dumps(None))  # a function may call itself
-            names[name] = _frozen(fn.__globals__[name], home, names)
-    cells = [_frozen(cell.cell_contents, home, names) for cell in fn.__closure__ or ()]
+            names[name] = _frozen(beside[name], beside, names)
+    cells = [_frozen(cell.cell_contents, beside, names) for cell in fn.__closure__ or ()]
     return "function", (marshal.dumps(fn.__code__), fn.__defaults__, fn.__kwdefaults__, cells)
 
 
