@@ -20,6 +20,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
         {"tokens": 4096, "small_chip": "v6e-1", "other_chip": "l4"},
     ),
     "05": ({"target": "v6e-8"}, {"target": "v5p-16", "seed": 3}),
+    "06": ({"chips": '["v6e-1", "a100-40"]', "lengths": "[1024, 4096]"},),
     "07": (
         {"compile_for": "t4", "steps": 24, "chat_steps": 3},
         {"num_tiles": 8, "batch_size": 3, "seq_len": 100, "steps": 13},
@@ -42,6 +43,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "01": ({"depth": 6}, "groups of four"),
     "04": ({"tokens": 1000}, "multiple of 256"),
     "05": ({"target": "v5e-1"}, "take eight chips"),
+    "06": ({"chips": ["v6e-1", "nonsense"]}, "no chip is called 'nonsense'"),
+    "07": ({"preset": "nonsense"}, "no preset is called 'nonsense'"),
     "08": ({"chip": "v5e-8"}, "about one"),
     "09": ({"colab_tokens": 200_000}, "131,072 that Llama 3.1"),
     "11": ({"hosts": 3}, "take 2 or 4"),
