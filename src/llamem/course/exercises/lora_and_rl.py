@@ -74,7 +74,7 @@ def check_adapted(fn: Callable[..., Any]) -> None:
         sizes = f"{B} sequences of {T} tokens", f"{B + 3} of {T + 2}"
         more = *inputs(B + 3, T + 2, D, F, R, A), scale_A, jnp.arange(B + 3) % A
         both = (x_BTD, w_DF, down_ADR, up_ARF, scale_A, adapter_B), more
-        few, many = (_products_run(fn, D * F, *of) for of in both)
+        few, many = (_products_run(fn, (D, F), *of) for of in both)
         assert few == many, (
             f"right, but the product with the whole weight runs {few} times for {sizes[0]}, and {many} times for "
             f"{sizes[1]}. Nobody's adapter changes that weight: can the large product not run once for all?"
@@ -254,11 +254,11 @@ def check_dequantized(fn: Callable[..., Any]) -> None:
     grade(3, body)
 
 
-def _products_run(fn: Callable[..., Any], size: int, *arguments: Any) -> int:
-    """How often products with a matrix of `size` numbers run, those of loops as often as the loops turn."""
+def _products_run(fn: Callable[..., Any], shape: tuple[int, ...], *arguments: Any) -> int:
+    """How often products with a matrix of that shape run, those of loops as often as the loops turn."""
     found = equations(jax.make_jaxpr(fn)(*arguments).jaxpr)
     products = ((one, times) for one, times in found if one.primitive.name == "dot_general")
-    return sum(times for one, times in products if any(getattr(v.aval, "size", 0) == size for v in one.invars))
+    return sum(times for one, times in products if any(getattr(v.aval, "shape", ()) == shape for v in one.invars))
 
 
 def _differentiated(equation: jex_core.JaxprEqn) -> bool:
