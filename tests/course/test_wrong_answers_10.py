@@ -128,7 +128,7 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
         saying(dan=DIFFERENT | {Title.RANDOMNESS}),
         "What is left of NumPy",
     ),
-    "dan, by looking up case 9": (exercises.check_diagnosis, saying(dan={Title.CHOICES}), "What is left of NumPy"),
+    "dan, by looking up case 8": (exercises.check_diagnosis, saying(dan={Title.CHOICES}), "What is left of NumPy"),
     "dan: the loss alone": (exercises.check_diagnosis, saying(dan={Title.LOSS}), "not all. When does NumPy draw"),
     "dan: sound": (exercises.check_diagnosis, saying(dan=set()), "When does NumPy draw"),
     "ada, memory": (exercises.check_diagnosis, saying(ada={Title.MEMORY}), "ada: .* stand: around what"),
