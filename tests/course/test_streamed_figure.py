@@ -50,10 +50,11 @@ def test_a_copy_is_beside_a_product_that_begins_while_it_is_on_its_way():
         span("start", "(bf16[4,2,3], bf16[1,2,3])", 6, 9, 0),  # the product at 8
         span("start", "(f32[4,2,3], f32[1,2,3])", 5, 8, 1),  # from the one to the other: none
         span("w", "f32[1,2,3]", 2, 9, 2),  # no copy
+        span("start", "(f32[4,2,7], f32[1,2,7])", 4, 9, 4),  # of no matrix
         span("start", "(f32[4,2,3], f32[1,2,3])", 11, 14, 3),  # after the turn
     )
     one = Timeline("v5e-1", None, MIB, 15, buffers, (Loop(1, 10, 4),), (), tuple(operations))
-    turn = streamed_figure.Turn.of(one)
+    turn = streamed_figure.Turn.of(one, 6)
     assert (turn.copies, turn.products, turn.beside) == (((5, 8), (6, 9)), (5, 8), 1)
     fig, alt = streamed_figure.turns_drawn({"a step": turn})
     assert "a step: 1 of 4" in alt

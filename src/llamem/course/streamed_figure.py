@@ -70,13 +70,19 @@ class Turn:
     products: tuple[int, ...]
 
     @classmethod
-    def of(cls, timeline: Timeline) -> "Turn":
-        """Return the first loop's turn of a stack of layers that is fetched by `dynamic_index_in_dim`."""
+    def of(cls, timeline: Timeline, size: int) -> "Turn":
+        """Return the first loop's turn, in a program that fetches matrices of `size` numbers out of their stacks."""
         steps = range(timeline.loops[0].first, timeline.loops[0].end)
-        # A copy on its way is written down as (from, to, ...), the latter a slice of one layer.
-        on_their_way = [one for one in timeline.buffers if one.first in steps and re.search(r", \w+\[1,", one.shape)]
         products = (step for step in steps if "dot_general" in timeline.operations[step])
-        return cls(steps, tuple(sorted((one.first, one.last) for one in on_their_way)), tuple(products))
+        # A copy on its way is written down as (from, to, ...), the latter one layer's slice.
+        copies = (
+            (one.first, one.last)
+            for one in timeline.buffers
+            if one.first in steps
+            and (to := re.search(r", \w+\[1,([\d,]+)\]", one.shape))
+            and math.prod(map(int, to[1].split(","))) == size
+        )
+        return cls(steps, tuple(sorted(copies)), tuple(products))
 
     @property
     def beside(self) -> int:
