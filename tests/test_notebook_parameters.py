@@ -34,7 +34,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "09": ({"chip": "t4", "colab_tokens": 4096, "steps": 4, "rounds": 1}, {"seed": 7, "steps": 3, "rounds": 2}),
     "10": ({"layers": 4, "width": 64}, {"tokens": 1024}),
-    "11": ({"compile_for": "v5p:4x4x4"}, {"hosts": 4, "steps": 9}),
+    "11": ({"compile_for": "v6e:4x4"}, {"hosts": 4, "steps": 9}),
     "12": ({"chip": "t4"}, {"model": "llama3.2-3b", "chip": "v6e-1", "tokens": 65_536}, {"short": 2048}),
 }
 # By notebook: a change that cannot be, and words of the sentence that says so.
@@ -46,8 +46,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "06": ({"chips": ["v6e-1", "nonsense"]}, "no chip is called 'nonsense'"),
     "07": ({"preset": "nonsense"}, "no preset is called 'nonsense'"),
     "08": ({"chip": "v5e-8"}, "about one"),
-    "09": ({"colab_tokens": 200_000}, "131,072 that Llama 3.1"),
-    "11": ({"hosts": 3}, "take 2 or 4"),
+    "09": ({"chip": "v6"}, "no chip is called 'v6'"),
+    "10": ({"width": 2}, "four experts"),
+    "11": ({"compile_for": "v5e:4x4x4"}, "no chip is called"),
     "12": ({"tokens": 262_144}, "reads up to 131,072"),
 }
 ON_EACH_PUSH = ("01",)  # of the refusals, which take seconds
