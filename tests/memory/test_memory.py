@@ -453,6 +453,32 @@ def test_arguments_that_are_none(as_a_user, args, options, error, message):
         llamem.compile_report(lambda x, y: x, *args, **options)
 
 
+@pytest.mark.parametrize("other", [lambda a: a, lambda a: jax.device_put(a, jax.devices()[0])], ids=["same", "alias"])
+@pytest.mark.parametrize("donated", [(0, 1), (0,), (1,)])
+def test_an_array_that_is_given_twice_and_overwritten_is_refused_as_in_a_run(other, donated):
+    def step(state, ema):
+        return {"w": state["w"] + 1}, {"w": ema["w"] * 2}
+
+    a = jnp.ones((300, 300))
+    args = {"w": a}, {"w": other(a)}
+    with pytest.raises(ValueError, match=r"`state\['w'\]` and `ema\['w'\]` are one array in memory, .*jnp\.copy"):
+        llamem.compile_report(step, *args, donate_argnums=donated)
+    assert llamem.compile_report(step, *args).fits
+    one = shape(300, 300)
+    assert llamem.compile_report(step, {"w": one}, {"w": one}, donate_argnums=donated).fits  # shapes lie nowhere
+    with pytest.raises(Exception, match=r"(?i)donate"):
+        jax.block_until_ready(jax.jit(step, donate_argnums=donated)(*args))
+
+
+@needs_tpu_compiler
+@pytest.mark.tpu_compile
+def test_operands_in_two_memories_are_named_with_what_to_do():
+    host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    state = {"w": jax.ShapeDtypeStruct((128, 128), F32, sharding=host)}
+    with pytest.raises(ValueError, match=r"In the host's memory: `state\['w'\]`\..* jax\.memory\.Space\.Device"):
+        llamem.compile_report(lambda state, grads: state["w"] - grads, state, shape(128, 128), chip="v5e-1")
+
+
 def test_what_jit_was_told_of_arguments_has_to_be_told_to_the_report():
     step = jax.jit(lambda state, n: state * n, donate_argnums=0)
     for told in ((), (0,)):

@@ -258,6 +258,7 @@ def interpreted_splash():
     with (
         unittest.mock.patch.object(kernels, "make_splash_mha", make),
         unittest.mock.patch("llamem.layers.attention.SPLASH_BLOCK", 128),
+        unittest.mock.patch("llamem.layers.attention.compiling_for", lambda: "TPU"),
     ):
         yield
 

@@ -150,6 +150,15 @@ def test_adapters_train_on_chats_over_given_weights_and_go_on_bit_by_bit(tmp_pat
         train(CONFIG, data, early, tmp_path / "parts", **{**given, "lora": LoraConfig((2, 3), target_modules=("q",))})
 
 
+def test_what_is_cut_of_both_parts_is_told(tmp_path, capsys):
+    parts = tuple(some_chats(12)), tuple(some_chats(4, 9))
+    settings = dataclasses.replace(SETTINGS, steps=1, seq_len=9)
+    train(CONFIG, Chats(*parts, CONFIG.vocab_size), settings, tmp_path / "run", progress=False)
+    trained, held, *_ = capsys.readouterr().out.splitlines()
+    assert trained.startswith(PackedBatches(parts[0], 4, 9).cut) and " of 12 chats" in trained
+    assert held == f"Held out: {PackedBatches(parts[1], 4, 9).cut}" and " of 4 chats" in held
+
+
 def test_a_given_model_goes_on_training_and_stays_as_it_was(tmp_path):
     model, chats = model_of(CONFIG, scale=1.0), Chats(tuple(some_chats(12)), tuple(some_chats(3, 9)), CONFIG.vocab_size)
     before = jax.tree.map(np.asarray, nnx.state(model))
