@@ -1,5 +1,8 @@
+import asyncio
 import dataclasses
+import gc
 import json
+import logging
 import random
 import shutil
 import signal
@@ -7,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +26,7 @@ from llamem.train.batches import Batches
 from llamem.train.data import Corpus
 from llamem.train.interrupts import interruptible
 from llamem.train.loop import train
+from llamem.train.snapshots import Snapshots
 
 CONFIG = LlamaConfig(
     vocab_size=90, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=4, d_ff=24, max_seq_len=64, tied_head=True
@@ -62,6 +67,7 @@ import sys; sys.path[:0] = {sys.path!r}
 import jax, dataclasses; jax.config.update("jax_platforms", "cpu")
 from test_loop import CONFIG, SETTINGS, corpus
 from llamem.train.loop import train
+from llamem.train.snapshots import Snapshots
 run = train(CONFIG, corpus(), dataclasses.replace(SETTINGS, **{changes!r}), {str(folder)!r}, progress=False)
 print("finished", run.finished, flush=True)
 """
@@ -176,6 +182,34 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_it_taken(uninterrupted, 
     assert_same_model(again, uninterrupted)
     folders = {path.name for path in (finished / "snapshots").iterdir() if path.is_dir()}
     assert folders == {"11", "12", "damaged-12"}
+
+
+def test_of_a_damaged_snapshot_our_warning_is_all_that_is_said(finished, monkeypatch, caplog):
+    """As Orbax does, by chance of its threads: it logs, and a read that is given up raises when it is collected."""
+    read = Snapshots._read
+
+    async def given_up():
+        try:
+            await asyncio.sleep(0)
+        finally:
+            raise OSError("a truncated file")
+
+    def read_as_orbax(self, step, *args):
+        if step == 12:
+            given_up().send(None)
+            logging.getLogger("absl").error("no metadata")
+            raise OSError("a truncated file")
+        return read(self, step, *args)
+
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    monkeypatch.setattr(Snapshots, "_read", read_as_orbax)
+    with pytest.warns(UserWarning, match=r"snapshots/12 is damaged .*the one before it is taken") as told:
+        train(CONFIG, corpus(), SETTINGS, finished, progress=False)
+    gc.collect()
+    assert len(told) == 1 and not unraisable and not caplog.records
+    logging.getLogger("absl").error("of another matter")
+    assert len(caplog.records) == 1 and sys.unraisablehook == unraisable.append
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,14 @@
 """Training checkpoints (Orbax) and the metrics file of a run, kept in step with each other: whole or not at all."""
 
 import contextlib
+import gc
 import json
+import logging
 import os
+import sys
 import warnings
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,22 +95,30 @@ class Snapshots:
         Raise ValueError for a snapshot of another model, for one of other settings unless `on_change="continue"`, and
         where every snapshot is damaged.
         """
-        damage = {}
+        damage: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
-            try:
-                state, about = self._read(step, abstract_state, on_change)
-            except _OtherRun:
-                raise
-            except Exception as error:  # Orbax and tensorstore raise whatever they meet
-                damage[step] = f"{type(error).__name__}: {str(error)[:200]}"
-                continue
-            self._put_aside(damage)
-            return step, state, about
+            with _orbax_silenced():
+                found = self._read_unless_damaged(step, abstract_state, on_change, damage)
+            if found is not None:
+                self._put_aside(damage)
+                return step, *found
         raise ValueError(
             f"no snapshot in {self.folder / 'snapshots'} can be read: "
             f"{'; '.join(f'{step}: {why}' for step, why in damage.items())}. Delete that folder to begin at step 0, or "
             "choose another output folder."
         )
+
+    def _read_unless_damaged(
+        self, step: int, abstract_state: Any, on_change: OnChange, damage: dict[int, str]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Return what `_read` does; None for a damaged snapshot, with the reason under its step in `damage`."""
+        try:
+            return self._read(step, abstract_state, on_change)
+        except _OtherRun:
+            raise
+        except Exception as error:  # Orbax and tensorstore raise whatever they meet
+            damage[step] = f"{type(error).__name__}: {str(error)[:200]}"
+            return None
 
     def _read(self, step: int, abstract_state: Any, on_change: OnChange) -> tuple[Any, dict[str, Any]]:
         args = self._ocp.args
@@ -180,6 +192,26 @@ class _OtherRun(ValueError):
 
 class _Damaged(ValueError):
     pass
+
+
+@contextlib.contextmanager
+def _orbax_silenced() -> Iterator[None]:
+    """Keep back what Orbax says of a snapshot that it cannot read, up to hundreds of lines: our warning says it once.
+
+    It logs, its threads print what they cannot raise, and so does every read that it gave up, when it is collected.
+    """
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    before, hook = [logger.disabled for logger in loggers], sys.unraisablehook
+    sys.unraisablehook = lambda _: None
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def checksum(params: Any) -> str:
