@@ -114,7 +114,8 @@ def compile_report(
         return dataclasses.replace(report, no_timeline=answer["no_schedule"])
     names, provenance = [leaf.name for leaf in leaves], find_provenance(jaxpr, leaves)
     timeline = Timeline.from_schedule(answer["schedule"], chosen.name, chosen.capacity_bytes, names, provenance)
-    return dataclasses.replace(report, timeline=timeline)
+    counted = (dataclasses.replace(b, at_once=timeline.at_once(b.shape, b.operation) or None) for b in report.buffers)
+    return dataclasses.replace(report, timeline=timeline, buffers=tuple(counted))
 
 
 def _traced(

@@ -105,7 +105,7 @@ def make_update(settings: TrainSettings, step: Array, counters: Any, mesh: MeshS
 
         def add(path: tuple[Any, ...], param: Array, change: Array) -> Array:
             if rounding_of(settings, param.dtype) == "nearest":
-                return optax.apply_updates(param, change)
+                return (param + change).astype(param.dtype)
             own = jax.random.fold_in(key, zlib.crc32(str(parameter_name(path)).encode()))
             start = _start_of_part(path, param, first, mesh)
             return stochastically_rounded(param.astype(jnp.float32) + change.astype(jnp.float32), own, start)
