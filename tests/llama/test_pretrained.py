@@ -122,6 +122,14 @@ def test_tensors_that_do_not_fit_are_named_before_anything_is_allocated(folder, 
         llamem.load_pretrained(folder)
 
 
+def test_a_head_that_is_missing_may_be_a_tied_one(folder):
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r'missing: lm_head\.weight\. .* in config\.json: "tie_word_embeddings": true'):
+        llamem.load_pretrained(folder)
+
+
 def test_a_repeated_tied_head_and_stored_frequencies_are_no_matter_and_another_head_is_an_error(folder):
     before = nnx.to_pure_dict(nnx.state(llamem.load_pretrained(folder)))
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}

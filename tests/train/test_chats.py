@@ -159,6 +159,15 @@ def test_tokens_beyond_the_table_are_named_with_their_tokenizer(llama3):
         Corpus(np.arange(102), np.arange(9), 1, 128_256, llama3).batches(1, 4, 0, vocab_size=100)
 
 
+def test_what_is_cut_of_both_parts_is_told(tmp_path, capsys):
+    parts = tuple(some_chats(12)), tuple(some_chats(4, 9))
+    settings = dataclasses.replace(SETTINGS, steps=1, seq_len=9)
+    train(CONFIG, Chats(*parts, CONFIG.vocab_size), settings, tmp_path / "run", progress=False)
+    trained, held, *_ = capsys.readouterr().out.splitlines()
+    assert trained.startswith(PackedBatches(parts[0], 4, 9).cut) and " of 12 chats" in trained
+    assert held == f"Held out: {PackedBatches(parts[1], 4, 9).cut}" and " of 4 chats" in held
+
+
 def test_a_given_model_goes_on_training_and_stays_as_it_was(tmp_path, capsys):
     model = model_of(CONFIG.replace(generation_config='{"eos_token_id": 2}'), scale=1.0)
     chats = Chats(tuple(some_chats(12)), tuple(some_chats(3, 9)), CONFIG.vocab_size)

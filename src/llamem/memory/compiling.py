@@ -17,7 +17,7 @@ import jaxlib
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import core as jex_core
 
-from llamem._checks import show
+from llamem._checks import few, show
 from llamem.memory import stored_answers
 from llamem.memory.arguments import Leaf, mesh_of, read_leaves, shard_bytes
 from llamem.memory.chip_names import chip_called, find_chip
@@ -98,7 +98,7 @@ def compile_report(
     # The one trace serves the compiler, too. What is donated is for the child process to say, where there is one.
     jitted = jax.jit(flat, donate_argnums=() if chosen.absent else donated, keep_unused=True)
     with traced_for(chosen, mesh), questions_heard() as asked:
-        jaxpr = _traced(jitted, shapes)
+        jaxpr = _traced(jitted, shapes, leaves)
     if chosen.absent:
         _refuse_callbacks(jaxpr.jaxpr, chosen)
         question = stored_answers.fingerprint(jaxpr, chosen, depth, leaves)
@@ -130,17 +130,32 @@ def compile_report(
         return dataclasses.replace(report, no_timeline=answer["no_schedule"])
     names, provenance = [leaf.name for leaf in leaves], find_provenance(jaxpr, leaves)
     timeline = Timeline.from_schedule(answer["schedule"], chosen.name, chosen.capacity_bytes, names, provenance)
-    return dataclasses.replace(report, timeline=timeline)
+    counted = (dataclasses.replace(b, at_once=timeline.at_once(b.shape, b.operation) or None) for b in report.buffers)
+    return dataclasses.replace(report, timeline=timeline, buffers=tuple(counted))
 
 
-def _traced(jitted: jax.stages.Wrapped, shapes: Sequence[jax.ShapeDtypeStruct]) -> jex_core.ClosedJaxpr:
+def _traced(
+    jitted: jax.stages.Wrapped, shapes: Sequence[jax.ShapeDtypeStruct], leaves: Sequence[Leaf]
+) -> jex_core.ClosedJaxpr:
     try:
         return jitted.trace(*shapes).jaxpr
     except (RuntimeError, ValueError) as error:
-        if words := remedy(str(error)):
+        if words := _of_two_memories(str(error), leaves) or remedy(str(error)):
             kind = ValueError if isinstance(error, ValueError) else RuntimeError
             raise kind(f"{error}{words}") from error
         raise
+
+
+def _of_two_memories(error: str, leaves: Sequence[Leaf]) -> str:
+    """Return what to do where an operation has operands in both memories, by JAX's message; "" for any other."""
+    if "memory_space of all inputs" not in error:
+        return ""
+    hosted = [f"`{leaf.name}`" for leaf in leaves if leaf.on_host]
+    where = f"In the host's memory: {few(hosted)}" if hosted else "The function puts arrays into the host's memory"
+    return (
+        f" {where}. An operation reads one memory: bring them to the device first, inside of the function, "
+        "x = jax.device_put(x, jax.memory.Space.Device)."
+    )
 
 
 def _compiled_here(lowered: jax.stages.Lowered, chip: Chip) -> dict[str, Any]:

@@ -175,6 +175,15 @@ class Timeline:
                     stretches.append((step, step, n_bytes))
         return {number: stretches for number, stretches in rows.items() if stretches}
 
+    def at_once(self, shape: str, operation: str) -> int:
+        """Return how many arrays of this shape and operation lie in the device's memory at the same time, at most."""
+        change = np.zeros(self.steps + 1, np.int64)
+        for one in self.buffers:
+            if (one.shape, one.operation, one.space) == (shape, operation, "device"):
+                change[one.first] += 1
+                change[one.last + 1] -= 1
+        return int(np.cumsum(change).max())
+
     def pass_at(self, step: int) -> Pass:
         """Return the pass that a step lies in; "" in a program that differentiates nothing."""
         return next((name for name, first, end in self.passes if first <= step < end), "")
