@@ -3,7 +3,7 @@
 import ast
 from typing import Any
 
-from llamem.memory import available
+from llamem.memory.chip_names import chip_called
 
 
 def as_list(value: Any) -> list[Any]:
@@ -29,6 +29,6 @@ def check_chips(**names: Any) -> None:
     for parameter, value in names.items():
         for name in value if isinstance(value, list) else [value]:
             try:
-                available(name)
+                chip_called(name)
             except ValueError as unknown:
                 raise ValueError(f"{parameter}: {unknown}") from None

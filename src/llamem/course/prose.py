@@ -1,27 +1,6 @@
 """What a notebook's text claims: asserted with the parameters it was written for, told as found with others."""
 
-import ast
-import json
 from collections.abc import Callable
-from typing import Any
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return a list from a list, or from its text, in JSON or Python, as papermill's command line hands it over.
-
-    Raise ValueError for what is neither.
-    """
-    found = value
-    if isinstance(value, str):
-        for read in (json.loads, ast.literal_eval):
-            try:
-                found = read(value)
-                break
-            except (ValueError, SyntaxError):
-                continue
-    if not isinstance(found, list | tuple):
-        raise ValueError(f"{value!r} is no list: expected one such as [1024, 2048], or its text, '[1024, 2048]'.")
-    return list(found)
 
 
 def claims(as_written: bool) -> Callable[[bool, str], None]:

@@ -20,7 +20,7 @@ from jax.extend import core as jex_core
 from llamem._checks import few, show
 from llamem.memory import stored_answers
 from llamem.memory.arguments import Leaf, mesh_of, read_leaves, shard_bytes
-from llamem.memory.chip_names import chip_called, find_chip
+from llamem.memory.chip_names import find_chip
 from llamem.memory.chips import Chip, questions_heard
 from llamem.memory.compiler_process import analysed_bytes
 from llamem.memory.compilers import find_compilers, no_compilers
@@ -70,10 +70,8 @@ def compile_report(
     Raises what tracing `fn` raises, ValueError and ImportError as `llamem.find_chip` does, RuntimeError where a
     compiler dies.
     """
-    chosen = chip_called(chip)
+    chosen = find_chip(chip)
     compilers = find_compilers(chosen.platform) if chosen.absent else None
-    if chosen.absent and compilers is None and not stored_answers.are_there():
-        raise ImportError(no_compilers(chip, chosen.platform))
     if depth not in typing.get_args(Depth):
         raise ValueError(f"depth={depth!r}: expected 'memory', as soon as memory is assigned, or 'code', to the end.")
     if not callable(fn):

@@ -13,13 +13,13 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.hf_config import config_from_hf
 from llamem.llama.lora import LoraConfig
 from llamem.memory import fetch_command
+from llamem.memory.chip_names import chip_called
 from llamem.memory.chips import CHIPS
 from llamem.memory.report import GiB
 from llamem.memory.show import Table
 from llamem.planner.fitting import NothingFits
 from llamem.planner.found import SPEEDS, speeds_shown
 from llamem.planner.search import Found, find_plan, longest_context
-from llamem.planner.sizes import chip_called
 
 FITS, NOTHING_FITS, BAD_INPUT = 0, 1, 2
 _HEAD = ("model", "chip", "batch x tokens", "GiB", "of", "host GiB", *SPEEDS, "plan")
