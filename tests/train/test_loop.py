@@ -319,6 +319,24 @@ def test_bf16_weights_follow_updates_below_their_last_bit():
     np.testing.assert_array_equal(wanted, same)
 
 
+def test_how_weights_are_rounded_is_in_the_card_and_part_of_a_run_s_identity(tmp_path):
+    narrow, short = CONFIG.replace(param_dtype=jnp.bfloat16), dataclasses.replace(SETTINGS, steps=1, eval_every=0)
+    nearest = dataclasses.replace(short, rounding="nearest")
+    run = train(narrow, corpus(), nearest, tmp_path / "nearest", progress=False)
+    card = (run.save(tmp_path / "model") / "README.md").read_text()
+    assert (
+        "| types | weights and moments bfloat16, rounded to the nearest, so that updates below their last bit" in card
+    )
+    with pytest.raises(
+        ValueError, match=r"another run: rounding: snapshot 'nearest', now 'stochastic'\. Use the settings"
+    ):
+        train(narrow, corpus(), short, tmp_path / "nearest", progress=False)
+    wide = train(CONFIG, corpus(), nearest, tmp_path / "wide", progress=False)
+    again = train(CONFIG, corpus(), short, tmp_path / "wide", progress=False)  # "auto" is no change for f32
+    assert losses(again.metrics) == losses(wide.metrics)
+    assert again.described["types"] == "weights and moments float32, rounded to the nearest; products float32"
+
+
 def test_abstract_step_has_the_shapes_of_the_real_one():
     settings = dataclasses.replace(SETTINGS, accumulate=2)
     step, state, batch = abstract_step(CONFIG, settings)
