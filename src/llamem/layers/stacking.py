@@ -132,7 +132,10 @@ def _first_difference(one: Any, other: Any, place: str = "") -> tuple[str, Any, 
 
 
 def _said(value: Any) -> str:
-    return type(value).__name__ if is_array(value) or _parts(value) is not None else show(value)
+    """Return a Python value as it is, a module or variable by its class, and of an array its shape."""
+    if isinstance(value, nnx.Variable) or _parts(value) is not None:
+        return type(value).__name__
+    return f"an array {value.shape}" if is_array(value) else show(value)
 
 
 def _parts(value: Any) -> dict[str, Any] | None:
