@@ -1,5 +1,7 @@
 """The figures of notebook 12: what lies on the chip is told by shapes, a link is hidden where both sides are equal."""
 
+import dataclasses
+
 import matplotlib.pyplot as plt
 import pytest
 
@@ -46,15 +48,20 @@ def test_loops_of_tiles_with_as_many_turns_are_no_loops_over_layers():
 
 def test_a_copy_is_beside_a_product_that_begins_while_it_is_on_its_way():
     operations = ["dot_general" if step in (5, 8, 13) else "add" for step in range(15)]
-    buffers = (
-        span("start", "(bf16[4,2,3], bf16[1,2,3])", 6, 9, 0),  # the product at 8
-        span("start", "(f32[4,2,3], f32[1,2,3])", 5, 8, 1),  # from the one to the other: none
-        span("w", "f32[1,2,3]", 2, 9, 2),  # no copy
-        span("start", "(f32[4,2,7], f32[1,2,7])", 4, 9, 4),  # of no matrix
-        span("start", "(f32[4,2,3], f32[1,2,3])", 11, 14, 3),  # after the turn
+    fetched, given_back = "while/body/jit(dynamic_index_in_dim)/dynamic_slice", "while/body/dynamic_update_slice"
+    made = [
+        ("(bf16[4,2,3], bf16[1,2,3])", 6, 9, fetched),  # the product at 8
+        ("(f32[4,2,3], f32[1,2,3])", 5, 8, fetched),  # from the one to the other: none
+        ("f32[1,2,3]", 2, 9, fetched),  # no copy
+        ("(f32[4,2,3], f32[1,2,3])", 4, 9, given_back),  # home
+        ("(f32[4,2,3], f32[1,2,3])", 11, 14, fetched),  # after the turn
+    ]
+    buffers = tuple(
+        dataclasses.replace(span("start", shape, first, last, i), operation=operation)
+        for i, (shape, first, last, operation) in enumerate(made)
     )
     one = Timeline("v5e-1", None, MIB, 15, buffers, (Loop(1, 10, 4),), (), tuple(operations))
-    turn = streamed_figure.Turn.of(one, 6)
+    turn = streamed_figure.Turn.of(one)
     assert (turn.copies, turn.products, turn.beside) == (((5, 8), (6, 9)), (5, 8), 1)
     fig, alt = streamed_figure.turns_drawn({"a step": turn})
     assert "a step: 1 of 4" in alt

@@ -70,17 +70,15 @@ class Turn:
     products: tuple[int, ...]
 
     @classmethod
-    def of(cls, timeline: Timeline, size: int) -> "Turn":
-        """Return the first loop's turn, in a program that fetches matrices of `size` numbers out of their stacks."""
+    def of(cls, timeline: Timeline) -> "Turn":
+        """Return the first loop's turn, in a program that fetches layers by `jax.lax.dynamic_index_in_dim`."""
         steps = range(timeline.loops[0].first, timeline.loops[0].end)
         products = (step for step in steps if "dot_general" in timeline.operations[step])
         # A copy on its way is written down as (from, to, ...), the latter one layer's slice.
         copies = (
             (one.first, one.last)
             for one in timeline.buffers
-            if one.first in steps
-            and (to := re.search(r", \w+\[1,([\d,]+)\]", one.shape))
-            and math.prod(map(int, to[1].split(","))) == size
+            if one.first in steps and re.search(r", \w+\[1,", one.shape) and "dynamic_index_in_dim" in one.operation
         )
         return cls(steps, tuple(sorted(copies)), tuple(products))
 
