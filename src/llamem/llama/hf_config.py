@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` to and from a `LlamaConfig`: Llama, Qwen3, Qwen3-MoE."""
+"""Hugging Face's `config.json` to and from a `LlamaConfig`: Llama, Qwen3."""
 
 import os
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from llamem._checks import check_whole, show
 from llamem._files import read_json
 from llamem.llama.config import LlamaConfig, RopeScaling
 
-_MODEL_TYPES = {"Llama": "llama", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe"}
+_MODEL_TYPES = {"Llama": "llama", "Qwen3": "qwen3"}
 _MAX_BYTES = 10_000_000  # real ones have a few thousand
 # Our fields by theirs. A `LlamaConfig` checks the values.
 _FIELDS = {
@@ -25,11 +25,6 @@ _FIELDS = {
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tied_head",
 }
-_OF_EXPERTS = {
-    "num_experts": "n_experts",
-    "num_experts_per_tok": "experts_per_token",
-    "moe_intermediate_size": "moe_d_ff",
-}
 _OF_SCALING = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -38,11 +33,10 @@ _OF_SCALING = {
 }
 # What else changes the computation, and how it must be.
 _COMPUTED = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "use_sliding_window": False}
-_COMPUTED_EXPERTS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
 def config_from_hf(config: Mapping[str, Any] | str | os.PathLike, **changes: Any) -> LlamaConfig:
-    """Read a Hugging Face `config.json`: its content, its path, or its folder. Llama, Qwen3 and Qwen3-MoE.
+    """Read a Hugging Face `config.json`: its content, its path, or its folder. Llama and Qwen3.
 
     `changes` are fields that are to be others. Raises FileNotFoundError, and ValueError, with the file's name, for what
     is no such file or describes what this package does not compute, rather than compute something else.
@@ -66,17 +60,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """Return the content of a Hugging Face `config.json` for this architecture.
-
-    Raises ValueError for experts without `qk_norm`: no family of this package's computes that.
-    """
-    if config.n_experts and not config.qk_norm:
-        raise ValueError("a mixture of experts is written as Qwen3-MoE, which has qk_norm=True; this config has not.")
-    family = ("Qwen3Moe" if config.n_experts else "Qwen3") if config.qk_norm else "Llama"
+    """Return the content of a Hugging Face `config.json` for this architecture."""
+    family = "Qwen3" if config.qk_norm else "Llama"
     scaling = config.rope_scaling
     content = {theirs: getattr(config, ours) for theirs, ours in _FIELDS.items()}
-    if config.n_experts:
-        content |= {theirs: getattr(config, ours) for theirs, ours in _OF_EXPERTS.items()} | _COMPUTED_EXPERTS
     return {
         "architectures": [f"{family}ForCausalLM"],
         "model_type": _MODEL_TYPES[family],
@@ -94,13 +81,11 @@ def _fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     if family not in _MODEL_TYPES.values():
         known = ", ".join(map(repr, _MODEL_TYPES.values()))
         raise ValueError(f"model_type={family!r} in config.json: this package computes {known} models.")
-    experts = family == "qwen3_moe"
-    # transformers' own defaults; null means the default, too.
-    hf = {"norm_topk_prob": False} | {name: value for name, value in hf.items() if value is not None}
-    for name, value in (_COMPUTED | (_COMPUTED_EXPERTS if experts else {})).items():
+    hf = {name: value for name, value in hf.items() if value is not None}  # null means the default, too
+    for name, value in _COMPUTED.items():
         if hf.get(name, value) != value:
             raise ValueError(f"{name}={show(hf[name])} in config.json: only {name}={value!r} is computed here.")
-    # transformers 5 moved theta and scaling into one object, and renamed the number of experts.
+    # transformers 5 moved theta and scaling into one object.
     rope = _mapping(hf, "rope_parameters")
     width, heads = (check_whole(name, hf.get(name)) for name in ("hidden_size", "num_attention_heads"))
     defaults = {
@@ -108,12 +93,9 @@ def _fields(hf: Mapping[str, Any]) -> dict[str, Any]:
         "head_dim": width // heads,
         "rope_theta": rope.get("rope_theta", 10_000.0),
         "tie_word_embeddings": False,
-        "num_experts": hf.get("num_local_experts"),
     }
-    hf = defaults | hf
-    wanted = _FIELDS | (_OF_EXPERTS if experts else {})
     return {
-        **_renamed(hf, wanted),
+        **_renamed(defaults | hf, _FIELDS),
         "rope_scaling": _rope_scaling(_mapping(hf, "rope_scaling") or rope),
         "qk_norm": family != "llama",
     }

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from llamem.adapters.lora import LoraConfig
 from llamem.llama.config import LlamaConfig
 from llamem.llama.hf_config import config_from_hf
-from llamem.llama.lora import LoraConfig
 from llamem.memory.chips import CHIPS
 from llamem.memory.report import GiB
 from llamem.memory.show import Table

@@ -11,7 +11,7 @@ from jaxtyping import Array, BFloat16, Float32, Int, PRNGKeyArray
 
 from llamem.layers.trees import combine, partition
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import parameter_name
+from llamem.llama.weights import parameter_name
 from llamem.train.settings import TrainSettings
 
 # Of gradients, moments, parameters, and the number of the first row or layer that these arrays have of the whole ones:
