@@ -11,13 +11,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
-from llamem.adapters.lora import Adapters, LoraConfig
+from llamem.adapters.lora import Adapters, LoraConfig, check_adapters
 from llamem.adapters.on_mesh import own_part, summed_over
 from llamem.adapters.weights import IN_LAYERS, put_on
 from llamem.host.memory import host_sharding, of_matrices
 from llamem.layers.offload import is_on_host
 from llamem.llama.config import LlamaConfig
-from llamem.llama.inputs import check_ids
 from llamem.llama.plan import Plan
 from llamem.mesh.specs import parameter_specs
 from llamem.mesh.step import batch_spec, check_sizes, on_mesh, placed_shapes, sum_over
@@ -156,7 +155,7 @@ def _loss_of(graphdef: nnx.GraphDef, base: Any, adapters: Adapters) -> Callable[
     def loss(weights: Any, weights_B: Array, inputs_BT: Array, targets_BT: Array, adapter_B: Array, *rest: Any) -> Any:
         model = nnx.merge(graphdef, base)
         place, mesh = place_of(model.plan), model.plan.mesh
-        check_ids(adapter_B, adapters.count, "adapter_B", f"there are {adapters.count} adapters.")
+        adapter_B = check_adapters(adapters, adapter_B, model.config)
         model = put_on(place.put(model), own_part(adapters.with_weights(weights), mesh), adapter_B)
         return summed_loss(model, weights_B, inputs_BT, targets_BT, *rest)
 

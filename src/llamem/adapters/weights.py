@@ -31,6 +31,8 @@ class _Adapted(nnx.Module):
     `adapter_B` says which adapter each sequence uses.
     """
 
+    is_trained = False
+
     def __init__(self, base: Any, a: Any, b: Any, scale: Any, adapter_B: Any):
         self.base, self.is_adapted = base, a is not None
         if self.is_adapted:
@@ -91,8 +93,6 @@ class AdaptedMatrix(_Adapted):
 
 class AdaptedTable(_Adapted):
     """A head that adds what adapters say, if there are any of it. The embedding, which it may be too, is as it was."""
-
-    is_trained = False
 
     @property
     def vocab_axis(self) -> str | None:

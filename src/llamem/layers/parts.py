@@ -65,6 +65,8 @@ def order_gradients(x: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
             return None if asked is None else gradient
 
         dx, d_weights = jax.tree.map(asked, wanted, grads, is_leaf=lambda leaf: leaf is None)
+        if not jax.tree.leaves(d_weights):
+            return dx, d_weights
         # d_weights past the barrier, which would keep a product from being written into the stack it belongs to.
         return jax.lax.optimization_barrier((dx, d_weights))[0], d_weights
 

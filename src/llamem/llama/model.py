@@ -138,8 +138,10 @@ class FeedForward(NamedTuple):
 
     def inner(self, y_BTD: Array) -> Float[Array, "B T D"]:
         """Return `down(silu(gate(y)) * up(y))`."""
-        # Gradients of the weights first, then that of y: else the three [N, F] that they are products of stay.
-        y_BTD, (gate, up, down) = order_gradients(y_BTD, (self.gate, self.up, self.down))
+        gate, up, down = self.gate, self.up, self.down
+        if down.is_trained:
+            # Gradients of the weights first, then that of y: else the three [N, F] that they are products of stay.
+            y_BTD, (gate, up, down) = order_gradients(y_BTD, (gate, up, down))
         gate_BTF = checkpoint_name(gate.linear(y_BTD), "gate")
         up_BTF = checkpoint_name(up.linear(y_BTD), "up")
         return down.linear(jax.nn.silu(gate_BTF) * up_BTF)
@@ -244,8 +246,8 @@ class Llama(nnx.Module):
             self.untied_head = table()
 
     @property
-    def head_table(self) -> Table:
-        """The table that makes logits; the embedding itself where they are tied."""
+    def head_table(self) -> Any:
+        """The `Table` that makes logits, or what answers in its place; the embedding itself where they are tied."""
         return self.embedding if self.config.tied_head else self.untied_head
 
     @property

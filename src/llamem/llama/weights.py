@@ -12,7 +12,8 @@ answers the same questions can stand in a plain weight's place, and the model do
 | a table | `ready(dtype)` | itself, cast |
 | | `look_up(ids, dtype)` | rows |
 | | `beside(x)`, for the loss | `x`, and the matrices that stand side by side as the head |
-| | `vocab_axis` and `is_trained`, for the loss | None: all rows are here; True |
+| | `vocab_axis`, for the loss | None: all rows are here |
+| both | `is_trained`, for the order of gradients and the loss | True |
 | a norm | `norm(x)` | `x / rms(x) * scale` |
 """
 
@@ -49,6 +50,7 @@ class Matrix(nnx.Param):
     """`[*inputs, *outputs]`; `n_in` says how many axes are inputs: one of D, or heads and their channels."""
 
     n_in: int
+    is_trained = True
     is_whole = True  # what `linear` returns; else a summand of it
 
     def ready(self, dtype: Any) -> "Matrix":
