@@ -159,8 +159,8 @@ def test_a_step_that_was_not_lowered_is_refused(as_a_user):
 
 
 def test_decoding_with_a_cache_is_untouched():
-    loss, params, tokens_BT = model_case("moe", "scan")
-    graphdef = nnx.graphdef(model_of(model_config("moe")))
+    loss, params, tokens_BT = model_case("qwen3", "scan")
+    graphdef = nnx.graphdef(model_of(model_config("qwen3")))
 
     def evaluate(params, tokens_BT, remat):
         own = nnx.merge(graphdef, params)
