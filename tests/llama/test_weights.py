@@ -14,7 +14,7 @@ from llamem.train.batch_loss import mean_weights, summed_loss
 class Asked(nnx.Module):
     """The base's answers, and nothing else of it."""
 
-    is_trained, is_whole, vocab_axis = True, True, None
+    is_trained, is_whole, tells_sequences_apart, vocab_axis = True, True, False, None
 
     def __init__(self, base):
         self.hidden_away = base

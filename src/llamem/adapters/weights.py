@@ -51,6 +51,8 @@ class _Adapted(nnx.Module):
 class AdaptedMatrix(_Adapted):
     """A matrix that adds what adapters say."""
 
+    tells_sequences_apart = True
+
     def linear(self, x: Float[Array, "B T *from"], dtype: Any = None) -> Float[Array, "B T *to"]:
         """Return `x W + scale (x A') B`, of each sequence its own A and B."""
         return self._plus(x, self.base.linear(x, dtype))

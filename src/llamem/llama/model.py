@@ -152,12 +152,19 @@ class FeedForward(NamedTuple):
 
 
 def _in_tiles(fn: Any, weights: FeedForward, x_BTD: Array, tiles: int) -> Float[Array, "B T D"]:
-    """Return `fn(weights, x_BTD)`, which works on tokens one by one; a tile is some tokens of every sequence."""
+    """Return `fn(weights, x_BTD)`, which works on tokens one by one, tile by tile."""
+    if not weights.down.tells_sequences_apart:
 
-    def of_tile(weights: FeedForward, x_TBD: Array) -> Array:
+        def rows(weights: FeedForward, x_ND: Array) -> Array:
+            return fn(weights, x_ND[None])[0]
+
+        return tiled_map(rows, weights, x_BTD.reshape(-1, x_BTD.shape[-1]), tiles).reshape(x_BTD.shape)
+
+    def columns(weights: FeedForward, x_TBD: Array) -> Array:
         return fn(weights, x_TBD.swapaxes(0, 1)).swapaxes(0, 1)
 
-    return tiled_map(of_tile, weights, x_BTD.swapaxes(0, 1), tiles).swapaxes(0, 1)
+    # A tile is some tokens of every sequence.
+    return tiled_map(columns, weights, x_BTD.swapaxes(0, 1), tiles).swapaxes(0, 1)
 
 
 class Block(nnx.Module):

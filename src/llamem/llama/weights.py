@@ -9,6 +9,7 @@ answers the same questions can stand in a plain weight's place, and the model do
 | | `linear(x)` | the product |
 | | `cut(n, axis)` and `together(matrices, x)`, for groups of heads | n parts of its heads; one product for several |
 | | `total(out)` and `is_whole`, for parts of a result | the result itself; True |
+| | `tells_sequences_apart`, for tiles of tokens | False |
 | a table | `ready(dtype)` | itself, cast |
 | | `look_up(ids, dtype)` | rows |
 | | `beside(x)`, for the loss | `x`, and the matrices that stand side by side as the head |
@@ -52,6 +53,7 @@ class Matrix(nnx.Param):
     n_in: int
     is_trained = True
     is_whole = True  # what `linear` returns; else a summand of it
+    tells_sequences_apart = False  # else rows of `x` are multiplied by what belongs to their sequence
 
     def ready(self, dtype: Any) -> "Matrix":
         """Return the matrix in the type of its products."""
