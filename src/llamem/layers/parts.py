@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from llamem.layers.trees import add_to, cast_like, combine, partition, vjp_of, wide_zeros, with_rule
+from llamem.layers.trees import add_to, cast_like, vjp_of, wide_zeros, with_rule
 
 
 def sum_parts(fn: Callable[[Any, Any, Any], Array], shared: PyTree, parts: PyTree, dtype: Any) -> Float[Array, "..."]:
@@ -48,27 +48,21 @@ def sum_parts(fn: Callable[[Any, Any, Any], Array], shared: PyTree, parts: PyTre
     return with_rule(value, backward)(shared, parts)
 
 
+@jax.custom_vjp
 def order_gradients(x: PyTree, weights: PyTree) -> tuple[PyTree, PyTree]:
     """Return both as they are. In the backward pass the gradient of `x` is used once those of `weights` are there.
 
     A compiler computes a weight's gradient when somebody wants it: without this at the very end, and what it is a
-    product of (the feed-forward's three `[N, F]`, a head's gradient in f32) stays until then. Nobody waits for weights
-    that are not differentiated.
+    product of (the feed-forward's three `[N, F]`, a head's gradient in f32) stays until then. Both must be
+    differentiated: those of weights that are not would be computed for nothing.
     """
-    weights, rest = partition(weights, lambda _, leaf: jnp.issubdtype(leaf.dtype, jnp.floating))
+    return x, weights
 
-    def forward(wanted: Any, frozen: Any) -> tuple[Any, Any]:
-        return combine(wanted, frozen), jax.tree.map(lambda _: jnp.zeros(0), wanted)
 
-    def backward(wanted: Any, _: Any, grads: Any) -> Any:
-        def asked(asked: Any, gradient: Any) -> Any:
-            return None if asked is None else gradient
+def _in_order(_: None, grads: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+    dx, d_weights = grads
+    # d_weights past the barrier, which would keep a product from being written into the stack it belongs to.
+    return jax.lax.optimization_barrier((dx, d_weights))[0], d_weights
 
-        dx, d_weights = jax.tree.map(asked, wanted, grads, is_leaf=lambda leaf: leaf is None)
-        if not jax.tree.leaves(d_weights):
-            return dx, d_weights
-        # d_weights past the barrier, which would keep a product from being written into the stack it belongs to.
-        return jax.lax.optimization_barrier((dx, d_weights))[0], d_weights
 
-    x, weights = with_rule(lambda x, weights: (x, weights), backward, forward)(x, weights)
-    return x, combine(weights, rest)
+order_gradients.defvjp(lambda x, weights: ((x, weights), None), _in_order)

@@ -42,8 +42,10 @@ def summed_loss(
 
     It is linear in the weights: its gradient for `weights_B` is the summed loss of each sequence.
     """
-    # The head's whole gradient, not yet in its type nor divided, would else stay for all layers' backward passes.
-    hidden_BTD, head = order_gradients(model.hidden(inputs_BT, segments_BT), model.head_table)
+    hidden_BTD, head = model.hidden(inputs_BT, segments_BT), model.head_table
+    if head.is_trained:
+        # Else its whole gradient, not yet in its type nor divided, would stay for all layers' backward passes.
+        hidden_BTD, head = order_gradients(hidden_BTD, head)
     own_BT, _ = model.attend.own(targets_BT)
     # Made ready once, before the loop over tiles.
     hidden_BTD, matrices = head.ready(hidden_BTD.dtype).beside(hidden_BTD)
