@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from llamem.adapters.lora import Adapters, LoraConfig, check_adapters
-from llamem.adapters.on_mesh import own_part, summed_over
+from llamem.adapters.on_mesh import own_part_of, summed_over
 from llamem.adapters.weights import IN_LAYERS, put_on
 from llamem.host.memory import host_sharding, of_matrices
 from llamem.layers.offload import is_on_host
@@ -156,7 +156,7 @@ def _loss_of(graphdef: nnx.GraphDef, base: Any, adapters: Adapters) -> Callable[
         model = nnx.merge(graphdef, base)
         place, mesh = place_of(model.plan), model.plan.mesh
         adapter_B = check_adapters(adapters, adapter_B, model.config)
-        model = put_on(place.put(model), own_part(adapters.with_weights(weights), mesh), adapter_B)
+        model = put_on(place.put(model), adapters.with_weights(weights), adapter_B, own_part_of(mesh))
         return summed_loss(model, weights_B, inputs_BT, targets_BT, *rest)
 
     return loss

@@ -4,7 +4,7 @@ Each sequence's `A` `[r, in]` and `B` `[r, out]` are gathered, then multiplied a
 whatever the number of adapters. Nothing of `[in, out]` is made for one.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ IN_LAYERS = ("q", "k", "v", "o", "gate", "up", "down")
 PARAMETERS = dict(zip(IN_LAYERS, MATRICES, strict=True))
 
 
+Own = Callable[[Any, Any], tuple[Any, Any]]
+
+
 class Given(nnx.Param):
     """Numbers of an adapter as they were handed to a model: it is trained outside of it."""
 
@@ -28,13 +31,14 @@ _GIVEN = ("a", "b", "scale", "adapter_B")
 class _Adapted(nnx.Module):
     """`base`, which is frozen, and `a` `[A, r, in]`, `b` `[A, r, out]`, `scale` `[A]`; none where `a` is None.
 
-    `adapter_B` says which adapter each sequence uses.
+    `adapter_B` says which adapter each sequence uses. `own(a, b)` cuts out what of both meets this device's part of
+    the base, when it gets ready; None where that is all of them.
     """
 
     is_trained = False
 
-    def __init__(self, base: Any, a: Any, b: Any, scale: Any, adapter_B: Any):
-        self.base, self.is_adapted = base, a is not None
+    def __init__(self, base: Any, a: Any, b: Any, scale: Any, adapter_B: Any, own: Own | None = None):
+        self.base, self.is_adapted, self.own = base, a is not None, own
         if self.is_adapted:
             self.a, self.b, self.scale, self.adapter_B = map(Given, (a, b, scale, adapter_B))
 
@@ -45,7 +49,9 @@ class _Adapted(nnx.Module):
 
     def ready(self, dtype: Any) -> Any:
         """Return the weight with its base in the type of the products."""
-        return type(self)(self.base.ready(dtype), *self.given)
+        a, b, *rest = self.given
+        a, b = self.own(a, b) if self.own and self.is_adapted else (a, b)
+        return type(self)(self.base.ready(dtype), a, b, *rest)
 
 
 class AdaptedMatrix(_Adapted):
@@ -115,14 +121,20 @@ class AdaptedTable(_Adapted):
         return beside(x, head_VD, *self.given) if self.is_adapted else (x, (head_VD,))
 
 
-def put_on(model: Llama, adapters: Any, adapter_B: Int[Array, " B"]) -> Llama:
-    """Put adapted weights in the place of a model's; return the model, which is changed."""
+def put_on(
+    model: Llama, adapters: Any, adapter_B: Int[Array, " B"], own_of: Callable[[str], Own | None] = lambda target: None
+) -> Llama:
+    """Put adapted weights in the place of a model's; return the model, which is changed.
+
+    `own_of(target)`: what cuts out this device's part of that target's adapters.
+    """
     n_layers, blocks = model.config.n_layers, model.blocks
     adapter_LB = jnp.broadcast_to(adapter_B, (n_layers, *adapter_B.shape))  # the layers' loop takes one row each
 
     def given(target: str, ids: Array) -> tuple[Any, ...]:
         parts: tuple[Mapping[str, Any], ...] = adapters.a, adapters.b, adapters.scale
-        return (*(part[target] for part in parts), ids) if target in adapters.a else (None,) * 4
+        found = (*(part[target] for part in parts), ids) if target in adapters.a else (None,) * 4
+        return *found, own_of(target)
 
     for target, name in PARAMETERS.items():
         setattr(blocks, name, AdaptedMatrix(getattr(blocks, name), *given(target, adapter_LB)))
