@@ -12,7 +12,6 @@ from llamem import Adapters, LoraConfig
 from llamem.llama import IN_LAYERS, TARGET_MODULES
 
 PARAMETERS = {"q": "wq", "k": "wk", "v": "wv", "o": "wo", "gate": "w_gate", "up": "w_up", "down": "w_down"}
-BESIDE_EXPERTS = ("q", "k", "v", "o", "head")
 MIXED = LoraConfig(ranks=(3, 5, 1), alphas=(6, 2.5, 4), target_modules=TARGET_MODULES)
 IDS = np.array([2, 0, 2, 1])
 

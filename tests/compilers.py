@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from llamem.llama.host_memory import host_place
+from llamem.host.memory import host_place
 
 # libtpu 0.0.23 comes with JAX 0.7.2. What it makes of large programs is told in CONTRIBUTING, "Versions".
 not_of_old_compilers = pytest.mark.skipif(

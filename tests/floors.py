@@ -19,13 +19,24 @@ FLOORS = (
     },
     {"memory": "any program: traced, compiled for any chip"},
     {"layers": "anyone's layers in less memory", "verify": "proofs, for anyone's loss"},
-    {"losses": "cross-entropy without the logits", "llama": "one model family, its weights in and out"},
-    {"train": "one run"},
+    {"losses": "cross-entropy without the logits", "llama": "the plain Llama"},
+    {"train": "the plain step, data, snapshots"},
+    {"quantized": "frozen matrices in few bits"},
+    {"mesh": "a device's part of a step", "host": "what waits in the host's memory"},
+    {"places": "which of them a plan asks for"},
+    {"adapters": "low-rank adapters, many at once"},
+    {"files": "open models in and out"},
+    {"runs": "one run, as a plan says"},
     {"planner": "before a run: what will it cost, what is best"},
     {"course": "what only notebooks use"},
     {"llamem": "the public names"},
     {"__main__": "the command"},
 )
+# Modules that stand on a higher floor than the other ones of their folder, the folders' surfaces among them.
+ABOVE = {
+    **dict.fromkeys(("llama", "llama.pretrained", "llama.gguf_weights", "llama.weights_in"), "files"),
+    **dict.fromkeys(("train", "train.planned", "train.tasks", "train.loop", "train.run"), "runs"),
+}
 FLOOR_OF = {room: i for i, floor in enumerate(FLOORS) for room in floor}
 START, END = "<!-- floors: drawn by `make floors` -->", "<!-- end of floors -->"
 
@@ -41,7 +52,7 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 def room(module: str) -> str:
     """The folder of a module, or the module's own name beside the folders; `llamem` for the public names."""
-    return module.split(".")[0] or "llamem"
+    return ABOVE.get(module) or module.split(".")[0] or "llamem"
 
 
 def imports(text: str, modules: dict[str, Path] = MODULES) -> set[str]:
@@ -64,6 +75,18 @@ def imports(text: str, modules: dict[str, Path] = MODULES) -> set[str]:
 def graph() -> dict[str, set[str]]:
     """Every module of the package, and what it imports of it."""
     return {module: imports(path.read_text()) for module, path in MODULES.items()}
+
+
+def closure(module: str, edges: dict[str, set[str]]) -> set[str]:
+    """A module and all that it imports, directly or not, without folders' surfaces."""
+    seen: set[str] = set()
+    todo = [module]
+    while todo:
+        one = todo.pop()
+        if one not in seen and (one == module or MODULES[one].name != "__init__.py"):
+            seen.add(one)
+            todo += edges[one]
+    return seen
 
 
 def circle(edges: dict[str, set[str]]) -> list[str]:

@@ -23,20 +23,6 @@ VARIANTS = {
     "rope scaling": SMALL.replace(rope_theta=100.0, rope_scaling=RopeScaling(8.0, original_max_seq_len=64)),
     "no layers": SMALL.replace(n_layers=0),
 }
-MOE = LlamaConfig(
-    vocab_size=101,
-    d_model=24,
-    n_layers=3,
-    n_heads=6,
-    n_kv_heads=2,
-    head_dim=8,
-    max_seq_len=512,
-    qk_norm=True,
-    norm_eps=1e-6,
-    n_experts=5,
-    experts_per_token=2,
-    moe_d_ff=12,
-)
 
 # What steps with parts of their state on the host are tried on. 96 rows of a table are cut into six pieces; 101 are not
 # cut. Four layers are two groups of two, three are none.
@@ -44,7 +30,6 @@ ON_HOST = {
     "untied, 96 rows": SMALL.replace(vocab_size=96),
     "tied, 101 rows": VARIANTS["qwen3"],
     "four layers": SMALL.replace(n_layers=4),
-    "experts": MOE,
     "no layers": VARIANTS["no layers"],
 }
 

@@ -64,16 +64,6 @@ def swiglu(y, w_gate, w_up, w_down):
     return (gate / (1 + jnp.exp(-gate)) * (y @ w_up)) @ w_down
 
 
-def mixture(y, w_router, w_gate, w_up, w_down, k):
-    """Every expert on every token; those that are not among the k likeliest have no share."""
-    shares = jnp.exp(y @ w_router)
-    shares = shares / shares.sum(-1, keepdims=True)
-    chosen = shares >= jnp.sort(shares, axis=-1)[..., -k][..., None]
-    shares = jnp.where(chosen, shares, 0)
-    shares = shares / shares.sum(-1, keepdims=True)
-    return sum(shares[..., e, None] * swiglu(y, w_gate[e], w_up[e], w_down[e]) for e in range(w_router.shape[1]))
-
-
 def logits(config, params, tokens):
     """`params`: the arrays of `llamem.Llama`, by attribute name."""
     x = params["embedding"][tokens]
@@ -87,10 +77,7 @@ def logits(config, params, tokens):
         out = attention(_rotate(q, angles), _rotate(k, angles), v, np.arange(tokens.shape[1]))
         x = x + jnp.tensordot(out, p["wo"], 2)
         y = _norm(x, p["mlp_norm"], config.norm_eps)
-        if config.n_experts:
-            x = x + mixture(y, p["w_router"], p["w_gate"], p["w_up"], p["w_down"], config.experts_per_token)
-        else:
-            x = x + swiglu(y, p["w_gate"], p["w_up"], p["w_down"])
+        x = x + swiglu(y, p["w_gate"], p["w_up"], p["w_down"])
     head = params["embedding"] if config.tied_head else params["untied_head"]
     return _norm(x, params["norm"], config.norm_eps) @ head.T
 

@@ -37,6 +37,14 @@ def test_no_module_imports_itself_through_others():
     assert not floors.circle({module: others - surfaces for module, others in GRAPH.items()})
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("module", ["llama.model", "train.step"])
+def test_the_plain_model_and_its_step_know_no_power(module):
+    powers = {"adapters", "quantized", "mesh", "host", "places", "files", "runs"}
+    known = {other: floors.room(other) for other in floors.closure(module, GRAPH)}
+    assert not powers.intersection(known.values()), known
+
+
 def test_imports_and_circles_are_found_in_every_form():
     known = dict.fromkeys(["a", "a.b", "c", "d.e"], PACKAGE)
     text = "import llamem.a.b\nfrom llamem import c, Llama\ndef f():\n    from llamem.d.e import g\nimport llamemory"
@@ -58,7 +66,7 @@ def test_the_picture_of_the_floors_is_that_of_the_imports():
 def test_every_module_is_small_and_uses_public_jax():
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
-        assert len(text.splitlines()) <= 300, f"{path.name} has more than 300 lines"
+        assert len(text.splitlines()) <= 500, f"{path.name} has more than 500 lines"
         assert "jax._src" not in text, f"{path.name} uses jax._src"
 
 

@@ -34,13 +34,11 @@ LLAMA31_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": True}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     # 40 tokens go well past the 16 positions from which on these frequencies are scaled.
     "llama31": ("Llama", COMMON | {"rope_scaling": LLAMA31_ROPE, "rope_theta": 100.0, "tie_word_embeddings": False}),
     "llama32": ("Llama", COMMON | {"num_key_value_heads": 1, "head_dim": 6, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", COMMON | {"num_key_value_heads": 4, "head_dim": 10, "tie_word_embeddings": True}),
-    "qwen3_moe": ("Qwen3Moe", COMMON | EXPERTS | {"tie_word_embeddings": False}),
 }
 # The one that is stored in the package, for notebook 06, is smaller: every reader downloads it.
 STORED = {"llama31": {"vocab_size": 31, "hidden_size": 12, "intermediate_size": 20}}
@@ -75,25 +73,8 @@ def numbers(model: Any, tokens: np.ndarray) -> dict[str, np.ndarray]:
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     generated = model.generate(first, attention_mask=torch.ones_like(first), **options)  # a 0 is a token like others
     found = {"tokens": tokens, "logits": out.logits, "loss": out.loss, "generated": generated[:, 8:]}
-    found |= {f"grad {name}": gradient for name, gradient in gradients_by_file_name(model).items()}
+    found |= {f"grad {name}": parameter.grad for name, parameter in model.named_parameters()}
     return {name: value if isinstance(value, np.ndarray) else value.detach().numpy() for name, value in found.items()}
-
-
-def gradients_by_file_name(model: Any) -> dict[str, Any]:
-    """transformers 5 keeps a layer's experts in two tensors; files hold each expert's three matrices."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
-            for expert, both in enumerate(parameter.grad):
-                gate, up = both.chunk(2)
-                prefix = name.removesuffix("gate_up_proj")
-                found |= {f"{prefix}{expert}.gate_proj.weight": gate, f"{prefix}{expert}.up_proj.weight": up}
-        elif name.endswith("experts.down_proj"):
-            for expert, down in enumerate(parameter.grad):
-                found[f"{name.removesuffix('down_proj')}{expert}.down_proj.weight"] = down
-        else:
-            found[name] = parameter.grad
-    return found
 
 
 def golden(name: str) -> Path:

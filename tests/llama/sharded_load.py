@@ -10,7 +10,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_platforms", "cpu")
 
 import llamem  # noqa: E402
-from llamem.llama.sharding import MeshShape, parameter_specs  # noqa: E402
+from llamem.llama import MeshShape  # noqa: E402
+from llamem.mesh.specs import parameter_specs  # noqa: E402
 from llamem.train import loss_fn  # noqa: E402
 
 

@@ -8,19 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import reference
-from adapters import BESIDE_EXPERTS, IDS, MIXED, adapters_of, expected_gradients, put_together
+from adapters import IDS, MIXED, adapters_of, expected_gradients, put_together
 from flax import nnx
-from models import MOE, in_float64, model_of, tokens_of
 from models import SMALL as THREE_LAYERS
+from models import in_float64, model_of, tokens_of
 from norms import errors_by_name
 
 import llamem
 from llamem import TrainSettings
+from llamem.adapters.step import losses_and_grads
 from llamem.llama import IN_LAYERS, TARGET_MODULES
 from llamem.memory import matmul_flops
 from llamem.memory.jaxprs import equations
 from llamem.train import loss_fn
-from llamem.train.adapter_step import losses_and_grads
 from llamem.train.batch_loss import summed_loss
 
 # Without their types: some of what is passed is wrong on purpose.
@@ -77,26 +77,11 @@ def test_more_adapters_than_sequences_and_more_sequences_than_adapters():
         assert np.isnan(np.delete(metrics["loss"], here)).all()
 
 
-def test_a_mixture_is_adapted_beside_its_experts():
-    config = MOE.replace(n_layers=2, n_experts=3)
-    lora = LoraConfig(ranks=(3, 5, 1), target_modules=BESIDE_EXPERTS)
-    adapters, tokens = adapters_of(config, lora), tokens_of(config, T=9, B=4)
-    losses, expected = expected_gradients(config, model_of(config), adapters, np.asarray(tokens), IDS)
-    metrics, got = gradients(config, adapters, tokens, mlp_tiles=3, mode="nested", accumulate=2)
-    np.testing.assert_allclose(metrics["loss"], losses, rtol=1e-5)
-    errors = errors_by_name(got, expected)
-    assert len(errors) == 10 and max(errors.values()) < 5e-5, errors
-    with pytest.raises(ValueError, match=r"adapters of experts are not supported.*target_modules=\('q', 'k'"):
-        adapters_of(config)
-    with pytest.raises(ValueError, match="adapters of experts are not supported"):
-        model_of(config)(tokens, adapters=adapters_of(SMALL), **A)
-
-
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.weekly), True])
 def test_merged_logits_and_text_equal_the_adapted_model_s(tied):
     config = SMALL.replace(tied_head=tied)
     model, adapters, tokens = model_of(config), adapters_of(config), tokens_of(config, T=11, B=4)
-    logits = model(tokens, adapters=adapters, **A)
+    logits = adapters.on(model, **A)(tokens)
     text = generate(model, tokens, 6, temperature=0, adapters=adapters, **A)
     for i in range(3):
         merged, mine = merge_adapter(model, adapters, i), i == IDS
@@ -118,7 +103,7 @@ def test_merged_logits_and_text_equal_the_adapted_model_s(tied):
 def test_new_adapters_change_nothing_and_have_the_ranks_that_they_were_given():
     model, tokens = model_of(SMALL), tokens_of(SMALL, T=9, B=4)
     made = Adapters.create(SMALL, MIXED, rngs=nnx.Rngs(0))
-    np.testing.assert_array_equal(model(tokens, adapters=made, **A), model(tokens))
+    np.testing.assert_array_equal(made.on(model, **A)(tokens), model(tokens))
     for target in TARGET_MODULES:
         used = np.any(np.asarray(made.a[target]) != 0, axis=-1).sum(-1)
         np.testing.assert_array_equal(used, made.rank[target])
@@ -140,8 +125,8 @@ def test_select_and_join_are_inverse_and_unload_one():
     assert both.count == 4 and np.all(both.rank["q"][:, 0] == 0) and np.all(both.a["q"][:, 0] == 0)
     model, tokens = model_of(SMALL), tokens_of(SMALL, T=5, B=1)
     for i, alone in enumerate([other, *singles]):
-        got = model(tokens, adapters=both, adapter_B=jnp.asarray([i]))
-        np.testing.assert_allclose(got, model(tokens, adapters=alone), rtol=1e-4, atol=1e-4)
+        got = both.on(model, jnp.asarray([i]))(tokens)
+        np.testing.assert_allclose(got, alone.on(model)(tokens), rtol=1e-4, atol=1e-4)
 
 
 def shapes_in(jaxpr):
@@ -157,8 +142,8 @@ def test_nothing_of_a_matrix_s_size_is_made_and_no_weight_has_a_gradient(axis):
 
     def loss(weights):
         inputs, targets, ids = batch_of(tokens)
-        lora = {"adapters": adapters.with_weights(weights), "adapter_B": ids}
-        return summed_loss(nnx.merge(graphdef, base), jnp.ones(B), inputs, targets, **lora)
+        model = adapters.with_weights(weights).on(nnx.merge(graphdef, base), ids)
+        return summed_loss(model, jnp.ones(B), inputs, targets)
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(adapters.weights).jaxpr
     sizes = {D, F, V, SMALL.n_heads * SMALL.head_dim, SMALL.n_kv_heads * SMALL.head_dim}
@@ -180,7 +165,7 @@ def test_an_unknown_adapter_gives_nan_where_it_cannot_be_refused_and_no_other_se
     config = SMALL.replace(n_layers=1)
     model, tokens = model_of(config), tokens_of(config, T=5, B=4)
     adapters = adapters_of(config, LoraConfig(ranks=(1, 3, 2), target_modules=TARGET_MODULES))
-    program = jax.jit(lambda ids: model(tokens, adapters=adapters, adapter_B=ids))
+    program = jax.jit(lambda ids: adapters.on(model, ids)(tokens))
     for wrong in (3, -1, -3, 2**31 - 1):
         logits = program(jnp.asarray(IDS).at[1].set(wrong))
         assert np.isnan(logits[1]).any(-1).all() and np.isfinite(np.delete(logits, 1, 0)).all(), wrong
@@ -219,13 +204,14 @@ def test_adapters_that_do_not_fit_are_refused():
     ]
     for options, error, words in wrong:
         given: dict[str, Any] = {"adapters": adapters, **options}
-        for call in (
-            model.hidden,
-            lambda tokens, **options: model.decode(tokens, model.empty_cache(4, 8), **options),
+        calls = (
+            lambda tokens, adapters, adapter_B=None: adapters.on(model, adapter_B).hidden(tokens),
             lambda tokens, **options: generate(model, tokens, 2, temperature=0, **options),
-        ):
-            with pytest.raises(error, match=words):
-                call(tokens, **given)
+        )
+        for call in calls:
+            if given["adapters"] is not None or call is not calls[0]:
+                with pytest.raises(error, match=words):
+                    call(tokens, **given)
     for indices in ([], [3], [-1]):
         with pytest.raises(ValueError, match="0 to 2, at least one"):
             Adapters.select(adapters, indices)

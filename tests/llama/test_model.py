@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
-from models import MOE, SMALL, VARIANTS, expected_gradients, in_float64, model_of, tokens_of
+from models import SMALL, VARIANTS, expected_gradients, in_float64, model_of, tokens_of
 from norms import errors_by_name
 
-from llamem import Policy, generate
+from llamem import generate
 from llamem.llama import ACTIVATIONS
 from llamem.llama.sample import _generate, pick_token
 from llamem.train import loss_fn
@@ -18,7 +18,7 @@ from llamem.train import loss_fn
 pytestmark = pytest.mark.accelerator
 
 
-CONFIGS = {**VARIANTS, "experts": MOE}
+CONFIGS = VARIANTS
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -44,9 +44,6 @@ PLANS: list[tuple[str, dict[str, Any]]] = [
     ("untied", {**TOOLS, "offload": ("attn_out", "block_in")}),
     ("untied", {**TOOLS, "mode": "unroll", "attention": "tiled"}),
     ("qwen3", TOOLS),
-    ("experts", {"remat": "minimal"}),
-    ("experts", {"remat": Policy(save=("router",)), "loss_tiles": 3}),
-    ("experts", TOOLS),
 ]
 
 
@@ -113,7 +110,7 @@ def test_a_model_is_computed_as_its_plan_says_and_eval_turns_rematerialisation_o
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["untied", "qwen3", "rope scaling", "experts"])
+@pytest.mark.parametrize("name", ["untied", "qwen3", "rope scaling"])
 @pytest.mark.parametrize("remat", [None, "nothing"])
 def test_decoding_with_the_cache_equals_reading_at_once(name, remat):
     config = CONFIGS[name]

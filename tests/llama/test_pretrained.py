@@ -14,7 +14,7 @@ from children import printed_by
 from compilers import with_host_memory
 from flax import nnx
 from make_golden import MODELS, golden
-from models import MOE, VARIANTS, model_of, tokens_of
+from models import VARIANTS, model_of, tokens_of
 
 import llamem
 from llamem.llama.safetensors_files import Stored
@@ -50,7 +50,7 @@ def assert_same_numbers(folder, numbers, **plan):
     theirs = {name.removeprefix("grad "): g for name, g in numbers.items() if name.startswith("grad ")}
     assert set(mine) == set(theirs)
     for name, expected in theirs.items():
-        assert np.abs(expected).max() > 0 or "experts" in name, name
+        assert np.abs(expected).max() > 0, name
         assert np.linalg.norm(mine[name] - expected) <= 1e-4 * np.linalg.norm(expected) + 1e-7, name
     generated = llamem.generate(model, tokens[:, :8], 12, temperature=0)
     np.testing.assert_array_equal(generated, numbers["generated"])
@@ -63,7 +63,7 @@ def test_the_numbers_of_transformers(name):
         assert_same_numbers(golden(name), dict(numbers))
 
 
-@pytest.mark.parametrize("config", [*VARIANTS.values(), MOE], ids=[*VARIANTS, "moe"])
+@pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS)
 def test_round_trip(tmp_path, config):
     """In many files, and, in bf16, in one."""
     model = model_of(config)

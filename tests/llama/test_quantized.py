@@ -9,19 +9,18 @@ import numpy as np
 import pytest
 from flax import nnx
 from gguf_models import model_file
-from models import MOE, SMALL, model_of
+from models import SMALL, model_of
 from norms import errors_by_name
 
 import llamem
+from llamem.adapters.step import losses_and_grads
 from llamem.llama import IN_LAYERS, Adapters, check_trainable, dequantize, quantize
 from llamem.llama.gguf_weights import GgufTensor
-from llamem.llama.quantized import KINDS, dequantize_rows, quantize_rows
 from llamem.memory.compiling import matmul_flops
+from llamem.quantized.blocks import KINDS, dequantize_rows, quantize_rows
 from llamem.train import TrainSettings
-from llamem.train.adapter_step import losses_and_grads
 
 CONFIG = SMALL.replace(d_model=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=96)
-EXPERTS = MOE.replace(d_model=64, n_heads=4, head_dim=16, moe_d_ff=32)
 CHAT = [
     {"role": "user", "content": "What is the capital of France?"},
     {"role": "assistant", "content": "The capital of France is Paris."},
@@ -80,7 +79,7 @@ def test_a_file_s_blocks_stay_as_they_are(tmp_path):
         assert np.linalg.norm(a - b) <= changed * np.linalg.norm(b), (path, np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-@pytest.mark.parametrize(("kind", "config"), [("q4_0", CONFIG), ("q4_1", EXPERTS), ("q8_0", CONFIG)], ids=KINDS)
+@pytest.mark.parametrize(("kind", "config"), [("q4_0", CONFIG), ("q4_1", CONFIG), ("q8_0", CONFIG)], ids=KINDS)
 def test_quantize_there_and_back(config, kind, tmp_path):
     model = model_of(config)
     small = quantize(model, kind)
@@ -108,14 +107,14 @@ def gradients(model, adapters, batch):
 
 CASES = {
     "groups, tiles, nested": (CONFIG.replace(n_layers=4), {"head_groups": 2, "mlp_tiles": 3, "mode": "nested"}),
-    "experts, no remat": (EXPERTS, {"remat": None, "loss_tiles": None}),
+    "no remat": (CONFIG, {"remat": None, "loss_tiles": None}),
 }
 
 
 @pytest.mark.parametrize(("config", "plan"), CASES.values(), ids=CASES)
 def test_loss_and_gradients_of_adapters_are_those_over_the_numbers(config, plan):
     small = quantize(model_of(config, **plan), "q4_1")
-    lora = llamem.LoraConfig(ranks=(3, 5), target_modules=("q", "k", "v", "o") if config.n_experts else IN_LAYERS)
+    lora = llamem.LoraConfig(ranks=(3, 5), target_modules=IN_LAYERS)
     adapters = Adapters.create(config, lora, rngs=nnx.Rngs(1))
     adapters = adapters.with_weights(jax.tree.map(lambda x: x + 0.03, adapters.weights))
     tokens = jnp.asarray(np.random.default_rng(2).integers(0, 101, (4, 30)))

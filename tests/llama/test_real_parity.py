@@ -75,6 +75,6 @@ def test_the_folders_of_a_run(smollm2, smollm2_tokenizer, theirs, ids, tmp_path)
     adapted = peft.PeftModel.from_pretrained(again, run.save(tmp_path / "adapters"))
     with torch.no_grad():
         expected = adapted(torch.from_numpy(ids)).logits.numpy()
-    got = np.asarray(smollm2(jnp.asarray(ids), adapters=run.adapters))
+    got = np.asarray(run.adapters.on(smollm2)(jnp.asarray(ids)))
     np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
     assert np.abs(got - np.asarray(smollm2(jnp.asarray(ids)))).max() > 0.1

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import llamem
-from llamem.layers.experts import grouped_matmul
 from llamem.layers.parts import sum_parts
 
 RNG = np.random.default_rng(0)
@@ -23,7 +22,7 @@ def numbers(*shape):
     return jnp.asarray(RNG.normal(size=shape), jnp.float32)
 
 
-IDS, EACH, EXPERTS = jnp.asarray(RNG.integers(0, 53, 19)), numbers(19), jnp.asarray([0, 1, 1, 2, 3, 3])
+IDS, EACH = jnp.asarray(RNG.integers(0, 53, 19)), numbers(19)
 ROWS, HEAD = numbers(19, 8), numbers(53, 8)
 
 
@@ -52,7 +51,6 @@ PROGRAMS = {
         ROWS,
         numbers(3, 8, 5),
     ),
-    "experts": (lambda x, w: jnp.sum(grouped_matmul(x, w, EXPERTS) ** 2), numbers(6, 3, 8), numbers(4, 8, 5)),
 }
 
 

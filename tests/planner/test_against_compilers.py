@@ -16,7 +16,6 @@ EVERYTHING = Plan(head_groups=8, mlp_tiles=32, offload=("block_in",))
 LORA: dict[str, Any] = {"lora": llamem.LoraConfig(ranks=(16,))}
 FOUR_BITS: dict[str, Any] = {**LORA, "quantize": "q4_0"}
 SMOLLM = LlamaConfig(49_152, 576, 30, 9, 3, 64, 1536, max_seq_len=8192, tied_head=True)
-MIXTURE = LlamaConfig(32_000, 1024, 8, 16, 4, 64, n_experts=16, experts_per_token=4, moe_d_ff=512)
 PRESET = LlamaConfig.from_name
 WEEKLY = pytest.mark.weekly
 CASES = {
@@ -26,7 +25,6 @@ CASES = {
     "scores written down": (PRESET("qwen3-0.6b"), BF16, "a100-40", 1024, 8, Plan(), {}, (*GPU, WEEKLY)),
     "no preset, an odd length": (SMOLLM, BF16, "l4", 1500, 7, Plan(remat="qkv_attn", loss_tiles=None), {}, GPU),
     "nothing rematerialised": (SMOLLM, BF16, "v6e-1", 1024, 5, Plan(remat=None), {}, (*TPU, WEEKLY)),
-    "a mixture of experts": (MIXTURE, BF16, "v5e-1", 4096, 1, Plan(), {}, TPU),
     "four bits": (PRESET("llama3.1-8b"), BF16, "v5e-1", 8192, 1, Plan(), FOUR_BITS, TPU),
     "four bits in groups": (PRESET("llama3.1-8b"), BF16, "l4", 8192, 1, GROUPS, FOUR_BITS, GPU),
     "adapters": (PRESET("llama3.1-8b"), BF16, "l4", 8192, 1, Plan(remat="attn"), LORA, (*GPU, WEEKLY)),

@@ -76,17 +76,6 @@ def test_groups_of_layers_leave_their_inputs_and_one_group_the_rest_while_it_is_
     assert there["a layer's backward pass"] == groups * stream + 4 * 2 * stream
 
 
-def test_a_mixture_holds_all_experts_and_works_on_the_rows_that_were_routed():
-    mixture = LlamaConfig.from_name("qwen3-30b-a3b", **BF16)
-    found = estimate(mixture, Plan(mesh={"fsdp": 8}), "v5e-8", seq_len=4096, batch_size=8)
-    state = abstract_state(mixture, TrainSettings(batch_size=8, seq_len=4096), found.plan)
-    assert line(found, "weights") == bytes_of(state.params)
-    # 8 choices of 4,096 tokens in groups of 256 rows, and at most one group more for each of 128 experts.
-    assert Sizes(found.question, found.plan).mlp_rows(4096) == 4096 * 8 + 128 * 256
-    dense = estimate(mixture.replace(n_experts=0, experts_per_token=0, moe_d_ff=0), Plan(), "v5e-1", seq_len=4096)
-    assert found.seconds.products < 8 * dense.seconds.products
-
-
 def test_a_context_mesh_prices_the_attention_that_the_program_has():
     for length, taken in ((2048, "splash"), (1536, "tiled"), (512, "xla")):
         found = estimate(ONE_B, Plan(mesh={"context": 2, "fsdp": 4}), "v5e-8", seq_len=2 * length, batch_size=4)

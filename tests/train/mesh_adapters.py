@@ -10,7 +10,7 @@ jax.config.update("jax_platforms", "cpu")
 
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from adapters import BESIDE_EXPERTS, MIXED, adapters_of  # noqa: E402
+from adapters import MIXED, adapters_of  # noqa: E402
 from flax import nnx  # noqa: E402
 from models import SMALL, model_of, tokens_of  # noqa: E402
 from norms import errors_by_name  # noqa: E402
@@ -29,22 +29,19 @@ def stepped(config, mesh, accumulate=1, mlp_tiles=1):
     plan = Plan(mesh=mesh, loss_tiles=3, mlp_tiles=mlp_tiles)
     base = nnx.state(model_of(config))
     tokens = tokens_of(config, T=17, B=8)
-    lora = dataclasses.replace(MIXED, target_modules=BESIDE_EXPERTS) if config.n_experts else MIXED
-    adapters = adapters_of(config, lora, size=0.03)  # larger ones' attention multiplies every rounding a hundredfold
+    adapters = adapters_of(config, MIXED, size=0.03)  # larger ones' attention multiplies every rounding a hundredfold
     args = init_lora_state(adapters, settings), base, (tokens[:, :-1], tokens[:, 1:], jnp.asarray(IDS))
     if mesh:
-        _, *shapes = abstract_lora_step(config, settings, plan, lora)
+        _, *shapes = abstract_lora_step(config, settings, plan, MIXED)
         args = jax.tree.map(lambda x, s: jax.device_put(x, s.sharding), args, tuple(shapes))
     return jax.jit(make_lora_step(config, settings, plan))(*args)
 
 
 def main():
-    experts = CONFIG.replace(n_layers=1, n_experts=3, experts_per_token=2, moe_d_ff=12)
     every = {"fsdp": 2, "tensor": 2, "context": 2}
     cases = {
         "all but data, untied": (CONFIG, every, {"mlp_tiles": 3}),
         "data, tied": (CONFIG.replace(tied_head=True), {"data": 4}, {"accumulate": 2}),
-        "experts": (experts, every, {}),
     }
     seen = {}
     for name, (config, mesh, how) in cases.items():

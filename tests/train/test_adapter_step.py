@@ -15,10 +15,10 @@ from models import SMALL, model_of, tokens_of
 from norms import errors_by_name
 
 from llamem import Adapters, Llama, LoraConfig, Plan, TrainSettings, abstract_lora_step, compile_report
+from llamem.adapters.step import losses_and_grads
 from llamem.llama import IN_LAYERS, TARGET_MODULES
 from llamem.memory.compiling import matmul_flops
 from llamem.train import init_lora_state, make_lora_step
-from llamem.train.adapter_step import losses_and_grads
 
 CONFIG = SMALL.replace(n_layers=1)
 SETTINGS = TrainSettings(steps=9, batch_size=4, seq_len=8, learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
@@ -148,11 +148,10 @@ def test_the_abstract_step_is_the_step_and_compiles():
 def test_on_a_mesh_every_moment_and_metric_is_that_of_one_device():
     """After one step the first moments are a tenth of the clipped gradients: those of all targets."""
     seen = answer_of(Path(__file__).parent / "mesh_adapters.py")
-    assert len(seen) == 3
+    assert len(seen) == 2
     for name, case in seen.items():
         wrong = {leaf: error for leaf, error in case["errors"].items() if not error < 2e-5}
-        compared = 25 if name == "experts" else 37
-        assert not wrong and len(case["errors"]) >= compared and case["steps"] == [1, 1, 1], (name, wrong)
+        assert not wrong and len(case["errors"]) >= 37 and case["steps"] == [1, 1, 1], (name, wrong)
 
 
 def test_gradients_in_16_bits_are_as_good_as_their_numbers():

@@ -51,12 +51,10 @@ def block_flows(config: LlamaConfig, tokens: int) -> dict[str, Flow]:
 
 
 def block(config: LlamaConfig, tokens: int) -> Figure:
-    """One dense Llama layer, with the shape and the bytes of what flows along each arrow; `block_alt` says it in words.
+    """One Llama layer, with the shape and the bytes of what flows along each arrow; `block_alt` says it in words.
 
-    Arrows are as thick as the square root of their bytes. Raises ValueError for a layer with experts.
+    Arrows are as thick as the square root of their bytes.
     """
-    if config.n_experts:
-        raise ValueError("block(config): the picture is of a dense layer, and this one has experts.")
     flows = block_flows(config, tokens)
     fig, (above, below) = plt.subplots(2, 1, figsize=(10.5, 7.2), layout="constrained")
     for ax in (above, below):

@@ -1,7 +1,6 @@
 """Anyone's layers in less memory: rematerialised stacks, tiles, attention."""
 
 from llamem.layers.attention import Implementation, causal_attention
-from llamem.layers.experts import mixture
 from llamem.layers.parts import sum_parts
 from llamem.layers.remat import POLICIES, Policy, checkpoint
 from llamem.layers.stack import Mode, apply_stack
@@ -18,7 +17,6 @@ __all__ = [
     "causal_attention",
     "checkpoint",
     "flash_attention",
-    "mixture",
     "stack_layers",
     "sum_parts",
     "tiled_map",

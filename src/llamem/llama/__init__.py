@@ -1,21 +1,20 @@
 """One model family, its weights in and out, and how a step of it is computed."""
 
-from llamem.llama.block import Block
+from llamem.adapters.files import load_adapters, save_adapter
+from llamem.adapters.lora import TARGET_MODULES, Adapters, LoraConfig
+from llamem.adapters.merge import merge_adapter
+from llamem.adapters.weights import IN_LAYERS, adapted_head
 from llamem.llama.config import PRESETS, LlamaConfig, RopeScaling
-from llamem.llama.heads import rms_norm, rope_tables, rotate
 from llamem.llama.hf_config import config_from_hf, config_to_hf
-from llamem.llama.lora import IN_LAYERS, TARGET_MODULES, Adapters, LoraConfig
-from llamem.llama.lora_files import load_adapters, save_adapter
-from llamem.llama.lora_merge import merge_adapter
-from llamem.llama.lora_products import adapted_head
-from llamem.llama.model import KVCache, Llama
+from llamem.llama.mesh_shape import MeshShape
+from llamem.llama.model import Block, KVCache, Llama, rope_tables, rotate
 from llamem.llama.plan import ACTIVATIONS, Plan
 from llamem.llama.pretrained import load_pretrained, save_pretrained
-from llamem.llama.quantized_model import check_trainable, dequantize, is_quantized, quantize
 from llamem.llama.sample import generate, generate_text
-from llamem.llama.sharding import MeshShape
 from llamem.llama.smollm2 import smollm2_file
 from llamem.llama.tokenizer import Tokenizer
+from llamem.llama.weights import rms_norm
+from llamem.quantized.model import check_trainable, dequantize, is_quantized, quantize
 
 __all__ = [
     "ACTIVATIONS",

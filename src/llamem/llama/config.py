@@ -38,10 +38,8 @@ class LlamaConfig:
     """The architecture of one model; frozen, so that it can be closed over, compared and hashed.
 
     Lengths count elements: `d_model` (D), `vocab_size` (V), `n_layers` (L), `n_heads` (H), `n_kv_heads` (K), `d_ff`
-    (F). `param_dtype` is what weights are stored in, `compute_dtype` what matrix products read. With `n_experts` (E)
-    above 0 every feed-forward is a mixture: `experts_per_token` (k) of E experts of inner size `moe_d_ff`, as in
-    Qwen3-MoE; `d_ff` is unused then. `generation_config`: the text of a folder's `generation_config.json`, which goes
-    with the model, and is not looked at where configs are compared.
+    (F). `param_dtype` is what weights are stored in, `compute_dtype` what matrix products read. `generation_config`: the text of
+    a folder's `generation_config.json`, which goes with the model, and is not looked at where configs are compared.
     """
 
     vocab_size: int = 128_256
@@ -57,9 +55,6 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     tied_head: bool = False
     qk_norm: bool = False
-    n_experts: int = 0
-    experts_per_token: int = 0
-    moe_d_ff: int = 0
     # Given as anything that names a type, held as a NumPy dtype.
     param_dtype: Any = jnp.float32
     compute_dtype: Any = jnp.float32
@@ -71,8 +66,6 @@ class LlamaConfig:
         for name in ("vocab_size", "d_model", "n_heads", "n_kv_heads", "head_dim", "d_ff", "max_seq_len"):
             self._set(name, check_whole(name, getattr(self, name)))
         self._set("n_layers", check_whole("n_layers", self.n_layers, at_least=0))
-        for name in ("n_experts", "experts_per_token", "moe_d_ff"):
-            self._set(name, check_whole(name, getattr(self, name), at_least=1 if self.n_experts else 0))
         for name in ("rope_theta", "norm_eps"):
             self._set(name, check_number(name, getattr(self, name), above=0))
         for name in ("tied_head", "qk_norm"):
@@ -92,11 +85,6 @@ class LlamaConfig:
             raise ValueError(
                 f"head_dim={self.head_dim} is odd, but RoPE rotates pairs of channels: choose an even head_dim."
             )
-        if self.experts_per_token > self.n_experts or (self.moe_d_ff and not self.n_experts):
-            raise ValueError(
-                f"n_experts={self.n_experts}, experts_per_token={self.experts_per_token}, moe_d_ff={self.moe_d_ff}: a "
-                "mixture needs all three, with experts_per_token at most n_experts; a dense model leaves them 0."
-            )
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)
@@ -113,24 +101,19 @@ class LlamaConfig:
     @property
     def n_params(self) -> int:
         """The number of trainable parameters, a tied head counted once."""
-        return self._count_params(self.n_experts)
-
-    def _count_params(self, n_experts: int) -> int:
         d, h, k, hd = self.d_model, self.n_heads, self.n_kv_heads, self.head_dim
         attention = 2 * d * h * hd + 2 * d * k * hd + (2 * hd if self.qk_norm else 0)
-        experts = self.n_experts * d + n_experts * 3 * d * self.moe_d_ff
-        layer = attention + (experts if self.n_experts else 3 * d * self.d_ff) + 2 * d
+        layer = attention + 3 * d * self.d_ff + 2 * d
         return self.n_layers * layer + d + self.vocab_size * d * (1 if self.tied_head else 2)
 
     def flops_per_token(self, seq_len: int) -> int:
         """Count one token's matrix-product FLOPs, forward; a training step takes three times as many, remat four.
 
-        Causal attention is counted in full (T keys per query), as the usual accelerators' programs compute it; of a
-        mixture the experts that a token meets.
+        Causal attention is counted in full (T keys per query), as the usual accelerators' programs compute it.
         """
         embedding = 0 if self.tied_head else self.vocab_size * self.d_model
         norms = self.n_layers * (2 * self.d_model + (2 * self.head_dim if self.qk_norm else 0)) + self.d_model
-        matrices = self._count_params(self.experts_per_token) - embedding - norms
+        matrices = self.n_params - embedding - norms
         return 2 * matrices + 4 * self.n_layers * seq_len * self.n_heads * self.head_dim
 
     @classmethod
@@ -191,15 +174,4 @@ PRESETS: dict[str, LlamaConfig] = {
     "qwen3-8b": _QWEN3_06B.replace(d_model=4096, n_layers=36, n_heads=32, d_ff=12_288, tied_head=False),
     "qwen3-14b": _QWEN3_06B.replace(d_model=5120, n_layers=40, n_heads=40, d_ff=17_408, tied_head=False),
     "qwen3-32b": _QWEN3_06B.replace(d_model=5120, n_layers=64, n_heads=64, d_ff=25_600, tied_head=False),
-    "qwen3-30b-a3b": _QWEN3_06B.replace(
-        d_model=2048,
-        n_layers=48,
-        n_heads=32,
-        n_kv_heads=4,
-        d_ff=6144,
-        tied_head=False,
-        n_experts=128,
-        experts_per_token=8,
-        moe_d_ff=768,
-    ),
 }

@@ -16,8 +16,8 @@ from llamem._checks import check_whole, few
 from llamem._extras import import_extra
 from llamem.llama.config import LlamaConfig, RopeScaling
 from llamem.llama.gguf_files import Gguf, open_gguf
-from llamem.llama.quantized import KINDS, BlockKind, Blocks, check_kinds
 from llamem.llama.tensor_names import IN_LAYER, from_gguf
+from llamem.quantized.blocks import KINDS, BlockKind, Blocks, check_kinds
 
 _ARCHITECTURES = ("llama", "qwen3")
 _PLAIN = ("F32", "F16", "BF16", "F64")

@@ -1,4 +1,4 @@
-"""Hugging Face's `config.json` to and from a `LlamaConfig`: Llama, Qwen3, Qwen3-MoE."""
+"""Hugging Face's `config.json` to and from a `LlamaConfig`: Llama, Qwen3."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from llamem._checks import check_whole, few, show
 from llamem._files import read_json, write_whole
 from llamem.llama.config import LlamaConfig, RopeScaling
 
-_MODEL_TYPES = {"Llama": "llama", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe"}
+_MODEL_TYPES = {"Llama": "llama", "Qwen3": "qwen3"}
 _MAX_BYTES = 10_000_000  # real ones have a few thousand
 # Our fields by theirs. A `LlamaConfig` checks the values.
 _FIELDS = {
@@ -25,11 +25,6 @@ _FIELDS = {
     "rope_theta": "rope_theta",
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tied_head",
-}
-_OF_EXPERTS = {
-    "num_experts": "n_experts",
-    "num_experts_per_tok": "experts_per_token",
-    "moe_intermediate_size": "moe_d_ff",
 }
 _OF_SCALING = {
     "factor": "factor",
@@ -47,19 +42,17 @@ _COMPUTED = {
     "use_sliding_window": False,
     "partial_rotary_factor": 1.0,
 }
-_COMPUTED_EXPERTS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 # What transformers 5 takes for what a file leaves out. A file of "llama" leaves these two to other fields.
 _LEFT_OUT: dict[str, Mapping[str, int]] = {
     "llama": {},
     "qwen3": {"head_dim": 128, "num_key_value_heads": 32},
-    "qwen3_moe": {"num_key_value_heads": 4},
 }
 GENERATION = "generation_config.json"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def config_from_hf(config: Mapping[str, Any] | str | os.PathLike, **changes: Any) -> LlamaConfig:
-    """Read a Hugging Face `config.json`: its content, its path, or its folder. Llama, Qwen3 and Qwen3-MoE.
+    """Read a Hugging Face `config.json`: its content, its path, or its folder. Llama and Qwen3.
 
     Of a folder a `generation_config.json` is read, too. `changes` are fields that are to be others. Raises
     FileNotFoundError, and ValueError, with the file's name, for what is no such file or describes what this package
@@ -87,17 +80,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
-    """Return the content of a Hugging Face `config.json` for this architecture.
-
-    Raises ValueError for experts without `qk_norm`: no family of this package's computes that.
-    """
-    if config.n_experts and not config.qk_norm:
-        raise ValueError("a mixture of experts is written as Qwen3-MoE, which has qk_norm=True; this config has not.")
-    family = ("Qwen3Moe" if config.n_experts else "Qwen3") if config.qk_norm else "Llama"
+    """Return the content of a Hugging Face `config.json` for this architecture."""
+    family = "Qwen3" if config.qk_norm else "Llama"
     scaling = config.rope_scaling
     content = {theirs: getattr(config, ours) for theirs, ours in _FIELDS.items()}
-    if config.n_experts:
-        content |= {theirs: getattr(config, ours) for theirs, ours in _OF_EXPERTS.items()} | _COMPUTED_EXPERTS
     return {
         "architectures": [f"{family}ForCausalLM"],
         "model_type": _MODEL_TYPES[family],
@@ -133,11 +119,9 @@ def _fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     if family not in _MODEL_TYPES.values():
         known = ", ".join(map(repr, _MODEL_TYPES.values()))
         raise ValueError(f"model_type={family!r} in config.json: this package computes {known} models.")
-    experts = family == "qwen3_moe"
     # transformers' own defaults; null means the default, too.
     hf = {name: value for name, value in {**_LEFT_OUT[family], **hf}.items() if value is not None}
-    hf = {"norm_topk_prob": False} | hf
-    for name, value in (_COMPUTED | (_COMPUTED_EXPERTS if experts else {})).items():
+    for name, value in _COMPUTED.items():
         if hf.get(name, value) != value:
             raise ValueError(f"{name}={show(hf[name])} in config.json: only {name}={value!r} is computed here.")
     layers: Any = hf.get("layer_types", [])
@@ -149,9 +133,8 @@ def _fields(hf: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": heads,
         "head_dim": width // heads,
         "tie_word_embeddings": False,
-        "num_experts": hf.get("num_local_experts"),
     }
-    fields = _renamed({**defaults, **hf, "rope_theta": theta}, _FIELDS | (_OF_EXPERTS if experts else {}))
+    fields = _renamed({**defaults, **hf, "rope_theta": theta}, _FIELDS)
     ids = json.dumps(_token_ids(hf))
     return {**fields, "rope_scaling": scaling, "qk_norm": family != "llama", "generation_config": ids}
 

@@ -5,8 +5,71 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from llamem._checks import show
+from llamem._checks import check_whole, show
+from llamem.llama.config import LlamaConfig
+from llamem.llama.plan import Plan
+
+
+def check_model(config: Any, rngs: Any, plan: Any) -> None:
+    """Raise TypeError for what no model is made of."""
+    if not isinstance(config, LlamaConfig) or not isinstance(rngs, nnx.Rngs) or not isinstance(plan, Plan):
+        raise TypeError(
+            f"Llama({config!r}, rngs={rngs!r}, plan={plan!r}): expected a llamem.LlamaConfig, such as "
+            "LlamaConfig.from_name('tiny'), an nnx.Rngs, such as nnx.Rngs(0), and a llamem.Plan."
+        )
+
+
+def check_heads(config: LlamaConfig, plan: Plan) -> None:
+    """Raise ValueError where the plan's groups of heads would not be equal."""
+    devices = plan.mesh.tensor
+    heads = config.n_kv_heads // devices
+    if heads % plan.head_groups:
+        each = f"{config.n_kv_heads} key/value heads" + (
+            f", {heads} on each of tensor={devices} devices" if devices > 1 else ""
+        )
+        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+        raise ValueError(
+            f"Plan(head_groups={plan.head_groups}) of a model with {each}: groups of heads are equal, and keep "
+            f"the queries of a key/value head together. Choose {divisors}."
+        )
+
+
+def check_length(length: int, config: LlamaConfig, batch_size: int = 1) -> None:
+    """Raise ValueError for sequences that are longer than the model's, or for sizes that are no whole numbers."""
+    check_whole("batch_size", batch_size)
+    if config.max_seq_len < check_whole("max_len", length):
+        raise ValueError(
+            f"a sequence of {length} tokens is longer than this model's max_seq_len={config.max_seq_len}: RoPE "
+            "was not set up for such positions. Shorten the sequence, or "
+            "config.replace(max_seq_len=..., rope_scaling=...)."
+        )
+
+
+def check_cache(cache: Any, kind: Any, config: LlamaConfig, batch_size: int, T: int) -> None:
+    """Raise TypeError for no cache, ValueError for another model's, and where it is known that T more do not fit."""
+    if not isinstance(cache, kind):
+        raise TypeError(f"cache={show(cache)}: expected model.empty_cache({batch_size}, max_len).")
+    shape = jnp.shape(cache.k_LBSKh)
+    places = shape[2]
+    expected = (config.n_layers, batch_size, places, config.n_kv_heads, config.head_dim)
+    if shape != expected:
+        raise ValueError(
+            f"the cache has the shape {shape}; for {batch_size} sequences this model needs [L, B, S, K, h] = "
+            f"{expected}: model.empty_cache({batch_size}, max_len)."
+        )
+    if not isinstance(cache.length, jax.core.Tracer) and (length := int(cache.length)) + T > places:
+        raise ValueError(
+            f"the cache has {places} places, {length} of them filled: {T} more tokens do not fit. Make it longer: "
+            f"model.empty_cache(batch_size, max_len={length + T})."
+        )
+
+
+def check_segments(segments_BT: Any, shape: tuple[int, ...]) -> None:
+    """Raise ValueError for numbers of documents that are not one for each token; there may be none."""
+    if segments_BT is not None:
+        check_of_sequences("segments_BT", segments_BT, shape, "the document of each token")
 
 
 def check_tokens(tokens_BT: Any, vocab_size: int, what: str = "tokens") -> None:

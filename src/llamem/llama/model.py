@@ -1,28 +1,218 @@
-"""Llama 3 in flax nnx: embedding, L blocks whose parameters are stacked once, a norm, a head `[V, D]`, tied or not."""
+"""Llama 3: embedding, L blocks whose weights are stacked, a norm, a head. Shapes stand in names.
+
+Its matrices, tables and norms are asked, and never looked into: see `llamem.llama.weights`.
+"""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from llamem._checks import check_whole, show
-from llamem.layers.attention import causal_attention
-from llamem.layers.context import local_positions
+from llamem.layers.attention import Implementation, causal_attention
+from llamem.layers.offload import name_in_pieces
+from llamem.layers.parts import order_gradients, sum_parts
 from llamem.layers.stack import apply_stack
-from llamem.layers.streaming import fetch
-from llamem.llama.block import Block
+from llamem.layers.tiling import tiled_map
 from llamem.llama.config import LlamaConfig
-from llamem.llama.heads import rms_norm, rope_tables
-from llamem.llama.inputs import check_of_sequences, check_tokens
-from llamem.llama.lora import Adapters, check_adapters
-from llamem.llama.lora_products import NO_ADAPTERS, LayerAdapters, adapted_head, layers_of
+from llamem.llama.inputs import check_cache, check_heads, check_length, check_model, check_segments, check_tokens
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import gather_weights
-from llamem.llama.tables import embed, whole_logits
+from llamem.llama.weights import MATRICES, Matrix, Norm, Table, linear_together, whole_logits
+
+Rope = tuple[Float[Array, "*B T _"], Float[Array, "*B T _"]]
+
+
+def rope_tables(config: LlamaConfig, positions: Int[Array, "*B T"]) -> Rope:
+    """Return cosines and sines `[.., T, h / 2]` of RoPE's angles, f32, with Llama 3.1's scaling where configured.
+
+    Source: Su et al. 2021; the scaling is Meta's llama-models, `apply_scaling`.
+    """
+    half = config.head_dim // 2
+    frequencies = config.rope_theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
+    if (scaling := config.rope_scaling) is not None:
+        turns = scaling.original_max_seq_len * frequencies / (2 * math.pi)  # over the original context
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+        frequencies = frequencies * (keep + (1 - keep) / scaling.factor)
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x_BTNh: Float[Array, "B T N h"], rope: Rope) -> Float[Array, "B T N h"]:
+    """Turn channel pairs (i, i + h/2) by RoPE's angles: Hugging Face's pairing, so its weights fit unpermuted."""
+    cos, sin = (table[..., :, None, :] for table in rope)
+    a, b = jnp.split(x_BTNh.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTNh.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Attend:
+    """How queries meet keys and values: causally, over the whole sequence, documents packed into it apart."""
+
+    implementation: Implementation = "auto"
+
+    def own(self, tokens_BT: Int[Array, "B T"]) -> tuple[Int[Array, "B t"], Int[Array, " t"]]:
+        """Return the tokens that are computed here, and where in the sequence they stand."""
+        return tokens_BT, jnp.arange(tokens_BT.shape[1])
+
+    def __call__(self, q_BTHh: Array, k_BTKh: Array, v_BTKh: Array, segments_BT: Array | None = None) -> Array:
+        """Return what each query found, `[B, T, H, h]`."""
+        how = self.implementation
+        return causal_attention(q_BTHh, k_BTKh, v_BTKh, segments_BT=segments_BT, implementation=how)
+
+
+class Attention(NamedTuple):
+    """Grouped-query attention of one layer, whose matrices are ready."""
+
+    norm: Norm
+    q: Matrix  # [D, H, h]
+    k: Matrix  # [D, K, h]
+    v: Matrix  # [D, K, h]
+    o: Matrix  # [H, h, D]
+    q_norm: Norm | None  # Qwen3's
+    k_norm: Norm | None
+
+    def __call__(
+        self, x_BTD: Array, rope: Rope, segments_BT: Array | None, attend: Attend, groups: int
+    ) -> Float[Array, "B T D"]:
+        """Add attention to the stream: all heads at once, or one group of heads after the other."""
+        if groups == 1:
+            return self.add(x_BTD, attend(*self.qkv(x_BTD, rope), segments_BT))
+        # Each group runs again in the backward pass. What the groups add, and the gradients of what they share, are
+        # summed in f32.
+        heads = [m.cut(groups, "output") for m in (self.q, self.k, self.v)], self.o.cut(groups, "input")
+
+        def group(shared: Any, heads: Any, dtype: Any) -> Array:
+            (q_norm, k_norm, y_BTD, rope, segments_BT), (qkv, o) = shared, heads
+            # One product, whose gradients go back at once: three lay out a [B, T, D] each.
+            part = self._replace(q_norm=q_norm, k_norm=k_norm)
+            q_BTHh, k_BTKh, v_BTKh = part.rotated(linear_together(qkv, y_BTD), rope)
+            (q_BTHh, k_BTKh), v_BTKh = order_gradients((q_BTHh, k_BTKh), v_BTKh)
+            return o.linear(attend(q_BTHh, k_BTKh, v_BTKh, segments_BT), dtype)
+
+        shared = self.q_norm, self.k_norm, self.norm(x_BTD), rope, segments_BT
+        return self.added(x_BTD, sum_parts(group, shared, heads, x_BTD.dtype))
+
+    def qkv(self, x_BTD: Array, rope: Rope) -> tuple[Array, Array, Array]:
+        """Return queries `[B, T, H, h]`, keys and values `[B, T, K, h]`, rotated to their positions."""
+        y_BTD = self.norm(x_BTD)
+        q_BTHh, k_BTKh, v_BTKh = self.rotated([m.linear(y_BTD) for m in (self.q, self.k, self.v)], rope)
+        return checkpoint_name(q_BTHh, "q"), checkpoint_name(k_BTKh, "k"), checkpoint_name(v_BTKh, "v")
+
+    def rotated(self, products: list[Array], rope: Rope) -> tuple[Array, Array, Array]:
+        """Return queries and keys at their positions, and values as they are."""
+        q_BTHh, k_BTKh, v_BTKh = products
+        q_BTHh = q_BTHh if self.q_norm is None else self.q_norm(q_BTHh)
+        k_BTKh = k_BTKh if self.k_norm is None else self.k_norm(k_BTKh)
+        return rotate(q_BTHh, rope), rotate(k_BTKh, rope), v_BTKh
+
+    def add(self, x_BTD: Array, attn_BTHh: Array) -> Float[Array, "B T D"]:
+        """Add to the stream what the queries found."""
+        return self.added(x_BTD, self.o.linear(attn_BTHh))
+
+    def added(self, x_BTD: Array, attn_out_BTD: Array) -> Float[Array, "B T D"]:
+        """Add to the stream what attention adds, or its summands."""
+        return x_BTD + checkpoint_name(self.o.total(attn_out_BTD), "attn_out")
+
+
+class FeedForward(NamedTuple):
+    """SwiGLU of one layer, whose matrices are ready: each token by itself."""
+
+    norm: Norm
+    gate: Matrix  # [D, F]
+    up: Matrix  # [D, F]
+    down: Matrix  # [F, D]
+
+    def __call__(self, x_BTD: Array, tiles: int = 1) -> Float[Array, "B T D"]:
+        """Add the feed-forward to the stream, at once or tile by tile: gate and up of one tile are alive at a time."""
+        if tiles == 1:
+            return self.added(x_BTD, self.inner(self.norm(x_BTD)))
+        if self.down.is_whole:
+            return _in_tiles(FeedForward.__call__, self, x_BTD, tiles)
+        return self.added(x_BTD, _in_tiles(FeedForward.inner, self, self.norm(x_BTD), tiles))
+
+    def inner(self, y_BTD: Array) -> Float[Array, "B T D"]:
+        """Return `down(silu(gate(y)) * up(y))`."""
+        gate, up, down = self.gate, self.up, self.down
+        if down.is_trained:
+            # Gradients of the weights first, then that of y: else the three [N, F] that they are products of stay.
+            y_BTD, (gate, up, down) = order_gradients(y_BTD, (gate, up, down))
+        gate_BTF = checkpoint_name(gate.linear(y_BTD), "gate")
+        up_BTF = checkpoint_name(up.linear(y_BTD), "up")
+        return down.linear(jax.nn.silu(gate_BTF) * up_BTF)
+
+    def added(self, x_BTD: Array, mlp_out_BTD: Array) -> Float[Array, "B T D"]:
+        """Add to the stream what the feed-forward adds, or its summands."""
+        return x_BTD + checkpoint_name(self.down.total(mlp_out_BTD), "mlp_out")
+
+
+def _in_tiles(fn: Any, weights: FeedForward, x_BTD: Array, tiles: int) -> Float[Array, "B T D"]:
+    """Return `fn(weights, x_BTD)`, which works on tokens one by one, tile by tile."""
+    if not weights.down.tells_sequences_apart:
+
+        def rows(weights: FeedForward, x_ND: Array) -> Array:
+            return fn(weights, x_ND[None])[0]
+
+        return tiled_map(rows, weights, x_BTD.reshape(-1, x_BTD.shape[-1]), tiles).reshape(x_BTD.shape)
+
+    def columns(weights: FeedForward, x_TBD: Array) -> Array:
+        return fn(weights, x_TBD.swapaxes(0, 1)).swapaxes(0, 1)
+
+    # A tile is some tokens of every sequence.
+    return tiled_map(columns, weights, x_BTD.swapaxes(0, 1), tiles).swapaxes(0, 1)
+
+
+class Block(nnx.Module):
+    """One Llama layer. `Llama.blocks` is one such module whose every parameter has the layers as a first axis more."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        c = self.config = config
+        D, H, K, h, F = c.d_model, c.n_heads, c.n_kv_heads, c.head_dim, c.d_ff
+
+        # Unit-variance inputs give unit-variance outputs; projections that write into the residual stream start
+        # smaller, so that its variance does not grow with depth.
+        def matrix(*shape: int, n_in: int = 1, scale: float = 1.0) -> Matrix:
+            spread = scale * math.prod(shape[:n_in]) ** -0.5
+            return Matrix(spread * jax.random.normal(rngs.params(), shape, c.param_dtype), n_in=n_in)
+
+        def norm(size: int) -> Norm:
+            return Norm(jnp.ones((size,), c.param_dtype), eps=c.norm_eps)
+
+        self.attn_norm, self.mlp_norm = norm(D), norm(D)
+        into_residual = 0.1 / math.sqrt(2 * max(c.n_layers, 1))
+        self.wq, self.wk, self.wv = (matrix(D, heads, h) for heads in (H, K, K))
+        self.wo = matrix(H, h, D, n_in=2, scale=into_residual)
+        if c.qk_norm:
+            self.q_norm, self.k_norm = norm(h), norm(h)
+        self.w_gate, self.w_up = matrix(D, F), matrix(D, F)
+        self.w_down = matrix(F, D, scale=into_residual)
+
+    def ready(self) -> tuple[Attention, FeedForward]:
+        """Return the layer's two halves, their matrices in the type of the products."""
+        dtype = self.config.compute_dtype
+        q, k, v, o, gate, up, down = (getattr(self, name).ready(dtype) for name in MATRICES)
+        q_norm, k_norm = (self.q_norm, self.k_norm) if self.config.qk_norm else (None, None)
+        attention = Attention(self.attn_norm, q, k, v, o, q_norm, k_norm)
+        return attention, FeedForward(self.mlp_norm, gate, up, down)
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        rope: Rope,
+        segments_BT: Int[Array, "B T"] | None = None,
+        attend: Attend = Attend(),
+        plan: Plan = Plan(),
+    ) -> Float[Array, "B T D"]:
+        """Compute the layer over a whole sequence; `ACTIVATIONS` lists the names it gives for `llamem.Policy`."""
+        attention, feed_forward = self.ready()
+        x_BTD = (name_in_pieces if "block_in" in plan.offload else checkpoint_name)(x_BTD, "block_in")
+        x_BTD = attention(x_BTD, rope, segments_BT, attend, plan.head_groups)
+        return feed_forward(x_BTD, plan.mlp_tiles)
 
 
 @jax.tree_util.register_dataclass
@@ -42,25 +232,15 @@ class Llama(nnx.Module):
     `model.train()` on again.
     """
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        *,
-        rngs: nnx.Rngs,
-        plan: Plan = Plan(),
-    ):
-        if not isinstance(config, LlamaConfig) or not isinstance(rngs, nnx.Rngs) or not isinstance(plan, Plan):
-            raise TypeError(
-                f"Llama({config!r}, rngs={rngs!r}, plan={plan!r}): expected a llamem.LlamaConfig, such as "
-                "LlamaConfig.from_name('tiny'), an nnx.Rngs, such as nnx.Rngs(0), and a llamem.Plan."
-            )
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, plan: Plan = Plan()):
+        check_model(config, rngs, plan)
         check_heads(config, plan)
-        self.config, self.plan = config, plan
+        self.config, self.plan, self.attend = config, plan, Attend(plan.attention)
         self.deterministic = False  # the attribute that nnx's train() and eval() set
         V, D = config.vocab_size, config.d_model
 
-        def table() -> nnx.Param:
-            return nnx.Param(0.02 * jax.random.normal(rngs.params(), (V, D), config.param_dtype))
+        def table() -> Table:
+            return Table(0.02 * jax.random.normal(rngs.params(), (V, D), config.param_dtype))
 
         self.embedding = table()
         keys_L = jax.random.split(rngs.params(), config.n_layers)
@@ -68,18 +248,19 @@ class Llama(nnx.Module):
         self.blocks = nnx.merge(
             nnx.graphdef(one), jax.vmap(lambda key: nnx.state(Block(config, rngs=nnx.Rngs(key))))(keys_L)
         )
-        self.norm = nnx.Param(jnp.ones((D,), config.param_dtype))
+        self.norm = Norm(jnp.ones((D,), config.param_dtype), eps=config.norm_eps)
         if not config.tied_head:
             self.untied_head = table()
 
     @property
-    def head(self) -> Float[Array, "V D"]:
-        """The output head; the embedding itself where they are tied. With weights on the host it is fetched."""
-        return self.table("embedding" if self.config.tied_head else "untied_head")
+    def head_table(self) -> Any:
+        """The `Table` that makes logits, or what answers in its place; the embedding itself where they are tied."""
+        return self.embedding if self.config.tied_head else self.untied_head
 
-    def table(self, name: str) -> Float[Array, "V D"]:
-        """Return the embedding or the untied head, by its name; with weights on the host it is fetched."""
-        return self._at_hand(getattr(self, name)[...])
+    @property
+    def head(self) -> Float[Array, "V D"]:
+        """The numbers of `head_table`."""
+        return self.head_table.at_hand()
 
     def hidden(
         self,
@@ -87,8 +268,6 @@ class Llama(nnx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
         *,
         return_hidden: bool = False,
-        adapters: Adapters | None = None,
-        adapter_B: Int[Array, " B"] | None = None,
     ) -> Any:
         """Return the last layer's output after the final norm, `[B, T, D]`: what the loss multiplies with the head.
 
@@ -97,194 +276,82 @@ class Llama(nnx.Module):
 
         `segments_BT` numbers documents packed into one sequence (padding counts as one): they do not see each other.
         Positions need not start again with each, since RoPE is relative.
-        `adapters` add to what they adapt; `adapter_B` says which of them each sequence uses, and may be left out where
-        there is one. Those of the head are not in here but in `llamem.llama.adapted_head`.
-        With a mesh in the plan this is one device's part of it, inside `shard_map`: the parameters are its parts, the
-        tokens whole sequences of its part of the batch, and the result is for its `local_positions`.
-        Raises ValueError for sequences beyond `config.max_seq_len`, for adapters of another model, and for a token id
-        outside the vocabulary or an adapter that is not there, where they are known. In a program that is traced they
-        are not: there such an id gives NaN.
+        Raises ValueError for sequences beyond `config.max_seq_len`, and for a token id outside the vocabulary where it
+        is known. In a program that is traced it is not: there such an id gives NaN.
         """
         check_tokens(tokens_BT, self.config.vocab_size)
-        adapter_B = check_adapters(adapters, adapter_B, tokens_BT.shape[0], self.config)
-        if segments_BT is not None:
-            check_of_sequences("segments_BT", segments_BT, tokens_BT.shape, "the document of each token")
-        mesh = self.plan.mesh
-        mesh.check_inside()
-        self._check_length(tokens_BT.shape[1])
-        positions_T = local_positions(tokens_BT.shape[1], mesh.context_axis)
-        if mesh.context_axis:
-            if segments_BT is not None:
-                raise ValueError(
-                    "segments_BT: packed documents are not computed with context parallelism. Give every document a "
-                    "sequence of its own, or choose a mesh with context=1."
-                )
-            tokens_BT = tokens_BT[:, positions_T]
-        graphdef, stacked = nnx.split(self.blocks)
-        compute = self._layer(graphdef, rope_tables(self.config, positions_T), segments_BT)
-
-        def layer(params: nnx.State, x_BTD: Array, part: Any = None) -> Array:
-            lora = LayerAdapters.of(part, adapter_B, mesh.tensor_axis)
-            return compute(self._at_hand(params), x_BTD, lora)
-
+        check_segments(segments_BT, tokens_BT.shape)
+        check_length(tokens_BT.shape[1], self.config)
+        own_BT, positions_T = self.attend.own(tokens_BT)
         result = apply_stack(
-            layer,
-            stacked,
-            self.embed(tokens_BT),
-            layers_of(adapters),
+            self.layer(positions_T, segments_BT),
+            nnx.state(self.blocks),
+            self.embed(own_BT),
             mode=self.plan.mode,
             remat=None if self.deterministic else self.plan.policy,
             return_hidden=return_hidden,
         )
         x_BTD, hidden = result if return_hidden else (result, None)
-        x_BTD = rms_norm(x_BTD, self.norm[...], self.config.norm_eps)
+        x_BTD = self.norm(x_BTD)
         return (x_BTD, hidden) if return_hidden else x_BTD
 
     def embed(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """Return what enters the first layer, in the products' type. On a mesh inside `shard_map`, as `hidden`."""
-        return embed(self.table("embedding"), tokens_BT, self.config, self.plan.mesh)
+        """Return what enters the first layer, in the products' type."""
+        return self.embedding.look_up(tokens_BT, self.config.compute_dtype)
 
-    def layer(self, length: int, segments_BT: Int[Array, "B T"] | None = None) -> Callable[[nnx.State, Array], Array]:
-        """Return `layer(params, x_BTD)`: one layer over sequences of `length` tokens, without a mesh or adapters.
+    def layer(self, positions_T: Int[Array, " T"], segments_BT: Int[Array, "B T"] | None = None) -> Any:
+        """Return `layer(params, x_BTD)`: one layer, of its parameters without the axis of layers, over tokens."""
+        graphdef, rope = nnx.graphdef(self.blocks), rope_tables(self.config, positions_T)
 
-        `params` are those of `blocks`, without the axis of layers, on the device.
-        """
-        self._check_length(length)
-        return self._layer(nnx.graphdef(self.blocks), rope_tables(self.config, jnp.arange(length)), segments_BT)
-
-    def _layer(
-        self, graphdef: nnx.GraphDef, rope: tuple[Array, Array], segments_BT: Array | None
-    ) -> Callable[..., Array]:
-        """Compute one layer as the plan says, of its parameters, what enters it, and what adapters add."""
-        plan, mesh = self.plan, self.plan.mesh
-        tools = {name: getattr(plan, name) for name in ("head_groups", "mlp_tiles", "offload")}
-
-        def layer(params: nnx.State, x_BTD: Array, lora: LayerAdapters = NO_ADAPTERS) -> Array:
-            # Gathered in here: rematerialised with the layer, and so never whole for more than one layer.
-            params = gather_weights(params, mesh, self.config.compute_dtype)
-            return nnx.merge(graphdef, params)(x_BTD, rope, segments_BT, plan.attention, mesh, lora, **tools)
+        def layer(params: nnx.State, x_BTD: Array) -> Array:
+            return nnx.merge(graphdef, params)(x_BTD, rope, segments_BT, self.attend, self.plan)
 
         return layer
 
     def __call__(
-        self,
-        tokens_BT: Int[Array, "B T"],
-        segments_BT: Int[Array, "B T"] | None = None,
-        *,
-        adapters: Adapters | None = None,
-        adapter_B: Int[Array, " B"] | None = None,
+        self, tokens_BT: Int[Array, "B T"], segments_BT: Int[Array, "B T"] | None = None
     ) -> Float[Array, "B T V"]:
         """Return all logits, f32. To train use `hidden` and a tiled loss: this array is the one the course is about."""
-        x_BTD = self.hidden(tokens_BT, segments_BT, adapters=adapters, adapter_B=adapter_B)
-        return self._logits(x_BTD, adapters, check_adapters(adapters, adapter_B, tokens_BT.shape[0], self.config))
+        return self.logits(self.hidden(tokens_BT, segments_BT))
+
+    def logits(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+        """Return all logits of what `hidden` returned."""
+        x_BTW, matrices = self.head_table.ready(self.config.compute_dtype).beside(x_BTD)
+        ends = np.cumsum([matrix.shape[1] for matrix in matrices])[:-1]
+        return sum(map(whole_logits, jnp.split(x_BTW, ends, axis=-1), matrices))  # pyrefly: ignore
 
     def empty_cache(self, batch_size: int, max_len: int) -> KVCache:
         """Return a cache for `batch_size` sequences of up to `max_len` tokens: 2 L B S K h of the compute type."""
         c = self.config
-        batch_size, max_len = check_whole("batch_size", batch_size), check_whole("max_len", max_len)
-        self._check_length(max_len)
+        check_length(max_len, c, batch_size)
         shape = (c.n_layers, batch_size, max_len, c.n_kv_heads, c.head_dim)
         # Two calls, two buffers: a donated cache may not hold one buffer twice.
         return KVCache(jnp.zeros(shape, c.compute_dtype), jnp.zeros(shape, c.compute_dtype), jnp.zeros((), jnp.int32))
 
-    def decode(
-        self,
-        tokens_BT: Int[Array, "B T"],
-        cache: KVCache,
-        *,
-        adapters: Adapters | None = None,
-        adapter_B: Int[Array, " B"] | None = None,
-    ) -> tuple[Float[Array, "B V"], KVCache]:
+    def decode(self, tokens_BT: Int[Array, "B T"], cache: KVCache) -> tuple[Float[Array, "B V"], KVCache]:
         """Read T more tokens after those in the cache; return the logits that follow the last, and the longer cache.
 
         Raises TypeError for no cache, ValueError where `cache.length + T` is known to be beyond its S places. In a
         program that is traced the length is not known: there the logits are NaN. No training option touches this path.
-        A cache belongs to the adapters with which it was filled: see `hidden`.
         """
         check_tokens(tokens_BT, self.config.vocab_size)
-        adapter_B = check_adapters(adapters, adapter_B, tokens_BT.shape[0], self.config)
-        T = tokens_BT.shape[1]
-        places = self._check_cache(cache, *tokens_BT.shape)
-        positions_T = cache.length + jnp.arange(T)
-        rope = rope_tables(self.config, positions_T)
-        graphdef, stacked = nnx.split(self.blocks)
+        check_cache(cache, KVCache, self.config, *tokens_BT.shape)
+        positions_T = cache.length + jnp.arange(tokens_BT.shape[1])
+        graphdef, rope = nnx.graphdef(self.blocks), rope_tables(self.config, positions_T)
 
-        def layer(
-            params: nnx.State, carry: tuple[Array, Array, Array], per_layer: tuple[Array, Any]
-        ) -> tuple[Array, Array, Array]:
-            block = nnx.merge(graphdef, self._at_hand(params))
-            i, part = per_layer
-            lora = LayerAdapters.of(part, adapter_B)
+        def layer(params: nnx.State, carry: tuple[Array, Array, Array], i: Array) -> tuple[Array, Array, Array]:
             x_BTD, k_LBSKh, v_LBSKh = carry
-            q_BTHh, k_BTKh, v_BTKh = block.qkv(x_BTD, rope, lora=lora)
+            attention, feed_forward = nnx.merge(graphdef, params).ready()
+            q_BTHh, k_BTKh, v_BTKh = attention.qkv(x_BTD, rope)
             # The cache rides in the carry and is written before it is read: XLA then updates it in place.
             start = (i, 0, cache.length, 0, 0)
             k_LBSKh = jax.lax.dynamic_update_slice(k_LBSKh, k_BTKh[None], start)
             v_LBSKh = jax.lax.dynamic_update_slice(v_LBSKh, v_BTKh[None], start)
             attn_BTHh = causal_attention(q_BTHh, k_LBSKh[i], v_LBSKh[i], q_positions=positions_T)
-            return block.finish(x_BTD, attn_BTHh, lora=lora), k_LBSKh, v_LBSKh
+            return feed_forward(attention.add(x_BTD, attn_BTHh)), k_LBSKh, v_LBSKh
 
-        x_BTD = embed(self.table("embedding"), tokens_BT, self.config)
-        per_layer = jnp.arange(self.config.n_layers), layers_of(adapters)
-        x_BTD, k_LBSKh, v_LBSKh = apply_stack(layer, stacked, (x_BTD, cache.k_LBSKh, cache.v_LBSKh), per_layer)
-        x_BTD = rms_norm(x_BTD[:, -1:], self.norm[...], self.config.norm_eps)
-        logits_BV = jnp.where(cache.length + T <= places, self._logits(x_BTD, adapters, adapter_B)[:, 0], jnp.nan)
-        return logits_BV, KVCache(k_LBSKh, v_LBSKh, cache.length + T)
-
-    def _at_hand(self, params: Any) -> Any:
-        """Return parameters, or one of them, where they are computed with: fetched, if the weights are on the host."""
-        return fetch(params) if self.plan.weights == "host" else params
-
-    def _logits(self, x_BTD: Array, adapters: Adapters | None, adapter_B: Array | None) -> Array:
-        head_VD = self.head.astype(self.config.compute_dtype)
-        logits_BTV = whole_logits(x_BTD, head_VD)
-        x_BTW, (_, *added) = adapted_head(x_BTD, head_VD, adapters, adapter_B)
-        for b_VR in added:
-            z_BTR = x_BTW[..., x_BTD.shape[-1] :]
-            logits_BTV += whole_logits(z_BTR, b_VR)
-        return logits_BTV
-
-    def _check_cache(self, cache: KVCache, batch_size: int, T: int) -> int:
-        """Return how many places the cache has.
-
-        Raise TypeError for no cache, ValueError for another model's, and where it is known that T more do not fit.
-        """
-        if not isinstance(cache, KVCache):
-            raise TypeError(f"cache={show(cache)}: expected model.empty_cache({batch_size}, max_len).")
-        c, shape = self.config, jnp.shape(cache.k_LBSKh)
-        places = shape[2]
-        expected = (c.n_layers, batch_size, places, c.n_kv_heads, c.head_dim)
-        if shape != expected:
-            raise ValueError(
-                f"the cache has the shape {shape}; for {batch_size} sequences this model needs [L, B, S, K, h] = "
-                f"{expected}: model.empty_cache({batch_size}, max_len)."
-            )
-        if not isinstance(cache.length, jax.core.Tracer) and (length := int(cache.length)) + T > places:
-            raise ValueError(
-                f"the cache has {places} places, {length} of them filled: {T} more tokens do not fit. Make it longer: "
-                f"model.empty_cache(batch_size, max_len={length + T})."
-            )
-        return places
-
-    def _check_length(self, T: int) -> None:
-        if self.config.max_seq_len < T:
-            raise ValueError(
-                f"a sequence of {T} tokens is longer than this model's max_seq_len={self.config.max_seq_len}: RoPE "
-                "was not set up for such positions. Shorten the sequence, or "
-                "config.replace(max_seq_len=..., rope_scaling=...)."
-            )
-
-
-def check_heads(config: LlamaConfig, plan: Plan) -> None:
-    """Raise ValueError where the plan's groups of heads would not be equal."""
-    tensor = plan.mesh.tensor
-    heads = config.n_kv_heads // tensor
-    if heads % plan.head_groups:
-        each = f"{config.n_kv_heads} key/value heads" + (
-            f", {heads} on each of tensor={tensor} devices" if tensor > 1 else ""
-        )
-        divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        raise ValueError(
-            f"Plan(head_groups={plan.head_groups}) of a model with {each}: groups of heads are equal, and keep "
-            f"the queries of a key/value head together. Choose {divisors}."
-        )
+        carry, numbers = (self.embed(tokens_BT), cache.k_LBSKh, cache.v_LBSKh), jnp.arange(self.config.n_layers)
+        x_BTD, k_LBSKh, v_LBSKh = apply_stack(layer, nnx.state(self.blocks), carry, numbers)
+        logits_BV = self.logits(self.norm(x_BTD[:, -1:]))[:, 0]
+        length = cache.length + tokens_BT.shape[1]
+        return jnp.where(length <= k_LBSKh.shape[2], logits_BV, jnp.nan), KVCache(k_LBSKh, v_LBSKh, length)

@@ -8,7 +8,7 @@ from llamem._checks import check_one_of, check_whole
 from llamem.layers.attention import Implementation
 from llamem.layers.remat import POLICIES, Policy, check_policy, offloading_too
 from llamem.layers.stack import Mode
-from llamem.llama.sharding import MeshShape
+from llamem.llama.mesh_shape import MeshShape
 
 LossAxis = Literal["auto", "tokens", "vocab"]
 Home = Literal["device", "host"]
@@ -21,11 +21,11 @@ _WORDS = {
     "weights": Home,
     "update": Update,
 }
-# What a block names; with experts also "router".
+# What a block names.
 ACTIVATIONS = ("block_in", "q", "k", "v", "attn", "attn_out", "gate", "up", "mlp_out")
 # Names that are given inside a tile, whose forward pass is always computed again: no policy could keep them.
 _IN_ATTENTION_TILES = frozenset(("q", "k", "v", "attn"))
-_IN_MLP_TILES = frozenset(("gate", "up", "router", "mlp_out"))
+_IN_MLP_TILES = frozenset(("gate", "up", "mlp_out"))
 
 if TYPE_CHECKING:
 
@@ -102,7 +102,7 @@ class Plan:
     def _exclusions(self) -> Iterator[tuple[bool, str]]:
         """Yield what does not go together: whether this plan is such a one, why not, and what to choose."""
         mesh, policy = self.mesh, check_policy(self.policy)
-        unknown = sorted(policy.names.difference(ACTIVATIONS, ("router",))) if isinstance(policy, Policy) else []
+        unknown = sorted(policy.names.difference(ACTIVATIONS)) if isinstance(policy, Policy) else []
         yield bool(unknown), f"no layer names {unknown}. The names are {', '.join(ACTIVATIONS)}."
         yield (
             self.loss_tiles is None and self.loss_axis != "auto",

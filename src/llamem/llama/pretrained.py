@@ -14,19 +14,20 @@ from jax.typing import DTypeLike
 
 from llamem._extras import import_extra
 from llamem._files import whole_folder
+from llamem.host.memory import host_place, waits_on_host
+from llamem.host.weights import wait_on_host
 from llamem.llama.config import LlamaConfig
 from llamem.llama.gguf_weights import open_model
 from llamem.llama.hf_config import GENERATION, config_from_hf, config_to_hf, read_config
-from llamem.llama.host_memory import host_place, waits_on_host
 from llamem.llama.hub import hub_folder
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.llama.quantized import BlockKind, check_kinds, with_blocks
-from llamem.llama.quantized_model import is_quantized
 from llamem.llama.safetensors_files import INDEX, stored_tensors
-from llamem.llama.sharding import parameter_specs, shardings
 from llamem.llama.tensor_names import Tensor, tensors_of
 from llamem.llama.weights_in import check_tensors, check_tied, fill
+from llamem.mesh.specs import parameter_specs, shardings
+from llamem.quantized.blocks import BlockKind, check_kinds, with_blocks
+from llamem.quantized.model import is_quantized, plain_params
 
 
 def load_pretrained(
@@ -39,9 +40,9 @@ def load_pretrained(
 ) -> Llama:
     """Load a model of a Hugging Face folder, of the hub's `"owner/name"`, or of a `.gguf` file.
 
-    Folders: Llama, Qwen3, Qwen3-MoE; `dtype` is what parameters are stored in (default: what `config.json` says).
+    Folders: Llama and Qwen3; `dtype` is what parameters are stored in (default: what `config.json` says).
     GGUF: Llama and Qwen3; with a `dtype` everything is dequantised to it, without one the blocks of four and eight bits
-    stay as they are (`llamem.llama.quantized`), and norms, embedding and head are of the `compute_dtype`.
+    stay as they are (`llamem.quantized.blocks`), and norms, embedding and head are of the `compute_dtype`.
     `compute_dtype` is what matrix products read (default: `dtype`, else bfloat16). `quantize`: `"q4_0"`, `"q4_1"` or
     `"q8_0"` puts the layers' matrices into blocks while they are read. `plan` says how it is computed,
     and where parameters lie: on its mesh, on the default device or in the host's memory.
@@ -78,7 +79,8 @@ def load_pretrained(
         params, at = (tree["blocks"] if above else tree for tree in (abstract, places))
         params[name] = fill(params[name], mine, at[name], kinds.get(name))
     nnx.replace_by_pure_dict(state, abstract)
-    return nnx.merge(graphdef, state)
+    model = nnx.merge(graphdef, state)
+    return wait_on_host(model) if plan.weights == "host" else model
 
 
 def save_pretrained(model: Llama, folder: str | os.PathLike, *, max_shard_bytes: int = 5_000_000_000) -> Path:
@@ -96,7 +98,7 @@ def save_pretrained(model: Llama, folder: str | os.PathLike, *, max_shard_bytes:
             "save_pretrained writes numbers, and this model's matrices are in blocks of four or eight bits: pass "
             "llamem.llama.dequantize(model)."
         )
-    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    params = nnx.to_pure_dict(plain_params(model))
     tensors, itemsize = {tensor.name: tensor for tensor in tensors_of(params)}, model.config.param_dtype.itemsize
     split = hub.split_state_dict_into_shards_factory(
         tensors,

@@ -12,7 +12,6 @@ from jaxtyping import Array, Float, Int
 
 from llamem._checks import check_number, check_whole, show
 from llamem.llama.inputs import check_tokens
-from llamem.llama.lora import Adapters, check_adapters
 from llamem.llama.model import KVCache, Llama
 from llamem.llama.tokenizer import Tokenizer
 
@@ -28,7 +27,7 @@ def generate(
     top_p: float = 1.0,
     key: Array | None = None,
     stop_ids: Sequence[int] = (),
-    adapters: Adapters | None = None,
+    adapters: Any = None,
     adapter_B: Int[Array, " B"] | None = None,
 ) -> Int[Array, "B M"]:
     """Return the continuation of each prompt, `[B, max_new_tokens]`.
@@ -41,7 +40,7 @@ def generate(
         top_p: only the likeliest tokens that together reach that probability (Holtzman et al. 2020).
         key: of `jax.random`, for drawing.
         stop_ids: tokens that end a sequence, such as `tokenizer.stop_ids`; what follows repeats the one that came.
-        adapters: each sequence uses its own, which `adapter_B` names; one adapter alone serves all.
+        adapters: put on the model, `adapters.on(model, adapter_B)`: each sequence uses its own; one alone serves all.
 
     Raise ValueError for a prompt without tokens or with ids outside the vocabulary, a temperature below 0, a top_p
     outside (0, 1], drawing without a key, and for more tokens than `config.max_seq_len` in all. One program is compiled
@@ -55,7 +54,10 @@ def generate(
     if temperature > 0 and key is None:
         raise ValueError("drawing at a temperature above 0 needs a key: pass key=jax.random.key(0), or temperature=0.")
     B, T = prompt_BT.shape
-    adapter_B = check_adapters(adapters, adapter_B, B, model.config)
+    if adapters is not None:
+        model = adapters.on(model, adapter_B)
+    elif adapter_B is not None:
+        raise ValueError("adapter_B without adapters: pass adapters=..., too.")
     needed = T + max_new_tokens
     places = _rounded_up(needed, model.config.max_seq_len)
     if places < needed:
@@ -68,9 +70,8 @@ def generate(
     how = temperature == 0, top_p < 1
     numbers = jnp.float32(temperature), jnp.float32(top_p), jnp.asarray(stop_ids, jnp.int32)
     key = jax.random.key(0) if key is None else key  # unused at temperature 0, where nothing is drawn
-    lora = {"adapters": adapters, "adapter_B": adapter_B}
     cache = model.empty_cache(B, places)
-    tokens_BS = _generate(graphdef, how, state, prompt_BT, length_B, max_new_tokens, cache, key, numbers, lora)
+    tokens_BS = _generate(graphdef, how, state, prompt_BT, length_B, max_new_tokens, cache, key, numbers)
     return jnp.take_along_axis(tokens_BS, length_B[:, None] + jnp.arange(max_new_tokens), axis=1)
 
 
@@ -125,14 +126,14 @@ def _rounded_up(size: int, most: int) -> int:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _generate(graphdef, how, state, prompt_BT, length_B, max_new_tokens, cache, key, numbers, lora):
+def _generate(graphdef, how, state, prompt_BT, length_B, max_new_tokens, cache, key, numbers):
     """Return prompts and what follows them `[B, places]`: one program for all lengths, which are numbers of it."""
     model, (temperature, top_p, stop_ids), (greedy, cut) = nnx.merge(graphdef, state), numbers, how
     tokens_BS = jnp.pad(prompt_BT.astype(jnp.int32), ((0, 0), (0, cache.k_LBSKh.shape[2] - prompt_BT.shape[1])))
     end_B = length_B + max_new_tokens
     # All prompts at once; the cache is then taken back to before the shortest one's last token. What it holds beyond is
     # written again before it is seen.
-    _, cache = model.decode(prompt_BT, cache, **lora)
+    _, cache = model.decode(prompt_BT, cache)
     start = jnp.min(length_B) - 1
     cache = KVCache(cache.k_LBSKh, cache.v_LBSKh, start)
 
@@ -142,7 +143,7 @@ def _generate(graphdef, how, state, prompt_BT, length_B, max_new_tokens, cache, 
 
     def one(carry):
         t, cache, tokens_BS, stopped_B = carry
-        logits_BV, cache = model.decode(jax.lax.dynamic_slice_in_dim(tokens_BS, t, 1, axis=1), cache, **lora)
+        logits_BV, cache = model.decode(jax.lax.dynamic_slice_in_dim(tokens_BS, t, 1, axis=1), cache)
         new_B = pick_token(logits_BV, jax.random.fold_in(key, t), 0 if greedy else temperature, top_p if cut else 1)
         given_B = t + 1 < length_B  # a prompt that is longer goes on with its own tokens
         token_B = jnp.where(given_B, tokens_BS[:, t + 1], jnp.where(stopped_B, tokens_BS[:, t], new_B))

@@ -18,10 +18,9 @@ IN_LAYER = {
     "q_norm": ("self_attn.q_norm", 0, "attn_q_norm"),
     "k_norm": ("self_attn.k_norm", 0, "attn_k_norm"),
     "mlp_norm": ("post_attention_layernorm", 0, "ffn_norm"),
-    "w_router": ("mlp.gate", 1, None),
-    "w_gate": ("mlp.{expert}gate_proj", 1, "ffn_gate"),
-    "w_up": ("mlp.{expert}up_proj", 1, "ffn_up"),
-    "w_down": ("mlp.{expert}down_proj", 1, "ffn_down"),
+    "w_gate": ("mlp.gate_proj", 1, "ffn_gate"),
+    "w_up": ("mlp.up_proj", 1, "ffn_up"),
+    "w_down": ("mlp.down_proj", 1, "ffn_down"),
 }
 OUTSIDE = {
     "embedding": ("model.embed_tokens", "token_embd"),
@@ -36,7 +35,7 @@ class Tensor:
 
     name: str
     path: tuple[str, ...]  # of the parameter
-    index: tuple[int, ...]  # in it: (), (layer,) or (layer, expert)
+    index: tuple[int, ...]  # in it: () or (layer,)
     shape: tuple[int, ...]  # in the file
     linear: bool  # stored as [outputs, inputs]
 
@@ -51,18 +50,14 @@ def tensors_of(params: Mapping[str, Any]) -> Iterator[Tensor]:
         quantized = isinstance(leaf, Mapping)
         # Of a quantised matrix the scales know its shape: one for each block of 32 inputs, `[.., out, in / 32]`.
         stacked = tuple(leaf["scale"].shape) if quantized else tuple(leaf.shape)
-        n_experts = stacked[1] if "{expert}" in file_name and len(stacked) == 4 else 0
+        shape = stacked[1:]
+        if quantized:
+            shape = (shape[0], 32 * shape[1])
+        elif n_inputs:
+            shape = (math.prod(shape[n_inputs:]), math.prod(shape[:n_inputs]))
         for layer in range(stacked[0]):
-            for expert in range(n_experts) if n_experts else [None]:
-                index = (layer,) if expert is None else (layer, expert)
-                shape = stacked[len(index) :]
-                if quantized:
-                    shape = (shape[0], 32 * shape[1])
-                elif n_inputs:
-                    shape = (math.prod(shape[n_inputs:]), math.prod(shape[:n_inputs]))
-                of_layer = file_name.format(expert="" if expert is None else f"experts.{expert}.")
-                full_name = f"model.layers.{layer}.{of_layer}.weight"
-                yield Tensor(full_name, ("blocks", name), index, shape, linear=bool(n_inputs))
+            full_name = f"model.layers.{layer}.{file_name}.weight"
+            yield Tensor(full_name, ("blocks", name), (layer,), shape, linear=bool(n_inputs))
 
 
 def from_gguf(name: str) -> str:
@@ -70,5 +65,5 @@ def from_gguf(name: str) -> str:
     outside = {f"{theirs}.weight": f"{file_name}.weight" for file_name, theirs in OUTSIDE.values()}
     if (match := re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)) is None:
         return outside.get(name, name)
-    of_layer = {theirs: file_name.format(expert="") for file_name, _, theirs in IN_LAYER.values() if theirs}
+    of_layer = {theirs: file_name for file_name, _, theirs in IN_LAYER.values()}
     return f"model.layers.{match[1]}.{of_layer[match[2]]}.weight" if match[2] in of_layer else name

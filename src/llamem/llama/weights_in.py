@@ -12,9 +12,9 @@ import numpy as np
 from llamem._checks import few
 from llamem.llama.config import LlamaConfig
 from llamem.llama.gguf_weights import GgufTensor
-from llamem.llama.quantized import BlockKind, Blocks, quantize_rows
 from llamem.llama.safetensors_files import Stored
 from llamem.llama.tensor_names import Tensor
+from llamem.quantized.blocks import BlockKind, Blocks, quantize_rows
 
 Tensors = Mapping[str, Stored | GgufTensor]  # by Hugging Face's names
 Pieces = list[tuple[Tensor, Stored | GgufTensor]]

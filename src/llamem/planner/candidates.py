@@ -7,8 +7,8 @@ from typing import Any
 
 from llamem.layers.remat import Policy
 from llamem.llama.config import LlamaConfig
+from llamem.llama.mesh_shape import MeshShape
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import MeshShape
 from llamem.planner.estimates import Estimate, estimate_plan
 from llamem.planner.sizes import Question
 

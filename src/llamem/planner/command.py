@@ -9,9 +9,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from llamem.adapters.lora import LoraConfig
 from llamem.llama.config import LlamaConfig
 from llamem.llama.hf_config import config_from_hf
-from llamem.llama.lora import LoraConfig
 from llamem.memory import fetch_command
 from llamem.memory.chip_names import chip_called
 from llamem.memory.chips import CHIPS

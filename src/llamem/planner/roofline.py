@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from llamem._checks import check_one_of
 from llamem.llama.config import LlamaConfig
+from llamem.llama.mesh_shape import MeshShape
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import MeshShape
 from llamem.memory.chips import CHIPS
 from llamem.planner.sizes import Question, Sizes, has_cudnn
 
@@ -159,7 +159,7 @@ def product_flops(s: Sizes) -> float:
     """Return FLOPs of the layers' and the head's matrix products on one device, rematerialisation included."""
     times, heads = runs(s), s.H * s.h
     attention = times["qkv"] * (heads + 2 * s.K * s.h) + times["out"] * heads
-    inner = (2 * times["gate_up"] + times["down"]) * s.F * s.mlp_rows(s.N)
+    inner = (2 * times["gate_up"] + times["down"]) * s.F * s.N
     layer = s.D * (s.N * attention + inner)
     adapters = s.N * (times["qkv"] + 1) * s.adapters
     return 2 * (s.L * layer + times["head"] * s.N * s.head + adapters)
@@ -183,7 +183,7 @@ def _traffic(s: Sizes) -> float:
     c, N, V, D, times = s.compute_bytes, s.N, s.V, s.D, runs(s)
     passes = (times["qkv"] + times["out"] + times["gate_up"]) / 3
     weights = max(1, s.plan.mlp_tiles / 2) + (2 if s.question.quantize else 0)  # blocks are written out, and read
-    layer = c * passes * (_STREAM_PASSES * N * D + _INNER_PASSES * s.mlp_rows(N) * s.F + weights * s.layer_weights)
+    layer = c * passes * (_STREAM_PASSES * N * D + _INNER_PASSES * N * s.F + weights * s.layer_weights)
     update = _UPDATE * (s.param_bytes * s.params if s.trained else 4 * s.adapters)
     # The loss: operands that each tile reads, sums that it updates, and the logits themselves, f32.
     rows, columns = -(-N // s.loss_rows), -(-V // s.loss_columns)

@@ -5,11 +5,10 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from llamem.adapters.lora import LoraConfig
 from llamem.llama.config import LlamaConfig
-from llamem.llama.lora import LoraConfig
+from llamem.llama.mesh_shape import MeshShape
 from llamem.llama.plan import Plan
-from llamem.llama.quantized import BlockKind
-from llamem.llama.sharding import MeshShape
 from llamem.memory.chip_names import chip_called, find_chip
 from llamem.memory.chips import Chip
 from llamem.memory.host_memory import PINNED_POOL_BYTES, host_memory_limit
@@ -19,6 +18,7 @@ from llamem.planner.estimates import Estimate
 from llamem.planner.fitting import Answer, NothingFits, Progress, ask
 from llamem.planner.found import ALIKE, Found, explain
 from llamem.planner.sizes import Question
+from llamem.quantized.blocks import BlockKind
 from llamem.train.settings import Clip
 
 ASKS = 5  # at most, of one search: an answer takes two to ten seconds on an idle machine

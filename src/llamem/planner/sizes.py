@@ -6,29 +6,28 @@ import math
 from typing import Any
 
 from llamem._checks import check_number, show
+from llamem.adapters.lora import LoraConfig, shape_of
+from llamem.adapters.step import abstract_lora_step, check_adapter_plan
 from llamem.layers.attention import SPLASH_BLOCK, choose_attention
-from llamem.layers.experts import MAX_GROUP
 from llamem.layers.remat import Policy, check_policy
 from llamem.layers.stack import group_count
 from llamem.layers.tiling import tile_size
 from llamem.llama.config import LlamaConfig
-from llamem.llama.lora import LoraConfig, shape_of
-from llamem.llama.model import check_heads
+from llamem.llama.inputs import check_heads
+from llamem.llama.mesh_shape import MeshShape
 from llamem.llama.plan import ACTIVATIONS, Plan
-from llamem.llama.quantized import BlockKind, check_kinds
-from llamem.llama.sharding import MeshShape
 from llamem.losses.choice import choose_tiles
 from llamem.memory.chips import Chip
 from llamem.memory.compiling import compile_report
 from llamem.memory.report import Depth, Report
-from llamem.train.adapter_step import abstract_lora_step, check_adapter_plan
+from llamem.quantized.blocks import BlockKind, check_kinds
+from llamem.train.planned import abstract_step
 from llamem.train.settings import Clip, TrainSettings
-from llamem.train.step import abstract_step
 
 _LANES = 128  # a TPU stores the last axis of an array in rows of 128: Google Cloud's TPU architecture page
 # JAX's heuristics about "dots" keep every product of matrices; these are the block's, by the names of what follows.
 _DOTS = frozenset(("q", "k", "v", "attn_out", "gate", "up", "mlp_out"))
-_BLOCK_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}  # of 32 numbers: see `llamem.llama.quantized`
+_BLOCK_BYTES = {"q4_0": 18, "q4_1": 20, "q8_0": 34}  # of 32 numbers: see `llamem.quantized.blocks`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,23 +129,22 @@ class Sizes:
         self.N, self.D, self.L, self.h = self.B * self.T, config.d_model, config.n_layers, config.head_dim
         self.H = _divided("n_heads", config.n_heads, mesh.tensor, "tensor")
         self.K = _divided("n_kv_heads", config.n_kv_heads, mesh.tensor, "tensor")
-        self.F = _divided("d_ff", config.moe_d_ff if config.n_experts else config.d_ff, mesh.tensor, "tensor")
+        self.F = _divided("d_ff", config.d_ff, mesh.tensor, "tensor")
         self.V = _divided("vocab_size", config.vocab_size, mesh.tensor, "tensor")
         self.attention = _implementation(config, plan, chip, self.T)
         self.scores = self.B * self.H * self.T * self.T * mesh.context
         self.lanes = -(-self.h // _LANES) * _LANES if self.attention == "splash" else self.h
 
         self.split = mesh.fsdp * mesh.context
-        router = config.n_experts * self.D
-        self.mlp_weights = 3 * max(config.n_experts, 1) * self.D * self.F + router
+        self.mlp_weights = 3 * self.D * self.F
         self.layer_weights = 2 * self.D * (self.H + self.K) * self.h + self.mlp_weights
         self.head, self.tables = self.V * self.D, 1 if config.tied_head else 2
         self.vectors = self.L * (2 * self.D + (2 * self.h if config.qk_norm else 0)) + self.D
         self.stack = self.L * self.layer_weights // self.split + self.vectors - self.D
         self.params = self.stack + self.tables * self.head // self.split + self.D
         self.matrix_bytes = self.param_bytes * (self.params - self.vectors)
-        if question.quantize:  # a router stays as it is
-            in_blocks = self.L * (self.layer_weights - router)
+        if question.quantize:
+            in_blocks = self.L * self.layer_weights
             self.matrix_bytes -= self.param_bytes * in_blocks - in_blocks * _BLOCK_BYTES[question.quantize] // 32
         self.adapters = _adapter_numbers(config, question.lora)
 
@@ -156,20 +154,10 @@ class Sizes:
             self.groups = _groups(self.L, self.activation_bytes("block_in"), self.layer_weights * self.param_bytes)
         self.loss_axis, self.loss_rows, self.loss_columns = _loss_tile(question, plan, self.N, self.V)
 
-    def mlp_rows(self, tokens: int) -> int:
-        """Return the rows that a feed-forward multiplies: the tokens, or each of them for k experts, in full groups."""
-        experts, choices = self.config.n_experts, tokens * self.config.experts_per_token
-        if not experts:
-            return tokens
-        group = min(MAX_GROUP, 8 * -(-choices // (8 * experts)))  # as `llamem.layers.experts` pads them
-        return group * (choices // group + min(experts, choices))
-
     def activation_bytes(self, name: str) -> int:
         """Return the bytes of one named activation of one layer, as it lies in memory."""
-        if name == "router":
-            return 4 * self.N * self.config.n_experts
         if name in ("gate", "up"):
-            return self.mlp_rows(self.N) * self.F * self.compute_bytes
+            return self.N * self.F * self.compute_bytes
         width = {"q": self.H, "attn": self.H, "k": self.K, "v": self.K}.get(name, 0) * self.lanes or self.D
         logsumexp = 4 * self.N * self.H if name == "attn" and self.attention != "xla" else 0
         return self.N * width * self.compute_bytes + logsumexp

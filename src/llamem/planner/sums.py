@@ -82,7 +82,7 @@ def _kept_per_token(s: Sizes) -> int:
     """Return the bytes of one token in one layer without rematerialisation: what each operation's derivative reads."""
     c = s.compute_bytes
     norm = 3 * _F32 * s.D  # its f32 factors
-    inner = norm + 6 * c * s.F * s.mlp_rows(s.N) // s.N  # gate, up, and the parts of silu
+    inner = norm + 6 * c * s.F  # gate, up, and the parts of silu
     heads = c * s.lanes * (3 * s.H + 2 * s.K) + _F32 * s.H
     if s.attention == "xla":  # its scores, f32, and their softmax
         heads += (_F32 + c) * s.H * s.T * s.mesh.context
@@ -153,11 +153,9 @@ def layer(s: Sizes) -> list[Line]:
 def feed_forward(s: Sizes) -> Line:
     """Return gate, up and a gradient for the rows of one tile, and where there are several the sums over them."""
     c, tiles = s.compute_bytes, s.plan.mlp_tiles
-    rows = s.mlp_rows(-(-s.N // tiles))
+    rows = -(-s.N // tiles)
     size = (3 if s.trained else 5) * c * rows * s.F  # what adapters add is made by itself
-    if s.config.n_experts:
-        size += 3 * c * rows * s.D
-    if s.trained and (tiles > 1 or s.config.n_experts):
+    if s.trained and tiles > 1:
         size += _F32 * s.mlp_weights
     return Line("feed-forward", size, f"gate, up, a gradient of {rows:,} rows")
 

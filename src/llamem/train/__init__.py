@@ -1,43 +1,36 @@
-"""One run: text or chats, steps, snapshots."""
+"""One run: text or chats, steps, snapshots.
 
-from llamem.llama.host_memory import same_places
-from llamem.llama.tokenizer import Tokenizer
-from llamem.train.adapter_step import abstract_lora_step, init_lora_state, lora_losses, make_lora_step
-from llamem.train.batch_loss import loss_fn
-from llamem.train.batches import Batches
-from llamem.train.chats import Chats, load_chats
-from llamem.train.data import Corpus, load_corpus, unigram_entropy
-from llamem.train.hosts import LostHost, initialize
-from llamem.train.loop import train
-from llamem.train.optimizers import stochastically_rounded
-from llamem.train.run import Run
-from llamem.train.settings import TrainSettings
-from llamem.train.step import TrainState, abstract_state, abstract_step, init_state, make_model, make_train_step
+Names are imported when they are asked for: the plain step then loads none of the powers that a plan may choose.
+"""
 
-__all__ = [
-    "Batches",
-    "Chats",
-    "Corpus",
-    "LostHost",
-    "Run",
-    "Tokenizer",
-    "TrainSettings",
-    "TrainState",
-    "abstract_lora_step",
-    "abstract_state",
-    "abstract_step",
-    "init_lora_state",
-    "init_state",
-    "initialize",
-    "load_chats",
-    "load_corpus",
-    "lora_losses",
-    "loss_fn",
-    "make_lora_step",
-    "make_model",
-    "make_train_step",
-    "same_places",
-    "stochastically_rounded",
-    "train",
-    "unigram_entropy",
-]
+import importlib
+from typing import Any
+
+_MODULES = {
+    "llamem.adapters.step": ("abstract_lora_step", "init_lora_state", "lora_losses", "make_lora_step"),
+    "llamem.host.memory": ("same_places",),
+    "llamem.llama.tokenizer": ("Tokenizer",),
+    "llamem.train.batches": ("Batches",),
+    "llamem.train.chats": ("Chats", "load_chats"),
+    "llamem.train.data": ("Corpus", "load_corpus", "unigram_entropy"),
+    "llamem.train.hosts": ("LostHost", "initialize"),
+    "llamem.train.loop": ("train",),
+    "llamem.train.optimizers": ("stochastically_rounded",),
+    "llamem.train.planned": ("abstract_state", "abstract_step", "init_state", "loss_fn", "make_train_step"),
+    "llamem.train.run": ("Run",),
+    "llamem.train.settings": ("TrainSettings",),
+    "llamem.train.step": ("TrainState", "make_model"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,4 +1,4 @@
-"""The loss of a model on a batch, and the gradients of what is trained: on one device, or inside `shard_map`.
+"""The loss of a model on a batch, and the gradients of what is trained.
 
 Everything is a sum over tokens of cross-entropy times a weight of the token's sequence. With weights of one over the
 number of tokens that count it is the mean; with those of each adapter's own tokens, the sum of the adapters' means.
@@ -10,53 +10,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from llamem.layers.context import local_positions
 from llamem.layers.parts import order_gradients
 from llamem.layers.trees import add_to, cast_like, wide_zeros
-from llamem.llama.lora import Adapters
-from llamem.llama.lora_products import adapted_head
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import gather_weight, parameter_specs
-from llamem.llama.tables import whole_logits
+from llamem.llama.weights import whole_logits
 from llamem.losses.choice import choose_tiles
 from llamem.losses.cross_entropy import tiled_cross_entropy
-from llamem.train.sharded_step import batch_spec, for_gradients_outside, on_mesh, sum_over, sum_over_batch
+from llamem.train.place import ONE_DEVICE, OneDevice
 
 IGNORED = -100  # a target that does not count
 
 
-def loss_fn(
-    graphdef: nnx.GraphDef,
-    params: Any,
-    inputs_BT: Int[Array, "B T"],
-    targets_BT: Int[Array, "B T"],
-    segments_BT: Int[Array, "B T"] | None = None,
-) -> Float[Array, ""]:
-    """Return the mean cross-entropy in nats of the targets that count, tiled as the model's plan says.
-
-    Targets of -100 do not count. `segments_BT` numbers documents packed into one sequence, which do not see each other.
-    To be called, and differentiated, outside of `shard_map`, whatever the plan's mesh.
-    """
-    mesh = nnx.merge(graphdef, params).plan.mesh
-    batch = inputs_BT, targets_BT, *(() if segments_BT is None else (segments_BT,))
-
-    def share(params: Any, *batch: Array) -> Array:
-        model = nnx.merge(graphdef, for_gradients_outside(params, mesh))
-        return sum_over_batch(summed_loss(model, mean_weights(batch[1], mesh), *batch), mesh)
-
-    specs = (parameter_specs(params, mesh), *(batch_spec(mesh) for _ in batch))
-    return on_mesh(share, mesh, specs, PartitionSpec())(params, *batch)
-
-
-def mean_weights(targets_BT: Int[Array, "B T"], mesh: Any) -> Float[Array, " B"]:
+def mean_weights(targets_BT: Int[Array, "B T"], place: OneDevice = ONE_DEVICE) -> Float[Array, " B"]:
     """Return the weight of each sequence with which `summed_loss` is the mean over all tokens that count."""
-    counted = sum_over(jnp.sum(targets_BT != IGNORED).astype(jnp.float32), mesh.over("batch"))
+    counted = place.sum_sequences(jnp.sum(targets_BT != IGNORED).astype(jnp.float32))
     return jnp.broadcast_to(1 / jnp.maximum(counted, 1), targets_BT.shape[:1])
 
 
@@ -66,52 +37,42 @@ def summed_loss(
     inputs_BT: Int[Array, "B T"],
     targets_BT: Int[Array, "B T"],
     segments_BT: Int[Array, "B T"] | None = None,
-    *,
-    adapters: Adapters | None = None,
-    adapter_B: Int[Array, " B"] | None = None,
 ) -> Float[Array, ""]:
     """Return the sum over tokens of cross-entropy times the weight of the token's sequence.
 
-    It is linear in the weights: its gradient for `weights_B` is the summed loss of each sequence. With `adapters` the
-    model under them is taken for frozen. On a mesh, inside `shard_map`, it is a device's share: over the devices that
-    hold different tokens the shares sum to it.
+    It is linear in the weights: its gradient for `weights_B` is the summed loss of each sequence.
     """
-    hidden_BTD = model.hidden(inputs_BT, segments_BT, adapters=adapters, adapter_B=adapter_B)
-    mesh, head_VD = model.plan.mesh, model.head
-    if adapters is None:
-        # Else the head's whole gradient, not yet in its type nor divided, would stay for all layers' backward passes.
-        hidden_BTD, head_VD = order_gradients(hidden_BTD, head_VD)
-    # Gathered once, before the loop over tiles; where the vocabulary is split, each device has its rows.
-    head_VD = gather_weight("untied_head", head_VD, mesh, hidden_BTD.dtype)
-    if adapters is None:
-        return loss_of_hidden(model.plan, hidden_BTD, (head_VD,), targets_BT, weights_B)
-    assert adapter_B is not None
-    hidden_BTD, head = adapted_head(hidden_BTD, head_VD, adapters, adapter_B, mesh.tensor_axis)
-    return loss_of_hidden(model.plan, hidden_BTD, head, targets_BT, weights_B, frozen_head=True)
+    hidden_BTD, head = model.hidden(inputs_BT, segments_BT), model.head_table
+    if head.is_trained:
+        # Else its whole gradient, not yet in its type nor divided, would stay for all layers' backward passes.
+        hidden_BTD, head = order_gradients(hidden_BTD, head)
+    own_BT, _ = model.attend.own(targets_BT)
+    # Made ready once, before the loop over tiles.
+    hidden_BTD, matrices = head.ready(hidden_BTD.dtype).beside(hidden_BTD)
+    how = {"is_trained": head.is_trained, "vocab_axis": head.vocab_axis}
+    return loss_of_hidden(model.plan, hidden_BTD, matrices, own_BT, weights_B, **how)
 
 
 def loss_of_hidden(
     plan: Plan,
     hidden_BTD: Float[Array, "B T D"],
     head: tuple[Float[Array, "V _"], ...],
-    targets_BT: Int[Array, "B _"],
+    targets_BT: Int[Array, "B T"],
     weights_B: Float[Array, " B"],
     *,
-    frozen_head: bool = False,
+    is_trained: bool = True,
+    vocab_axis: str | None = None,
 ) -> Float[Array, ""]:
     """Compute `summed_loss` from the last hidden states, normed, and the head: matrices that stand side by side."""
-    if plan.mesh.context_axis:
-        targets_BT = targets_BT[:, local_positions(targets_BT.shape[1], plan.mesh.context_axis)]
     weights_BT = jnp.broadcast_to(weights_B[:, None], targets_BT.shape)
-    tensor_axis = plan.mesh.tensor_axis
-    if plan.loss_tiles is None and not tensor_axis:
+    if plan.loss_tiles is None and not vocab_axis:
         with jax.named_scope("logits"):  # by this name a timeline knows them
             logits_BTV = whole_logits(hidden_BTD, jnp.concatenate([w.astype(hidden_BTD.dtype) for w in head], axis=1))
         counts_BT = targets_BT != IGNORED
         loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, jnp.where(counts_BT, targets_BT, 0))
         return jnp.sum(jnp.where(counts_BT, loss_BT * weights_BT, 0))
-    axis, num_tiles = "vocab" if tensor_axis else plan.loss_axis, plan.loss_tiles or 1
-    if frozen_head and num_tiles == "auto" and not tensor_axis:
+    axis, num_tiles = "vocab" if vocab_axis else plan.loss_axis, plan.loss_tiles or 1
+    if not is_trained and num_tiles == "auto" and not vocab_axis:
         # Tiles of tokens then take two products, and need no sum of the head's gradients.
         N, D, V = targets_BT.size, hidden_BTD.shape[-1], head[0].shape[0]
         axis = "tokens" if axis == "auto" and len(head) > 1 else axis
@@ -126,7 +87,7 @@ def loss_of_hidden(
         ignore_index=IGNORED,
         num_tiles=num_tiles,
         axis=axis,
-        vocab_axis_name=tensor_axis,
+        vocab_axis_name=vocab_axis,
     )
 
 

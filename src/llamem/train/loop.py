@@ -14,12 +14,13 @@ import numpy as np
 
 from llamem._checks import show
 from llamem._extras import import_extra
+from llamem.adapters.lora import Adapters, LoraConfig
+from llamem.host.memory import host_place
 from llamem.llama.config import LlamaConfig
-from llamem.llama.host_memory import host_place
-from llamem.llama.lora import Adapters, LoraConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import shardings
+from llamem.mesh.specs import shardings
+from llamem.mesh.step import batch_spec, check_sizes
 from llamem.train.batches import AdapterBatches, BatchSource
 from llamem.train.chats import Chats
 from llamem.train.data import Corpus
@@ -28,7 +29,6 @@ from llamem.train.interrupts import interruptible
 from llamem.train.optimizers import rounding_of
 from llamem.train.run import Run
 from llamem.train.settings import Rounding, TrainSettings
-from llamem.train.sharded_step import batch_spec, check_sizes
 from llamem.train.snapshots import OnChange, Snapshots
 from llamem.train.step import TrainState
 from llamem.train.tasks import Task, train_adapters, train_weights

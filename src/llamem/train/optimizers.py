@@ -11,7 +11,7 @@ from jaxtyping import Array, BFloat16, Float32, Int, PRNGKeyArray, UInt32
 
 from llamem.layers.trees import combine, partition
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import PARAMETERS, MeshShape, parameter_name
+from llamem.llama.weights import parameter_name
 from llamem.train.settings import Rounding, TrainSettings
 
 # Of gradients, moments, parameters, and the number of the first row or layer that these arrays have of the whole ones:
@@ -89,12 +89,19 @@ def split_counters(opt_state: Any) -> tuple[Any, Any]:
     return partition(opt_state, lambda path, _: parameter_name(path) is None)
 
 
-def make_update(settings: TrainSettings, step: Array, counters: Any, mesh: MeshShape = MeshShape()) -> UpdateRule:
+def start_of_whole(path: tuple[Any, ...], param: Array) -> list[Any]:
+    """Return where a parameter that is all here begins in the whole one, along each axis."""
+    return [0] * param.ndim
+
+
+def make_update(
+    settings: TrainSettings, step: Array, counters: Any, start_of_part: Callable[..., list[Any]] = start_of_whole
+) -> UpdateRule:
     """Return `update(grads, moments, params, first=0)`: new parameters, rounded as the settings say, and new moments.
 
     They may be a part of all; `first` is the number of the first row or layer that the arrays have of the whole ones.
-    `step` is the number of updates before this one, `counters` what of AdamW's state counts them. On a mesh, inside
-    `shard_map`, the arrays are this device's parts.
+    `step` is the number of updates before this one, `counters` what of AdamW's state counts them.
+    `start_of_part(path, param)` says where an array begins in the whole parameter, along each axis.
     """
     optimizer = make_optimizer(settings)
 
@@ -107,7 +114,8 @@ def make_update(settings: TrainSettings, step: Array, counters: Any, mesh: MeshS
             if rounding_of(settings, param.dtype) == "nearest":
                 return (param + change).astype(param.dtype)
             own = jax.random.fold_in(key, zlib.crc32(str(parameter_name(path)).encode()))
-            start = _start_of_part(path, param, first, mesh)
+            start = start_of_part(path, param)
+            start[0] += first
             return stochastically_rounded(param.astype(jnp.float32) + change.astype(jnp.float32), own, start)
 
         return jax.tree.map_with_path(add, params, updates), moments
@@ -118,17 +126,6 @@ def make_update(settings: TrainSettings, step: Array, counters: Any, mesh: MeshS
 def rounding_of(settings: TrainSettings, param_dtype: Any) -> Rounding:
     """Return how new weights of this type are rounded, "nearest" or "stochastic": what "auto" is for them."""
     return "stochastic" if settings.rounding != "nearest" and param_dtype == jnp.bfloat16 else "nearest"
-
-
-def _start_of_part(path: tuple[Any, ...], param: Array, first: Any, mesh: MeshShape) -> list[Any]:
-    """Return where a part of a parameter begins in the whole one, along each axis."""
-    start: list[Any] = [0] * param.ndim
-    names = PARAMETERS[str(parameter_name(path))]
-    for axis, name in enumerate(names, start=param.ndim - len(names)):
-        if name and (over := mesh.over(name)):
-            start[axis] = jax.lax.axis_index(over) * param.shape[axis]
-    start[0] += first
-    return start
 
 
 def stochastically_rounded(

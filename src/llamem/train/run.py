@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from llamem._files import whole_folder
-from llamem.llama.lora import Adapters
-from llamem.llama.lora_files import save_adapter
-from llamem.llama.lora_merge import merge_adapter
+from llamem.adapters.files import save_adapter
+from llamem.adapters.lora import Adapters
+from llamem.adapters.merge import merge_adapter
 from llamem.llama.model import Llama
 from llamem.llama.pretrained import save_pretrained
-from llamem.llama.quantized_model import dequantize, is_quantized
 from llamem.llama.tokenizer import Tokenizer
+from llamem.quantized.model import dequantize, is_quantized
 
 
 @dataclasses.dataclass(frozen=True)

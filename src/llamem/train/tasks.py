@@ -9,19 +9,20 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from llamem.adapters.lora import Adapters, LoraConfig
+from llamem.adapters.step import init_lora_state, lora_losses, make_lora_step
+from llamem.host.memory import host_place, of_matrices, same_places
 from llamem.llama.config import LlamaConfig
-from llamem.llama.host_memory import host_place, of_matrices, same_places
-from llamem.llama.lora import Adapters, LoraConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.llama.quantized_model import check_trainable
-from llamem.llama.sharding import parameter_specs, shardings
-from llamem.train.adapter_step import init_lora_state, lora_losses, make_lora_step
-from llamem.train.batch_loss import loss_fn
+from llamem.mesh.specs import parameter_specs, shardings
+from llamem.mesh.step import placed_shapes
+from llamem.places import place_of
+from llamem.quantized.model import check_trainable, graphdef_of, plain_params
+from llamem.train.planned import abstract_state, init_state, loss_fn, make_train_step, plain_graphdef
 from llamem.train.settings import TrainSettings
-from llamem.train.sharded_step import placed_shapes
 from llamem.train.snapshots import checksum
-from llamem.train.step import TrainState, abstract_state, graphdef_of, init_state, make_train_step
+from llamem.train.step import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +51,11 @@ class Task:
 
 def train_weights(config: LlamaConfig, settings: TrainSettings, plan: Plan, init: Llama | None) -> Task:
     """Return the task of training every weight, of a fresh model or from `init` on."""
-    graphdef, params = graphdef_of(config, plan), None
+    graphdef, params = plain_graphdef(config, plan), None
     if init is not None:
         check_trainable(init)
         _check_same_model(config, init)
-        params = nnx.state(init, nnx.Param)
+        params = plain_params(init)
     return Task(
         {} if init is None else {"begun from": "given weights"},
         abstract_state(config, settings, plan),
@@ -76,7 +77,7 @@ def train_adapters(
         )
     _check_same_model(config, init)
     step = make_lora_step(config, settings, plan)
-    base = _placed(nnx.state(init), plan)
+    base = _placed(plain_params(init), plan)
     graphdef = graphdef_of(config, plan, base)
 
     def begin() -> TrainState:
@@ -118,4 +119,5 @@ def _placed(tree: Any, plan: Plan) -> Any:
 
 def _off_the_mesh(config: LlamaConfig, plan: Plan, params: Any) -> Llama:
     """Return the model, its parameters where they are: JAX shares out the work of whoever calls it."""
-    return nnx.merge(graphdef_of(config, plan.replace(mesh={}), params), params)
+    plan = plan.replace(mesh={})
+    return place_of(plan).put(nnx.merge(graphdef_of(config, plan, params), params))

@@ -10,8 +10,8 @@ import numpy as np
 
 from llamem.course.exercises import grade
 from llamem.llama.config import LlamaConfig
+from llamem.llama.mesh_shape import MeshShape
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import MeshShape
 from llamem.memory.chip_names import available, find_chip
 from llamem.memory.compiling import compile_report
 from llamem.memory.report import GiB

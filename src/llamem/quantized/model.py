@@ -1,16 +1,21 @@
 """Whole models over four or eight bits: which matrices are in blocks, and the way there and back."""
 
+from typing import Any
+
 import jax
 from flax import nnx
 
+from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
-from llamem.llama.quantized import BlockKind, QuantizedMatrix, check_kinds, with_blocks
+from llamem.llama.plan import Plan
+from llamem.llama.weights import Matrix
+from llamem.quantized.blocks import BlockKind, QuantizedMatrix, check_kinds, kinds_in, with_blocks
 
 
 def quantize(model: Llama, kind: BlockKind) -> Llama:
     """Return a model whose layers' matrices are in blocks of 32 numbers: `"q4_0"`, `"q4_1"` or `"q8_0"`.
 
-    Norms, embedding, head and an experts' router stay as they are. The result computes, generates and carries adapters
+    Norms, embedding and head stay as they are. The result computes, generates and carries adapters
     like any model; it cannot be trained itself. Matrices are changed one after the other, so that beside the old model
     there are the new blocks and one layer's matrix. Under `jax.eval_shape` shapes only.
     Raise ValueError for an unknown kind, for inputs that 32 does not divide, and for a model already quantised.
@@ -26,7 +31,8 @@ def dequantize(model: Llama) -> Llama:
     for name, matrix in quantized_matrices(plain).items():
         graphdef, blocks = nnx.split(matrix)
         numbers = jax.lax.map(lambda one, graphdef=graphdef: nnx.merge(graphdef, one).dequantize(dtype), blocks)
-        setattr(plain.blocks, name, nnx.Param(numbers))
+        n_in = 2 if name == "wo" else 1
+        setattr(plain.blocks, name, Matrix(numbers, n_in=n_in))
     return plain
 
 
@@ -47,3 +53,26 @@ def check_trainable(model: Llama) -> None:
             "this model's matrices are in blocks of four or eight bits, which have no gradient: it can carry adapters "
             "(llamem.LoraConfig), or be trained as llamem.llama.dequantize(model)."
         )
+
+
+def graphdef_of(config: LlamaConfig, plan: Plan, params: Any) -> nnx.GraphDef:
+    """Return what `nnx.merge` makes a model of from these parameters, some of which may be in blocks."""
+    kinds = kinds_in(params)
+    return nnx.graphdef(nnx.eval_shape(lambda: with_blocks(Llama(config, rngs=nnx.Rngs(0), plan=plan), kinds)))
+
+
+def plain_params(model: Llama) -> nnx.State:
+    """Return a model's parameters as those of a plain one, or of one in blocks, wherever its weights wait.
+
+    Raise ValueError for a model that carries adapters.
+    """
+    params = nnx.state(model)
+    kinds = kinds_in(params)
+    plain = nnx.eval_shape(lambda: nnx.state(with_blocks(Llama(model.config, rngs=nnx.Rngs(0)), kinds)))
+    leaves, structure = jax.tree.leaves(params), jax.tree.structure(plain)
+    if len(leaves) != structure.num_leaves:
+        raise ValueError(
+            "this model carries adapters (adapters.on(model)): pass the model that they were put on, or "
+            "llamem.merge_adapter(model, adapters, i), which adds one into the weights."
+        )
+    return jax.tree.unflatten(structure, leaves)

@@ -17,19 +17,44 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
+from llamem.host.by_parts import update_by_rows
+from llamem.host.weights import tables_wait_on_host
 from llamem.layers.offload import to_device, to_host
 from llamem.layers.parts import order_gradients
 from llamem.layers.stack import group_count
 from llamem.layers.streaming import backward, forward, put_back, take
 from llamem.layers.trees import combine, partition
-from llamem.llama.heads import rms_norm
+from llamem.llama.inputs import check_length, check_tokens
 from llamem.llama.model import Llama
-from llamem.llama.sharding import parameter_name
-from llamem.llama.tables import embed
+from llamem.llama.weights import Table, parameter_name, rms_norm
 from llamem.train.batch_loss import loss_of_hidden, mean_weights
-from llamem.train.on_host import update_by_rows
-from llamem.train.optimizers import UpdateRule, is_stacked, norm_of, sum_of_squares, within
+from llamem.train.optimizers import (
+    UpdateRule,
+    is_stacked,
+    make_update,
+    norm_of,
+    split_counters,
+    sum_of_squares,
+    within,
+)
 from llamem.train.settings import TrainSettings
+from llamem.train.step import Step, TrainState
+
+
+def make_streamed_step(graphdef: nnx.GraphDef, settings: TrainSettings) -> Step:
+    """Return `step(state, batch) -> state, metrics` of a model whose plan goes layer by layer."""
+
+    def step(state: TrainState, batch: tuple[Array, ...]) -> tuple[TrainState, dict[str, Array]]:
+        counters, moments = split_counters(state.opt_state)
+        update, params = make_update(settings, state.step, counters), state.params
+        model = nnx.merge(graphdef, params)
+        if model.plan.weights == "host":  # layers are fetched here, and once for both passes
+            model = tables_wait_on_host(model)
+        params, moments, metrics = streamed_update(model, settings, update, params, moments, batch)
+        counters = jax.tree.map(lambda count: count + 1, counters)
+        return TrainState(state.step + 1, params, combine(counters, moments)), metrics
+
+    return step
 
 
 def streamed_update(
@@ -41,7 +66,9 @@ def streamed_update(
     """
     plan, config = model.plan, model.config
     inputs_BT, targets_BT, *segments = batch
-    layer, how = model.layer(inputs_BT.shape[1], *segments), _how_to_stream(model, inputs_BT)
+    check_tokens(inputs_BT, config.vocab_size)
+    check_length(inputs_BT.shape[1], config)
+    layer, how = model.layer(jnp.arange(inputs_BT.shape[1]), *segments), _how_to_stream(model, inputs_BT)
     weights_there, moments_there = plan.weights == "host", plan.moments == "host"
 
     def compute(tree: Any, x_BTD: Array) -> Array:
@@ -102,7 +129,7 @@ def _loss_and_grads(model: Llama, x_BTD: Array, targets_BT: Array) -> tuple[Arra
 
     def loss(head_VD: Array, norm_D: Array, x_BTD: Array) -> Array:
         hidden_BTD, head_VD = order_gradients(rms_norm(x_BTD, norm_D, model.config.norm_eps), head_VD)
-        weights_B = mean_weights(targets_BT, model.plan.mesh)
+        weights_B = mean_weights(targets_BT)
         return loss_of_hidden(model.plan, hidden_BTD, (head_VD,), targets_BT, weights_B)
 
     head_VD = model.head.astype(model.config.compute_dtype)
@@ -114,7 +141,7 @@ def _d_embedding(model: Llama, inputs_BT: Array, dx_BTD: Array) -> Array:
     """Return the gradient of the embedding, without the head's share of it."""
     config = model.config
     table_VD = jnp.zeros((config.vocab_size, config.d_model), config.compute_dtype)
-    return jax.vjp(lambda table_VD: embed(table_VD, inputs_BT, config), table_VD)[1](dx_BTD)[0]
+    return jax.vjp(lambda table_VD: Table(table_VD).look_up(inputs_BT, config.compute_dtype), table_VD)[1](dx_BTD)[0]
 
 
 def _part(tree: Any, name: str) -> Any:

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from llamem.llama.lora import IN_LAYERS, Adapters, check_adapters
+from llamem.adapters.lora import Adapters, check_adapters
+from llamem.adapters.weights import IN_LAYERS, PARAMETERS
 from llamem.llama.model import Llama
-from llamem.llama.quantized_model import is_quantized
-
-_PARAMETERS = {"q": "wq", "k": "wk", "v": "wv", "o": "wo", "gate": "w_gate", "up": "w_up", "down": "w_down"}
+from llamem.quantized.model import is_quantized
 
 
 def merge_adapter(model: Llama, adapters: Adapters, i: int) -> Llama:
@@ -25,13 +24,13 @@ def merge_adapter(model: Llama, adapters: Adapters, i: int) -> Llama:
             "llamem.llama.dequantize(model)."
         )
     one = adapters.select([i])
-    check_adapters(one, None, 1, model.config)
+    check_adapters(one, None, model.config)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     params["blocks"] = dict(params["blocks"])
     for target in one.a:
         a, b, scale = one.a[target], one.b[target], one.scale[target]
         if target in IN_LAYERS:
-            blocks, name = params["blocks"], _PARAMETERS[target]
+            blocks, name = params["blocks"], PARAMETERS[target]
             blocks[name] = _sum_by_layer(blocks[name], a[:, 0], b[:, 0], scale[:, 0])
         else:
             params["untied_head"] = _sum(model.head, b[0], a[0], scale[0])  # stored as [out, in]

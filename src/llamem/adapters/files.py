@@ -16,7 +16,8 @@ import numpy as np
 from llamem._checks import check_number, check_one_of, check_whole, few, show
 from llamem._extras import import_extra
 from llamem._files import read_json, whole_folder
-from llamem.llama.lora import IN_LAYERS, Adapters, shape_of, targets_in
+from llamem.adapters.lora import TARGET_MODULES, Adapters, shape_of
+from llamem.adapters.weights import IN_LAYERS
 from llamem.llama.model import Llama
 from llamem.llama.safetensors_files import Stored, tensors_in
 
@@ -105,7 +106,7 @@ def _load(model: Llama, folder: Path) -> Adapters:
     _check_config(peft, folder)
     stored, one = tensors_in(folder / WEIGHTS), Adapters({}, {}, {}, {})
     _check_base(model, stored, folder)
-    targets, r = targets_in(model.config), check_whole(f"r in {folder / CONFIG}", peft.get("r"))
+    targets, r = TARGET_MODULES, check_whole(f"r in {folder / CONFIG}", peft.get("r"))
     stabilised = check_one_of(f"use_rslora in {folder / CONFIG}", peft.get("use_rslora") or False, (True, False))
     alpha = check_number(f"lora_alpha in {folder / CONFIG}", peft.get("lora_alpha"), above=0)
     for target in targets:
@@ -122,11 +123,10 @@ def _load(model: Llama, folder: Path) -> Adapters:
         for part, array in zip((one.a, one.b, one.scale, one.rank), (a, b, scale, rank), strict=True):
             part[target] = jnp.asarray(array if layers else array[0])
     if stored or not one.a:
-        note = " Adapters of experts are not supported." if model.config.n_experts else ""
         raise ValueError(
             f"{folder / WEIGHTS} holds {few(list(stored)) or 'no tensor'}: expected low-rank matrices of "
             f"{', '.join(MODULES[t] for t in targets)} in {model.config.n_layers} layers alone. The adapter is of "
-            f"another kind, or belongs to another base.{note}"
+            f"another kind, or belongs to another base."
         )
     return one
 

@@ -1,6 +1,6 @@
 """A step on a mesh of devices: one `jax.shard_map` around the step of one device, which then sees its parts.
 
-Weights are gathered, and their gradients scattered, where the layers read them (`llamem.llama.sharding`). What is left
+Weights are gathered, and their gradients scattered, where the layers read them (`llamem.mesh.weights`). What is left
 for the step itself is here: gradients of weights that several devices hold, and the norm of them all.
 """
 
@@ -14,7 +14,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from llamem.llama.sharding import PARAMETERS, READ_IN_PARTS, MeshShape, parameter_name, shardings
+from llamem.llama.mesh_shape import MeshShape
+from llamem.llama.weights import PARAMETERS, parameter_name
+from llamem.mesh.specs import READ_IN_PARTS, shardings
 from llamem.train.settings import TrainSettings
 
 
@@ -61,11 +63,6 @@ def check_sizes(mesh: MeshShape, settings: TrainSettings) -> None:
 def sum_over(x: Array, axes: tuple[str, ...]) -> Array:
     """Return the sum of what the devices along these mesh axes computed, on all of them; `x` itself without axes."""
     return lax.psum(x, axes) if axes else x
-
-
-def sum_over_batch(x: Array, mesh: MeshShape) -> Array:
-    """Return the sum of what devices with different tokens computed, on all of them."""
-    return sum_over(x, mesh.over("batch", "sequence"))
 
 
 def for_gradients_outside(params: Any, mesh: MeshShape) -> Any:

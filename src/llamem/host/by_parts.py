@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from llamem.host.memory import waits_on_host
 from llamem.layers.offload import to_device, to_host
 from llamem.layers.trees import combine, partition
-from llamem.llama.host_memory import waits_on_host
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import parameter_name
+from llamem.llama.weights import parameter_name
 from llamem.train.optimizers import UpdateRule, is_stacked
 
 # Tables of the vocabulary are cut into up to so many pieces of rows, whose size this divides: rows of a bf16 array lie

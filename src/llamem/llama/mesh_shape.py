@@ -1,6 +1,4 @@
-"""Who holds what on a mesh of devices: every parameter's axes by name, and which mesh axes split an axis of that name.
-
-Four mesh axes, each with a meaning:
+"""How many devices share the work, and how: four mesh axes, each with a meaning.
 
 | mesh axis | splits | the other half of the bargain |
 |---|---|---|
@@ -16,11 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array
 
 from llamem._checks import check_whole, show
-from llamem.layers.collectives import gather
 
 # The mesh axes over which an axis of this name is split, the slowest first.
 RULES: dict[str, tuple[str, ...]] = {
@@ -32,29 +27,6 @@ RULES: dict[str, tuple[str, ...]] = {
     "d_ff": ("tensor",),
     "vocab": ("tensor",),
 }
-
-# The last axes of every parameter; before them come the layers and the experts, which are never split. None: not split.
-PARAMETERS: dict[str, tuple[str | None, ...]] = {
-    "embedding": ("vocab", "d_model"),
-    "untied_head": ("vocab", "d_model"),
-    "wq": ("d_model", "heads", None),
-    "wk": ("d_model", "kv_heads", None),
-    "wv": ("d_model", "kv_heads", None),
-    "wo": ("heads", None, "d_model"),
-    "w_gate": ("d_model", "d_ff"),
-    "w_up": ("d_model", "d_ff"),
-    "w_down": ("d_ff", "d_model"),
-    "w_router": ("d_model", None),
-    # Small: every device holds them whole.
-    "norm": (None,),
-    "attn_norm": (None,),
-    "mlp_norm": (None,),
-    "q_norm": (None,),
-    "k_norm": (None,),
-}
-
-# Whole on every device, but read for its own heads or its own part of F alone: gradients are summed over `tensor` too.
-READ_IN_PARTS = ("q_norm", "k_norm", "w_router")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,81 +116,3 @@ class MeshShape:
         if jax.device_count() < self.devices:
             return jax.sharding.AbstractMesh(sizes, names, kinds)
         return jax.make_mesh(sizes, names, axis_types=kinds, devices=jax.devices()[: self.devices])
-
-
-def partition_spec(what: str, names: tuple[str | None, ...], shape: tuple[int, ...], mesh: MeshShape) -> PartitionSpec:
-    """Return how an array called `what`, whose last axes have these `names`, lies on a mesh.
-
-    Raises ValueError where a size does not divide.
-    """
-    spec: list[Any] = [None] * (len(shape) - len(names))
-    for name, size in zip(names, shape[len(spec) :], strict=True):
-        axes = mesh.over(name) if name else ()
-        parts = math.prod(mesh.axes[axis] for axis in axes)
-        if size % parts:
-            over = " x ".join(f"{axis}={mesh.axes[axis]}" for axis in axes)
-            raise ValueError(
-                f"{what}: its axis {name!r} of {size} does not divide among {parts} devices ({over}). Choose a mesh "
-                f"whose sizes divide {size}."
-            )
-        spec.append(axes or None)
-    return PartitionSpec(*spec)
-
-
-def parameter_name(path: tuple[Any, ...]) -> str | None:
-    """Return which parameter a leaf of a model, a layer or moments is part of; None for other leaves."""
-    keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-    return next((key for key in keys if key in PARAMETERS), None)
-
-
-def is_in_blocks(path: tuple[Any, ...]) -> bool:
-    """Return whether a parameter's leaf is a part of its blocks (`llamem.llama.quantized`), and not its numbers."""
-    keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-    return bool(keys) and keys[-1] in ("values", "scale", "minimum")
-
-
-def parameter_specs(tree: Any, mesh: MeshShape) -> Any:
-    """Return how every leaf of parameters, or of a training state, lies on the mesh: a tree of `PartitionSpec`.
-
-    Moments lie as their parameters; counters, and matrices in blocks, are everywhere. Raises ValueError as
-    `partition_spec` does, and for blocks on a mesh that would split them.
-    """
-
-    def one(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
-        name = parameter_name(path)
-        if name is not None and is_in_blocks(path):
-            if split := [axis for axis in mesh.axes if axis != "data"]:
-                raise ValueError(
-                    f"a model in blocks of four or eight bits on the mesh {mesh.axes}: blocks are not split over "
-                    f"{split[0]!r}. Every device holds them whole: give the mesh a 'data' axis alone."
-                )
-            return PartitionSpec()
-        return PartitionSpec() if name is None else partition_spec(name, PARAMETERS[name], leaf.shape, mesh)
-
-    return jax.tree.map_with_path(one, tree)
-
-
-def shardings(specs: Any, mesh: MeshShape) -> Any:
-    """Return `NamedSharding`s for a tree of `PartitionSpec`s, over this machine's devices or an absent chip's."""
-    devices = mesh.mesh()
-    return jax.tree.map(lambda s: NamedSharding(devices, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))
-
-
-def gather_weight(name: str, w: Array, mesh: MeshShape, dtype: Any) -> Array:
-    """Return a parameter whole along D, in the products' type, inside `shard_map`; along `tensor` it stays split."""
-    names = PARAMETERS[name]
-    if "d_model" not in names:
-        return w
-    return gather(w, mesh.over("d_model"), w.ndim - len(names) + names.index("d_model"), dtype)
-
-
-def gather_weights(params: Any, mesh: MeshShape, dtype: Any) -> Any:
-    """Apply `gather_weight` to every leaf of one layer's parameters; without a mesh return them as they are."""
-    if not mesh.over("d_model"):
-        return params
-
-    def one(path: tuple[Any, ...], leaf: Array) -> Array:
-        name = parameter_name(path)
-        return leaf if name is None else gather_weight(name, leaf, mesh, dtype)
-
-    return jax.tree.map_with_path(one, params)

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from llamem.llama.sharding import PARAMETERS, parameter_name
+from llamem.llama.weights import PARAMETERS, parameter_name
 
 
 def waits_on_host(path: tuple[Any, ...]) -> bool:

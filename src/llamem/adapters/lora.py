@@ -14,10 +14,11 @@ import numpy as np
 from flax import nnx
 
 from llamem._checks import check_number, check_one_of, check_whole
+from llamem.adapters.weights import IN_LAYERS, put_on
 from llamem.llama.config import LlamaConfig
 from llamem.llama.inputs import check_ids, check_of_sequences
+from llamem.llama.model import Llama
 
-IN_LAYERS = ("q", "k", "v", "o", "gate", "up", "down")
 TARGET_MODULES = (*IN_LAYERS, "head")
 
 
@@ -26,8 +27,7 @@ class LoraConfig:
     """Which adapters there are: one rank and one alpha for each, and what all of them adapt.
 
     An adapter's scale is `alpha / rank`; without alphas every scale is 1. `target_modules`: any of
-    `llamem.llama.TARGET_MODULES`: the seven projections of a layer, and "head". Experts are not adapted:
-    "gate", "up" and "down" are refused for a mixture.
+    `llamem.llama.TARGET_MODULES`: the seven projections of a layer, and "head".
 
     Raises ValueError, when it is made, for a rank that is no whole number of at least 1, for an alpha that is not above
     0, for another number of alphas than of ranks, and for targets that are unknown, twice there, or none.
@@ -76,7 +76,7 @@ class Adapters:
     def create(cls, config: LlamaConfig, lora: LoraConfig, *, rngs: nnx.Rngs) -> "Adapters":
         """Make new adapters for models of this shape, which change nothing yet: `A` is random, `B` zero.
 
-        Under `jax.eval_shape` shapes only. Raises ValueError for targets among the experts of a mixture.
+        Under `jax.eval_shape` shapes only.
         """
         assert lora.alphas is not None  # filled in when it was made
         rank_A = np.asarray(lora.ranks, np.int32)
@@ -93,6 +93,16 @@ class Adapters:
             scale[target] = jnp.broadcast_to(scale_A, (*layers, len(scale_A)))
             rank[target] = jnp.broadcast_to(rank_A, (*layers, len(rank_A)))
         return cls(a, b, scale, rank)
+
+    def on(self, model: Llama, adapter_B: Any = None) -> Llama:
+        """Return the model with these adapters: one that computes, generates and is differentiated like any.
+
+        `adapter_B` `[B]` says which of them each sequence uses; it may be left out where there is one, and then the
+        model takes any number of sequences. The model itself stays as it is. Raises ValueError for adapters of another
+        model, and for ids that are none where they are known: in a program that is traced such a sequence gets NaN.
+        """
+        adapter_B = check_adapters(self, adapter_B, model.config)
+        return put_on(nnx.merge(*nnx.split(model)), self, adapter_B)
 
     @property
     def count(self) -> int:
@@ -146,40 +156,21 @@ class Adapters:
         return joined
 
 
-def targets_in(config: LlamaConfig) -> tuple[str, ...]:
-    """Return which targets a model of this shape has: all, but for the matrices of experts."""
-    return tuple(t for t in TARGET_MODULES if not (config.n_experts and t in ("gate", "up", "down")))
-
-
 def shape_of(config: LlamaConfig, target: str) -> tuple[tuple[int, ...], int, int]:
-    """Return what stands before the adapters' axis, `(L,)` or (), and sizes in and out.
-
-    Raises ValueError for a target that the model has not.
-    """
+    """Return what stands before the adapters' axis, `(L,)` or (), and sizes in and out."""
     c = config
-    if target not in targets_in(c):
-        raise ValueError(
-            f"adapters of experts are not supported, and {target!r} of this model is one matrix for each of "
-            f"{c.n_experts} experts. Adapt others: LoraConfig(target_modules=('q', 'k', 'v', 'o'))."
-        )
     D, H, K, F = c.d_model, c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.d_ff
     sizes = {"q": (D, H), "k": (D, K), "v": (D, K), "o": (H, D), "gate": (D, F), "up": (D, F), "down": (F, D)}
     sizes["head"] = D, c.vocab_size
     return (c.n_layers,) if target in IN_LAYERS else (), *sizes[target]
 
 
-def check_adapters(adapters: Any, adapter_B: Any, batch_size: int, config: LlamaConfig) -> Any:
+def check_adapters(adapters: "Adapters", adapter_B: Any, config: LlamaConfig) -> Any:
     """Return each sequence's adapter, an array `[B]`: 0 for all where there is one adapter, and none was named.
 
-    Raises TypeError for what are no adapters, ValueError for those of another model and for ids that are none. Ids are
-    not known while a program is traced: see `Llama.hidden`.
+    Raises ValueError for adapters of another model and for ids that are none. Ids are not known while a program is
+    traced.
     """
-    if adapters is None:
-        if adapter_B is not None:
-            raise ValueError("adapter_B without adapters: pass adapters=..., too.")
-        return None
-    if not isinstance(adapters, Adapters):
-        raise TypeError(f"adapters of type {type(adapters).__name__}: expected llamem.Adapters.")
     A = adapters.count
     for target in adapters.a:
         layers, n_in, n_out = shape_of(config, target)
@@ -191,8 +182,8 @@ def check_adapters(adapters: Any, adapter_B: Any, batch_size: int, config: Llama
                 f"{expected}. Take the model that they were made for."
             )
     if adapter_B is None and A == 1:
-        return jnp.zeros(batch_size, jnp.int32)
-    check_of_sequences("adapter_B", adapter_B, (batch_size,), f"which of the {A} adapters each sequence uses")
+        return jnp.zeros(1, jnp.int32)
+    check_of_sequences("adapter_B", adapter_B, (np.size(adapter_B),), f"which of the {A} adapters each sequence uses")
     check_ids(adapter_B, A, "adapter_B", f"there are {A} adapters.")
     return jnp.asarray(adapter_B)
 

@@ -10,7 +10,7 @@ Byte i of a block of four bits holds number i below and number i + 16 above. Sou
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Shaped
 
 from llamem._checks import check_one_of
 from llamem.llama.config import LlamaConfig
-from llamem.llama.sharding import is_in_blocks
+from llamem.llama.weights import Matrix, cut, with_numbers
 
 BlockKind = Literal["q4_0", "q4_1", "q8_0"]
 KINDS: tuple[BlockKind, ...] = ("q4_0", "q4_1", "q8_0")
@@ -46,6 +46,11 @@ class QuantizedMatrix(nnx.Module):
             self.minimum = Frozen(blocks["minimum"])
 
     @property
+    def blocks(self) -> Blocks:
+        """The parts of the blocks, by name."""
+        return {name: part[...] for name, part in vars(self).items() if isinstance(part, Frozen)}
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the matrices, with the axes before them."""
         return (*self.scale[...].shape[:-2], *self.matrix_shape)
@@ -55,6 +60,43 @@ class QuantizedMatrix(nnx.Module):
         minimum = self.minimum[...] if self.kind == "q4_1" else None
         w_OI = dequantize_rows(self.kind, self.values[...], self.scale[...], minimum, dtype)
         return jnp.swapaxes(w_OI, -1, -2).reshape(self.shape)
+
+    def ready(self, dtype: Any) -> "RowMatrix":
+        """Return one layer's matrix as it is multiplied, dequantised once for all tiles and groups."""
+        minimum = self.minimum[...] if self.kind == "q4_1" else None
+        w_OI = dequantize_rows(self.kind, self.values[...], self.scale[...], minimum, dtype)
+        n_in = _n_in(self.matrix_shape, w_OI.shape[1])
+        return RowMatrix(w_OI.reshape(*self.matrix_shape[n_in:], *self.matrix_shape[:n_in]), n_in=n_in)
+
+
+class RowMatrix(Matrix):
+    """`[*outputs, *inputs]`, as its blocks lie, and turned where it is multiplied.
+
+    So it enters a loop over tiles or groups: else XLA for GPUs would bring the blocks of all layers into the other
+    order before the loop over layers, in a copy.
+    """
+
+    def linear(self, x: Float[Array, "..."], dtype: Any = None) -> Float[Array, "..."]:
+        """Return `x W`, in `dtype` or the type of `x`."""
+        return self._turned().linear(x, dtype)
+
+    def cut(self, n: int, axis: Literal["input", "output"]) -> "RowMatrix":
+        """Return n matrices, stacked: each has a part of the heads, which are its first input or output."""
+        return with_numbers(self, cut(self[...], n, self[...].ndim - self.n_in if axis == "input" else 0))
+
+    @classmethod
+    def together(cls, matrices: "Sequence[RowMatrix]", x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
+        """Return `[m.linear(x) for m in matrices]` by one product."""
+        return Matrix.together([m._turned() for m in matrices], x)
+
+    def _turned(self) -> Matrix:
+        w, inputs = self[...], range(self.n_in)
+        return Matrix(jnp.moveaxis(w, [w.ndim - self.n_in + i for i in inputs], list(inputs)), n_in=self.n_in)
+
+
+def _n_in(matrix_shape: tuple[int, ...], size: int) -> int:
+    """Return how many of the first axes are the inputs, of which there are `size`."""
+    return next(n for n in range(1, len(matrix_shape)) if math.prod(matrix_shape[:n]) == size)
 
 
 def dequantize_rows(
@@ -103,10 +145,15 @@ def quantize_rows(rows: Float[Array, "*N O I"], kind: BlockKind) -> Blocks:
 def with_blocks(model: Any, kinds: Mapping[str, BlockKind]) -> Any:
     """Put blocks in the place of these parameters of a model's layers; return the model, which is changed."""
     for name, kind in kinds.items():
-        w, n_inputs = getattr(model.blocks, name)[...], 2 if name == "wo" else 1
-        n_before = w.ndim - (3 if name in ("wq", "wk", "wv", "wo") else 2)  # layers, and of each expert
-        setattr(model.blocks, name, quantize_matrices(w, n_inputs, n_before, kind))
+        matrix = getattr(model.blocks, name)
+        setattr(model.blocks, name, quantize_matrices(matrix[...], matrix.n_in, kind))
     return model
+
+
+def is_in_blocks(path: tuple[Any, ...]) -> bool:
+    """Return whether a parameter's leaf is a part of its blocks, and not its numbers."""
+    keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+    return bool(keys) and keys[-1] in ("values", "scale", "minimum")
 
 
 def kinds_in(params: Any) -> dict[str, BlockKind]:
@@ -122,16 +169,15 @@ def kinds_in(params: Any) -> dict[str, BlockKind]:
     }
 
 
-def quantize_matrices(w: Float[Array, "..."], n_inputs: int, n_before: int, kind: BlockKind) -> QuantizedMatrix:
-    """Return stacked matrices `[*before, *inputs, *outputs]` in blocks, one of the first axis after the other."""
-    before, matrix_shape = w.shape[:n_before], w.shape[n_before:]
-    n_in = math.prod(matrix_shape[:n_inputs])
+def quantize_matrices(w: Float[Array, "L ..."], n_in: int, kind: BlockKind) -> QuantizedMatrix:
+    """Return stacked matrices `[L, *inputs, *outputs]` in blocks, one after the other."""
+    matrix_shape = w.shape[1:]
+    size = math.prod(matrix_shape[:n_in])
 
     def one(matrix: Array) -> Blocks:
-        rows = matrix.reshape(*matrix.shape[: n_before - 1], n_in, -1)
-        return quantize_rows(jnp.swapaxes(rows, -1, -2), kind)
+        return quantize_rows(jnp.swapaxes(matrix.reshape(size, -1), -1, -2), kind)
 
-    return QuantizedMatrix(jax.lax.map(one, w) if before[0] else jax.vmap(one)(w), kind, matrix_shape)
+    return QuantizedMatrix(jax.lax.map(one, w) if len(w) else jax.vmap(one)(w), kind, matrix_shape)
 
 
 def check_kinds(config: LlamaConfig, kind: BlockKind) -> dict[str, BlockKind]:
@@ -139,7 +185,7 @@ def check_kinds(config: LlamaConfig, kind: BlockKind) -> dict[str, BlockKind]:
     check_one_of("quantize", kind, KINDS)
     c = config
     inputs = {"wq": c.d_model, "wk": c.d_model, "wv": c.d_model, "wo": c.n_heads * c.head_dim}
-    inputs |= {"w_gate": c.d_model, "w_up": c.d_model, "w_down": c.moe_d_ff if c.n_experts else c.d_ff}
+    inputs |= {"w_gate": c.d_model, "w_up": c.d_model, "w_down": c.d_ff}
     if wrong := [f"{name} has {n}" for name, n in inputs.items() if n % BLOCK]:
         raise ValueError(
             f"quantize={kind!r}: blocks have {BLOCK} numbers along a matrix's inputs, and {', '.join(wrong)}. Load "

@@ -11,18 +11,23 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
+from llamem.adapters.lora import Adapters, LoraConfig, check_adapters
+from llamem.adapters.on_mesh import own_part_of, summed_over
+from llamem.adapters.weights import IN_LAYERS, put_on
+from llamem.host.memory import host_sharding, of_matrices
 from llamem.layers.offload import is_on_host
 from llamem.llama.config import LlamaConfig
-from llamem.llama.host_memory import host_sharding, of_matrices
-from llamem.llama.lora import IN_LAYERS, Adapters, LoraConfig
 from llamem.llama.plan import Plan
-from llamem.llama.quantized import BlockKind
-from llamem.llama.sharding import MeshShape, parameter_specs
+from llamem.mesh.specs import parameter_specs
+from llamem.mesh.step import batch_spec, check_sizes, on_mesh, placed_shapes, sum_over
+from llamem.places import place_of
+from llamem.quantized.blocks import BlockKind, check_kinds, with_blocks
+from llamem.quantized.model import graphdef_of
 from llamem.train.batch_loss import IGNORED, loss_and_grads, summed_loss
 from llamem.train.optimizers import make_optimizer, norm_of, within
+from llamem.train.place import OneDevice
 from llamem.train.settings import TrainSettings
-from llamem.train.sharded_step import batch_spec, check_sizes, on_mesh, placed_shapes, sum_over, sum_over_batch
-from llamem.train.step import TrainState, abstract_params, graphdef_of
+from llamem.train.step import TrainState, make_model
 
 # inputs [B, T], targets [B, T], the adapter of each sequence [B], perhaps segments [B, T]
 AdapterBatch = tuple[Any, ...]
@@ -93,7 +98,8 @@ def abstract_lora_step(
     chip=...)`. With a mesh in the plan the shapes say how they lie on it. `quantize`: the kind of blocks that the
     frozen matrices are in, such as `"q4_0"`. Raise ValueError for sizes that do not divide.
     """
-    mesh, base = plan.mesh, abstract_params(config, settings, quantize)
+    kinds = {} if quantize is None else check_kinds(config, quantize)
+    mesh, base = plan.mesh, jax.eval_shape(lambda: nnx.state(with_blocks(make_model(config, settings), kinds)))
     check_sizes(mesh, settings)
     if plan.weights == "host":
         base = of_matrices(base, lambda leaf: leaf.update(sharding=host_sharding()))
@@ -115,12 +121,12 @@ def losses_and_grads(
 
     On a mesh, inside `shard_map`, from this device's part of the batch; the results are the same on all devices.
     """
-    mesh = nnx.merge(graphdef, base).plan.mesh
-    weights_B, tokens_A, mean = _of_adapters(adapters.count, mesh, batch)
+    plan = nnx.merge(graphdef, base).plan
+    weights_B, tokens_A, mean = _of_adapters(adapters.count, place_of(plan), batch)
 
     def divided(path: tuple[Any, ...], grad: Array, axis: int) -> Array:
         counts = _along(axis, grad, jnp.maximum(tokens_A, 1).astype(grad.dtype))
-        return sum_over(grad, _summed_over(path, mesh)) / counts
+        return sum_over(grad, summed_over(path, plan.mesh)) / counts
 
     # Of the sum over tokens, divided at the end, in the adapters' own f32: one over the number of tokens would push
     # what flows back through the layers below the smallest numbers of float16, whose loss scale this is.
@@ -132,10 +138,11 @@ def losses_and_grads(
 
 def lora_losses(graphdef: nnx.GraphDef, base: Any, adapters: Adapters, batch: AdapterBatch) -> Array:
     """Return every adapter's mean loss over its own tokens, `[A]`, without gradients; NaN where it has none."""
-    mesh = nnx.merge(graphdef, base).plan.mesh
+    plan = nnx.merge(graphdef, base).plan
+    mesh = plan.mesh
 
     def losses(base: Any, adapters: Adapters, batch: AdapterBatch) -> Array:
-        weights_B, _, mean = _of_adapters(adapters.count, mesh, batch)
+        weights_B, _, mean = _of_adapters(adapters.count, place_of(plan), batch)
         return mean(jax.grad(_loss_of(graphdef, base, adapters), 1)(adapters.weights, weights_B, *batch))
 
     specs = (parameter_specs(base, mesh), PartitionSpec(), batch_spec(mesh))
@@ -146,36 +153,31 @@ def _loss_of(graphdef: nnx.GraphDef, base: Any, adapters: Adapters) -> Callable[
     """Return `loss(weights, weights_B, *batch)` of adapters' weights; linear in `weights_B`, as `summed_loss` is."""
 
     def loss(weights: Any, weights_B: Array, inputs_BT: Array, targets_BT: Array, adapter_B: Array, *rest: Any) -> Any:
-        model, lora = nnx.merge(graphdef, base), adapters.with_weights(weights)
-        return summed_loss(model, weights_B, inputs_BT, targets_BT, *rest, adapters=lora, adapter_B=adapter_B)
+        model = nnx.merge(graphdef, base)
+        place, mesh = place_of(model.plan), model.plan.mesh
+        adapter_B = check_adapters(adapters, adapter_B, model.config)
+        model = put_on(place.put(model), adapters.with_weights(weights), adapter_B, own_part_of(mesh))
+        return summed_loss(model, weights_B, inputs_BT, targets_BT, *rest)
 
     return loss
 
 
-def _of_adapters(count: int, mesh: MeshShape, batch: AdapterBatch) -> tuple[Array, Array, Callable[[Array], Array]]:
+def _of_adapters(count: int, place: OneDevice, batch: AdapterBatch) -> tuple[Array, Array, Callable[[Array], Array]]:
     """Return one over the tokens of each sequence's adapter `[B]`, the tokens of each adapter `[A]`, and what
     makes the mean losses `[A]` of the summed losses of sequences `[B]`.
     """
     _, targets_BT, adapter_B, *_ = batch
     per_adapter = partial(jax.ops.segment_sum, segment_ids=adapter_B, num_segments=count)
-    tokens_A = sum_over(per_adapter(jnp.sum(targets_BT != IGNORED, axis=1)), mesh.over("batch"))
+    tokens_A = place.sum_sequences(per_adapter(jnp.sum(targets_BT != IGNORED, axis=1)))
     weights_B = 1 / jnp.maximum(tokens_A, 1)[jnp.clip(adapter_B, 0, count - 1)]
 
     def mean(losses_B: Array) -> Array:
         # An id that is none belongs to no adapter's sum: its NaN is told to all of them.
         nowhere = jnp.sum(jnp.where((adapter_B < 0) | (adapter_B >= count), jnp.nan, 0.0))
-        loss_A = sum_over_batch(per_adapter(losses_B * weights_B) + nowhere, mesh)
+        loss_A = place.sum_tokens(per_adapter(losses_B * weights_B) + nowhere)
         return jnp.where(tokens_A > 0, loss_A, jnp.nan)
 
     return weights_B, tokens_A, mean
-
-
-def _summed_over(path: tuple[Any, ...], mesh: MeshShape) -> tuple[str, ...]:
-    """Return the mesh axes whose devices have summands of this gradient each: on the others all have the same."""
-    part, target = (entry.key for entry in path[-2:])
-    # In a layer devices of "tensor" compute for their heads and their part of F, and B of the head meets their rows.
-    in_parts = target in IN_LAYERS or (part, target) == ("b", "head")
-    return mesh.over("batch", "sequence") + ((mesh.tensor_axis,) if in_parts and mesh.tensor_axis else ())
 
 
 def _axis_of_adapters(tree: Any) -> Any:

@@ -1,0 +1,67 @@
+"""Weights that wait in the host's memory: fetched where a layer needs them, forward and backward."""
+
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from llamem.layers.offload import to_device
+from llamem.layers.streaming import fetch
+from llamem.llama.model import Llama
+from llamem.llama.weights import MATRICES, Matrix, Table
+from llamem.quantized.blocks import QuantizedMatrix, RowMatrix
+
+
+class HostMatrix(Matrix):
+    """A matrix on the host."""
+
+    def ready(self, dtype: Any) -> Matrix:
+        """Return the matrix on the device, in the type of its products."""
+        return Matrix(to_device(self[...]).astype(dtype), n_in=self.n_in)
+
+
+class HostBlocks(QuantizedMatrix):
+    """A matrix in blocks of few bits on the host."""
+
+    def ready(self, dtype: Any) -> RowMatrix:
+        """Return the matrix on the device, dequantised there."""
+        graphdef, blocks = nnx.split(self)
+        return QuantizedMatrix.ready(nnx.merge(graphdef, fetch(blocks)), dtype)
+
+
+class HostTable(Table):
+    """A table on the host."""
+
+    def at_hand(self) -> Float[Array, "V D"]:
+        """Return its numbers on the device."""
+        return to_device(self[...])
+
+    def ready(self, dtype: Any) -> Table:
+        """Return the table on the device, in the type of its products."""
+        return Table(self.at_hand().astype(dtype))
+
+    def look_up(self, ids: Int[Array, "*N"], dtype: Any) -> Float[Array, "*N D"]:
+        """Return rows in `dtype`; NaN for an id that there is not."""
+        return Table(self.at_hand()).look_up(ids, dtype)
+
+
+def wait_on_host(model: Llama) -> Llama:
+    """Put matrices and tables that wait on the host in the place of plain ones; return the model, which is changed."""
+    for name in MATRICES:
+        matrix = getattr(model.blocks, name)
+        if isinstance(matrix, QuantizedMatrix):
+            blocks = {
+                part: variable[...] for part, variable in vars(matrix).items() if isinstance(variable, nnx.Variable)
+            }
+            setattr(model.blocks, name, HostBlocks(blocks, matrix.kind, matrix.matrix_shape))
+        else:
+            setattr(model.blocks, name, HostMatrix(matrix[...], n_in=matrix.n_in))
+    return tables_wait_on_host(model)
+
+
+def tables_wait_on_host(model: Llama) -> Llama:
+    """Do so with the tables of the vocabulary alone."""
+    for name in ("embedding", "untied_head"):
+        if hasattr(model, name):
+            setattr(model, name, HostTable(getattr(model, name)[...]))
+    return model

@@ -1,0 +1,13 @@
+"""Where a plan's step runs: the one choice among the powers that put other weights in the place of plain ones."""
+
+from llamem.host.place import OnHost
+from llamem.llama.plan import Plan
+from llamem.mesh.place import OnMesh
+from llamem.train.place import OneDevice
+
+
+def place_of(plan: Plan) -> OneDevice:
+    """Return what a step of this plan asks."""
+    if plan.mesh.devices > 1:
+        return OnMesh(plan.mesh)
+    return OnHost(plan) if "host" in (plan.weights, plan.moments) else OneDevice()

@@ -1,0 +1,1 @@
+"""Frozen matrices in blocks of four or eight bits."""
