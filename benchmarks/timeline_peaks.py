@@ -35,8 +35,8 @@ HEAD = """\
 # Timelines against the compilers' own figures
 
 {date}, {versions}, by `benchmarks/timeline_peaks.py`. In MiB: what the compiler set aside (arguments + outputs -
-aliases + temporaries + constants); the timeline's highest point, what is in use at once; the difference: results not
-written yet, and gaps between buffers. What is set aside is the report's peak, to the byte: the exit status says so.
+aliases + temporaries + constants); the timeline's highest point, what is in use at once, room of results included; the
+difference: gaps between arrays. What is set aside is the report's peak, to the byte: the exit status says so.
 
 | program | chip | set aside | in use | difference in % |
 |---|---|---|---|---|

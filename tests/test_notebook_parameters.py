@@ -10,12 +10,17 @@ import pytest
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 # By notebook: two or more natural changes. What cannot be is refused in a cell with a sentence: see REFUSED.
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
-    "00": ({"tokens": 4096, "small_chip": "t4"}, {"other_chip": "a100-80", "chips": ["v6e-1", "l4"]}),
+    "00": ({"tokens": 4096, "small_chip": "t4"}, {"other_chip": "a100-80", "chips": '["v6e-1", "l4"]'}),
     "01": ({"width": 256, "depth": 8}, {"chip": "v6e-1", "other_chip": "t4", "tokens": 5000}),
-    "02": ({"chip": "v6e-1", "other_chip": "a100-80"}, {"tokens": 4096}),
-    "03": ({"seq_len": 1024}, {"tpu": "v6e-1", "gpu": "l4"}),
-    "04": ({"chip": "t4"}, {"tokens": 4096, "small_chip": "v6e-1", "other_chip": "l4"}),
+    "02": ({"chip": "v6e-1", "other_chip": "a100-80", "lengths": "[4096]"}, {"tokens": 4096}, {"tokens": 1024}),
+    "03": ({"seq_len": 2048}, {"tpu": "v6e-1", "gpu": "l4"}),
+    "04": (
+        {"chip": "t4"},
+        {"tokens": 16_384, "chip": "v5e-1"},
+        {"tokens": 4096, "small_chip": "v6e-1", "other_chip": "l4"},
+    ),
     "05": ({"target": "v6e-8"}, {"target": "v5p-16", "seed": 3}),
+    "06": ({"chips": '["v6e-1", "a100-40"]', "lengths": "[1024, 4096]"},),
     "07": (
         {"compile_for": "t4", "steps": 24, "chat_steps": 3},
         {"num_tiles": 8, "batch_size": 3, "seq_len": 100, "steps": 13},
@@ -29,17 +34,21 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "09": ({"chip": "t4", "colab_tokens": 4096, "steps": 4, "rounds": 1}, {"seed": 7, "steps": 3, "rounds": 2}),
     "10": ({"layers": 4, "width": 64}, {"tokens": 1024}),
-    "11": ({"compile_for": "v5p:4x4x4"}, {"hosts": 4, "steps": 9}),
+    "11": ({"compile_for": "v6e:4x4"}, {"hosts": 4, "steps": 9}),
     "12": ({"chip": "t4"}, {"model": "llama3.2-3b", "chip": "v6e-1", "tokens": 65_536}, {"short": 2048}),
 }
 # By notebook: a change that cannot be, and words of the sentence that says so.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "00": ({"chips": '["t4", "h1000"]'}, "chips: no chip is called 'h1000'"),
     "01": ({"depth": 6}, "groups of four"),
     "04": ({"tokens": 1000}, "multiple of 256"),
     "05": ({"target": "v5e-1"}, "take eight chips"),
+    "06": ({"chips": ["v6e-1", "nonsense"]}, "no chip is called 'nonsense'"),
+    "07": ({"preset": "nonsense"}, "no preset is called 'nonsense'"),
     "08": ({"chip": "v5e-8"}, "about one"),
-    "09": ({"colab_tokens": 200_000}, "131,072 that Llama 3.1"),
-    "11": ({"hosts": 3}, "take 2 or 4"),
+    "09": ({"chip": "v6"}, "no chip is called 'v6'"),
+    "10": ({"width": 2}, "four experts"),
+    "11": ({"compile_for": "v5e:4x4x4"}, "no chip is called"),
     "12": ({"tokens": 262_144}, "reads up to 131,072"),
 }
 ON_EACH_PUSH = ("01",)  # of the refusals, which take seconds

@@ -18,12 +18,7 @@ ORDER = re.compile(rf"\b({'|'.join(WORDS.split())})\b", re.IGNORECASE)
 # Sections that repeat what the others proved, or ask.
 AFTERWARDS = re.compile(r"^## (What to remember|Limits|Exercises|A chart to choose by)", re.MULTILINE)
 # Uses that claim nothing of this notebook's own, by notebook: what is waived, and why.
-WAIVED: dict[str, dict[str, str]] = {
-    "07": {
-        "the model never trains on them": "what the word means",
-        "never looks at what came before": "what the model in question is",
-    },
-}
+WAIVED: dict[str, dict[str, str]] = {}
 
 
 def claims(notebook: dict[str, Any]) -> Iterator[str]:

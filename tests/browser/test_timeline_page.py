@@ -35,19 +35,19 @@ def test_pointing_and_clicking_tell_of_a_buffer(page):
     canvas = frame.locator("canvas").first
     canvas.hover(position=at(canvas, 3.5, 9))
     assert "logits: 5.00 MiB" in frame.locator("#tip").inner_text()
-    assert "step 3: 12.00 MiB in use" in frame.locator("#tip").inner_text()
+    assert "operation 3: 12.00 MiB in use" in frame.locator("#tip").inner_text()
     canvas.click(position=at(canvas, 3.5, 9))
     told = frame.locator("#buffer").inner_text()
     for words in (
         "logits",
         "5.00 MiB (5,242,880)",
-        "step 3 to 4",
+        "operation 3 to 4",
         "the forward pass",
         "jvp()/<made>/logits",
         "model.py:12",
     ):
         assert words in told
-    assert "plain, step 3: 12.00 MiB in use" in frame.locator("#alive").inner_text()
+    assert "plain, operation 3: 12.00 MiB in use" in frame.locator("#alive").inner_text()
     frame.locator("#alive button").nth(1).click()
     assert "weights" in frame.locator("#buffer").inner_text()
 
@@ -58,7 +58,7 @@ def test_the_keyboard_reaches_every_buffer(page):
     canvas.focus()
     page.keyboard.press("p")
     page.keyboard.press("ArrowRight")
-    assert "larger, step 4" in frame.locator("#alive").inner_text()
+    assert "larger, operation 4" in frame.locator("#alive").inner_text()
     page.keyboard.press("ArrowUp")
     page.keyboard.press("ArrowUp")
     page.keyboard.press("Enter")

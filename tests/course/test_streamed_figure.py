@@ -36,6 +36,31 @@ def test_a_buffer_is_what_its_shape_says():
     plt.close(fig)
 
 
+def test_loops_of_tiles_with_as_many_turns_are_no_loops_over_layers():
+    config = LlamaConfig.from_name("tiny")
+    of_a_layer = span("w", f"f32[1,{config.d_model},{config.d_ff}]", 3, 6, 0)
+    loops = (Loop(1, 8, config.n_layers), Loop(2, 5, config.n_layers), Loop(9, 12, config.n_layers), Loop(12, 14, 7))
+    one = Timeline("v5e-1", 16 * MIB, 4 * MIB, 15, (of_a_layer,), loops, (), ("",) * 15)
+    assert streamed_figure.loops_over_layers(one, config) == [loops[0]]
+
+
+def test_a_copy_is_beside_a_product_that_begins_while_it_is_on_its_way():
+    operations = ["dot_general" if step in (5, 8, 13) else "add" for step in range(15)]
+    buffers = (
+        span("start", "(bf16[4,2,3], bf16[1,2,3])", 6, 9, 0),  # the product at 8
+        span("start", "(f32[4,2,3], f32[1,2,3])", 5, 8, 1),  # from the one to the other: none
+        span("w", "f32[1,2,3]", 2, 9, 2),  # no copy
+        span("start", "(f32[4,2,7], f32[1,2,7])", 4, 9, 4),  # of no matrix
+        span("start", "(f32[4,2,3], f32[1,2,3])", 11, 14, 3),  # after the turn
+    )
+    one = Timeline("v5e-1", None, MIB, 15, buffers, (Loop(1, 10, 4),), (), tuple(operations))
+    turn = streamed_figure.Turn.of(one, 6)
+    assert (turn.copies, turn.products, turn.beside) == (((5, 8), (6, 9)), (5, 8), 1)
+    fig, alt = streamed_figure.turns_drawn({"a step": turn})
+    assert "a step: 1 of 4" in alt
+    plt.close(fig)
+
+
 def test_a_link_is_hidden_where_arithmetic_takes_as_long():
     lengths = (1000, 2000, 4000, 8000)
     steps = [Seconds(products=n / 1000, attention=n / 1000, traffic=5, host_link=6, chip_link=0) for n in lengths]

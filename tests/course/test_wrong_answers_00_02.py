@@ -5,6 +5,7 @@ rejected, with a hint that leads on and does not give the answer away.
 import importlib
 import itertools
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import llamem
 from llamem.course.exercises.checkpoint_policies import priced
+from llamem.course.grid_figure import play
 from llamem.memory.compiling import matmul_flops
 
 # By module and check: what no hint may hold, and the wrong answers by the mistake that they make.
@@ -32,13 +34,13 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "no embedding": "lambda c, B, T: tower(c, B, T) - 3 * c.param_dtype.itemsize * c.vocab_size * c.d_model",
             "one of two arrays of logits in 16 bits": "lambda c, B, T: tower(c, B, T) - 2 * B * T * c.vocab_size",
             "moments in 32 bits": "lambda c, B, T: tower(c, B, T) + 2 * (4 - c.param_dtype.itemsize) * c.n_params",
-            "inputs in the weights' type": "lambda c, B, T: tower(c.replace(compute_dtype=c.param_dtype), B, T)",
+            "inputs in the weights' type": "lambda c, B, T: tower(replace(c, compute_dtype=c.param_dtype), B, T)",
             "16 bits of what is computed written in": "lambda c, B, T: "
-            "tower(c.replace(compute_dtype=jnp.bfloat16), B, T)",
-            "a vocabulary written in": "lambda c, B, T: tower(c.replace(vocab_size=128_256), B, T)",
+            "tower(replace(c, compute_dtype=jnp.dtype('bfloat16')), B, T)",
+            "a vocabulary written in": "lambda c, B, T: tower(replace(c, vocab_size=128_256), B, T)",
             "one sequence": "lambda c, B, T: tower(c, 1, T)",
-            "16 bits written in": "lambda c, B, T: tower(c.replace(param_dtype=jnp.bfloat16), B, T)",
-            "inputs in 32 bits": "lambda c, B, T: tower(c.replace(compute_dtype=jnp.float32), B, T)",
+            "16 bits written in": "lambda c, B, T: tower(replace(c, param_dtype=jnp.dtype('bfloat16')), B, T)",
+            "inputs in 32 bits": "lambda c, B, T: tower(replace(c, compute_dtype=jnp.dtype('float32')), B, T)",
             "8,000 tokens written in": "lambda c, B, T: tower(c, B, 8000)",
             "a hundredth and a half more, to be safe": "lambda c, B, T: 1.015 * tower(c, B, T)",
             "a hundredth more": "lambda c, B, T: 1.01 * tower(c, B, T)",
@@ -48,6 +50,8 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "in GiB": "lambda c, B, T: tower(c, B, T) / 2**30",
             "two hundredths less": "lambda c, B, T: 0.98 * tower(c, B, T)",
             "16 layers written in": "lambda c, B, T: tower(c, B, T) + 2 * (16 - c.n_layers) * B * T * c.d_model",
+            "asked of a compiler": "lambda c, B, T: compiled(c, B, T) - 1",
+            "what a layer is made of": "lambda c, B, T: tower(c, B, T) - 2 * B * T * c.d_ff",
         },
     ),
     ("where_the_memory_goes", "check_kept_bytes"): (
@@ -72,9 +76,14 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "computed": "lambda f, *a: size(jax.vjp(f, *[jnp.ones(x.shape, x.dtype) for x in a])[1])",
             "only shapes were given": "lambda f, *a: size(jax.vjp(f, *a)[1])",
             "the function itself on shapes": "lambda f, *a: size(f(*a))",
+            "floating point alone, no mask and no index": "lambda f, *a: size("
+            "[leaf for leaf in kept(f, *a) if jnp.issubdtype(leaf.dtype, jnp.floating)])",
+            "two arguments at most": "lambda f, *a: size(kept(f, *a[:2]))",
+            "no trees of arguments": "lambda f, *a: size(kept("
+            "f, *[jax.ShapeDtypeStruct(one.shape, one.dtype) for one in a]))",
         },
     ),
-    ("where_the_memory_goes", "check_peak_and_step"): (
+    ("where_the_memory_goes", "check_peak_and_operation"): (
         ("first <=", "sorted", "max(", "64"),
         {
             "all of them": "lambda s: (sum(size for _, _, size in s), 0)",
@@ -132,6 +141,9 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "the whole and its layers": "lambda layer, w, x: jax.checkpoint("
             "lambda w, x: scan(jax.checkpoint(layer), w, x))(w, x)",
             "gradients stopped": "lambda layer, w, x: scan(jax.checkpoint(layer), jax.lax.stop_gradient(w), x)",
+            "a group of three, and a layer alone": "lambda layer, w, x: loop(jax.checkpoint(layer), w[4:], "
+            "layer(w[3], groups(layer, layer, w[:3], x, 3)))",
+            "by hand, but all is kept": "lambda layer, w, x: loop(by_hand(layer, twice=False), w, x)",
         },
     ),
     ("checkpoint_basics", "check_best_group"): (
@@ -311,6 +323,21 @@ def scan(layer, w, x):
     return jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0]
 
 
+def by_hand(layer, twice=True):
+    """A layer that runs again in its own backward pass, or one that only looks like it."""
+    once = jax.custom_vjp(layer)
+    if twice:
+        once.defvjp(lambda w, x: (layer(w, x), (w, x)), lambda kept, g: jax.vjp(layer, *kept)[1](g))
+    else:
+        once.defvjp(lambda w, x: jax.vjp(layer, w, x), lambda back, g: back(g))
+    return once
+
+
+def compiled(c, sequences, length):
+    step, state, batch = llamem.abstract_step(c, llamem.TrainSettings(batch_size=sequences, seq_len=length))
+    return llamem.compile_report(step, state, batch, chip="h100").peak_bytes
+
+
 def alternate(layer, w, x):
     for i, one in enumerate(w):
         x = (jax.checkpoint(layer) if i % 2 else layer)(one, x)
@@ -438,12 +465,32 @@ CASES = [
 @pytest.mark.parametrize(("topic", "check", "answer", "given_away"), CASES)
 def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, answer, given_away):
     module = importlib.import_module(f"llamem.course.exercises.{topic}")
-    names = {"jax": jax, "jnp": jnp, "llamem": llamem, "policies": jax.checkpoint_policies, **globals()}
+    names = {"jax": jax, "jnp": jnp, "llamem": llamem, "policies": jax.checkpoint_policies, "replace": replace}
     with pytest.raises(AssertionError) as error:
-        getattr(module, check)(eval(answer, names))
+        getattr(module, check)(eval(answer, names | globals()))
     hint = str(error.value)
     assert len(re.findall(r"[a-z]+", hint)) > 6, hint
     assert not [words for words in given_away if words in hint], hint
+
+
+# Hints that name the mistake: by check and mistake.
+NAMED = {
+    ("check_peak_with_logits", "asked of a compiler"): "not enough for a compiler",
+    ("check_kept_bytes", "floating point alone, no mask and no index"): "also reads bool",
+    ("check_kept_bytes", "no trees of arguments"): "any tree of arrays",
+    ("check_rematerialised_stack", "a group of three, and a layer alone"): "Which of yours runs once",
+    ("check_best_group", "inputs alone, whatever is kept"): "if each of these layers kept 1",
+    ("check_residual_bytes", "one layer"): "one layer's. This model has 32",
+}
+
+
+@pytest.mark.parametrize(("check", "mistake"), NAMED)
+def test_a_hint_names_the_mistake(check, mistake):
+    (topic,) = (topic for topic, other in WRONG if other == check)
+    answer = WRONG[topic, check][1][mistake]
+    module = importlib.import_module(f"llamem.course.exercises.{topic}")
+    with pytest.raises(AssertionError, match=NAMED[check, mistake]):
+        getattr(module, check)(eval(answer, {"jax": jax, "jnp": jnp, "llamem": llamem, **globals()}))
 
 
 @pytest.mark.parametrize(
@@ -455,6 +502,14 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, 
             "checkpoint_basics",
             "check_rematerialised_stack",
             "lambda f, w, x: llamem.apply_stack(f, w, x, mode='unroll', remat='nothing')",
+        ),
+        ("checkpoint_basics", "check_rematerialised_stack", "lambda f, w, x: loop(by_hand(f), w, x)"),
+        ("checkpoint_basics", "check_rematerialised_stack", "lambda f, w, x: scan(by_hand(f), w, x)"),
+        (
+            "checkpoint_basics",
+            "check_best_group",
+            "lambda n, kept: min((s for s in range(1, n + 1) if n % s == 0), "
+            "key=lambda s: play('nested', n, s).live(kept, everything=11).max())",
         ),
         (
             "checkpoint_basics",
@@ -479,17 +534,17 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, 
         ),
         (
             "where_the_memory_goes",
-            "check_peak_and_step",
+            "check_peak_and_operation",
             "lambda s: list(fullest(s, lambda a, at: a[0] <= at <= a[1]))",
         ),
         (
             "where_the_memory_goes",
-            "check_peak_and_step",
+            "check_peak_and_operation",
             "lambda s: np.array(fullest(s, lambda a, at: a[0] <= at <= a[1]))",
         ),
         (
             "where_the_memory_goes",
-            "check_peak_and_step",
+            "check_peak_and_operation",
             "lambda s: every_step(s)",
         ),
         (
@@ -516,8 +571,16 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, 
 )
 def test_right_answers_in_other_words_are_accepted(topic, check, answer, capsys):
     module = importlib.import_module(f"llamem.course.exercises.{topic}")
-    getattr(module, check)(eval(answer, {"jax": jax, "jnp": jnp, "np": np, "llamem": llamem, **globals()}))
+    getattr(module, check)(
+        eval(answer, {"jax": jax, "jnp": jnp, "np": np, "play": play, "llamem": llamem, **globals()})
+    )
     assert "correct" in capsys.readouterr().out
+
+
+def test_a_last_layer_without_a_checkpoint_is_told_what_it_keeps(capsys):
+    module = importlib.import_module("llamem.course.exercises.checkpoint_basics")
+    module.check_rematerialised_stack(lambda f, w, x: f(w[-1], loop(jax.checkpoint(f), w[:-1], x)))
+    assert "of the last one, which has no checkpoint" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

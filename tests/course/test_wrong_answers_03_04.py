@@ -63,9 +63,17 @@ def by_shape(layers):
     return sorted(layers, key=lambda w: str(shapes(w)))
 
 
-def runs(layer, layers, x, remat=jax.checkpoint, key=shapes, **options):
+def runs(layer, layers, x, remat=jax.checkpoint, key=shapes, stack=scan, **options):
     for _, run in itertools.groupby(layers, key=key):
-        x = scan(remat(layer), jax.tree.map(lambda *leaves: jnp.stack(leaves), *run), x, **options)
+        x = stack(remat(layer), jax.tree.map(lambda *leaves: jnp.stack(leaves), *run), x, **options)
+    return x
+
+
+def runs_but_alone(layer, layers, x):
+    """Runs as asked, but a layer alone is applied as it is."""
+    for _, run in itertools.groupby(layers, key=shapes):
+        run = list(run)
+        x = layer(run[0], x) if len(run) == 1 else runs(layer, run, x)
     return x
 
 
@@ -135,6 +143,21 @@ STACKS: Answers = {
         stacks.check_scan_runs,
         lambda layer, ws, x: runs(layer, [ws[0], *ws[1:]], x),
         "need a first one",
+    ),
+    "runs by their sizes, array by array": (
+        stacks.check_scan_runs,
+        lambda *a: runs(*a, key=lambda w: [leaf.size for leaf in jax.tree.leaves(w)]),
+        "Are all shapes compared",
+    ),
+    "a run of one without a checkpoint": (
+        stacks.check_scan_runs,
+        lambda *a: runs_but_alone(*a),
+        "in a run of one as well",
+    ),
+    "nested in each run": (
+        stacks.check_scan_runs,
+        lambda *a: runs(*a, remat=lambda layer: layer, stack=partial(apply_stack, mode="nested", remat="nothing")),
+        "a whole run or a group",
     ),
     "unrolled by the scan": (stacks.check_scan_runs, lambda *a: runs(*a, unroll=True), "left as a loop"),
     # The groups.
@@ -493,7 +516,7 @@ TILES: Answers = {
     "the cotangent forgotten": (
         tiles.check_frozen_loss,
         partial(frozen, backward=lambda dx, g: (dx, None, None), keep=cast),
-        "under a mean",
+        "under a mean.*, 12 times the right one.*By which way",
     ),
     "made again in the backward pass": (
         tiles.check_frozen_loss,
@@ -547,6 +570,21 @@ TILES: Answers = {
         tiles.check_frozen_loss,
         partial(frozen, backward=lambda dx, g: ((g * g * dx).astype(dx.dtype), None, None), keep=cast),
         "under a mean",
+    ),
+    "the size of the cotangent": (
+        tiles.check_frozen_loss,
+        partial(frozen, backward=lambda dx, g: right(dx, abs(g)), keep=cast),
+        "a loss that is subtracted.*, -1 times the right one",
+    ),
+    "the cotangent in 16 bits": (
+        tiles.check_frozen_loss,
+        partial(frozen, backward=lambda dx, g: (g.astype(dx.dtype) * dx, None, None), keep=cast),
+        "was rounded to 8 bits",
+    ),
+    "a term with the gradient, in 16 bits": (
+        tiles.check_frozen_loss,
+        lambda make: surrogate(lambda *given: jax.lax.stop_gradient(make(*given))),
+        "was rounded to 8 bits",
     ),
     "the mean built in": (
         tiles.check_frozen_loss,
@@ -606,7 +644,6 @@ def test_a_wrong_answer_is_refused_with_its_hint(name):
         ),
         (tiles.check_frozen_loss, partial(frozen, backward=right, keep=cast)),
         (tiles.check_frozen_loss, of_x_alone),
-        (tiles.check_frozen_loss, lambda make: surrogate(lambda *given: jax.lax.stop_gradient(make(*given)))),
         (tiles.check_frozen_loss, lambda make: jax.jit(frozen(make, backward=right, keep=cast))),
     ],
 )

@@ -1,6 +1,8 @@
 """Answers that a reader may well give to the exercises of notebooks 06 and 07, and that are wrong: each is rejected."""
 
+import functools
 import itertools
+import os
 from functools import partial
 from typing import Any
 
@@ -262,6 +264,21 @@ def weights_in_f32_first(value_and_grad, params, batch_BD, parts):
     return added_up(value_and_grad, wide, batch_BD, parts)
 
 
+def each_part_rounded_again(value_and_grad, params, batch_BD, parts):
+    def add(total, part_BD):
+        value, grads = value_and_grad(params, part_BD)
+        return jax.tree.map(lambda t, one: t + (one / parts).astype(jnp.float32), total, (value, grads)), None
+
+    start = jnp.zeros(()), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    (value, grads), _ = jax.lax.scan(add, start, batch_BD.reshape(parts, -1, *batch_BD.shape[1:]))
+    return value, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
+
+def weights_in_f32_and_back(value_and_grad, params, batch_BD, parts):
+    value, grads = weights_in_f32_first(value_and_grad, params, batch_BD, parts)
+    return value, jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
+
 def drawn(n, seed):
     return np.random.default_rng(seed).permutation(n)
 
@@ -312,6 +329,54 @@ class Remembering:
         return batch
 
 
+@functools.cache
+def drawn_and_remembered(n, seed, epoch):
+    return np.random.permutation(n)
+
+
+_generators: dict[int, np.random.Generator] = {}
+
+
+@functools.cache
+def drawn_when_first_asked(n, seed, epoch):
+    return _generators.setdefault(seed, np.random.default_rng(seed)).permutation(n)
+
+
+def by_the_hash_of_a_text(n, seed, epoch):
+    return drawn(n, abs(hash(f"{seed},{epoch}")))
+
+
+def by_process(n, seed, epoch):
+    return drawn(n, [os.getpid(), seed, epoch])
+
+
+def values_moved(n, seed, epoch):
+    return (drawn(n, seed) + epoch) % n
+
+
+def a_thousand_apart(n, seed, epoch):
+    return drawn(n, 1000 * seed + epoch)
+
+
+def two_orders_in_turns(n, seed, epoch):
+    return drawn(n, [seed, epoch % 2])
+
+
+@functools.cache
+def apart_and_remembered(n, seed, epoch):
+    return apart(n, seed, epoch)
+
+
+def of_a_sum_of_large_primes(step, seed, n, B, *, salt=7):
+    def place_of(number, key):
+        return (key * 2_654_435_761 + number * 40_503 + salt) % 2**32
+
+    return [
+        sorted(range(n), key=lambda k: np.random.default_rng([place_of(k, seed), epoch]).random())[place]
+        for epoch, place in (divmod(number, n) for number in range(step * B, step * B + B))
+    ]
+
+
 def by_jax(step, seed, n, B):
     numbers = range(step * B, step * B + B)
     orders = {
@@ -323,7 +388,7 @@ def by_jax(step, seed, n, B):
 
 def whole_epochs(step, seed, n, B):
     epochs = range(step * B // n, (step * B + B - 1) // n + 1)
-    numbers = np.concatenate([np.random.RandomState(1000 * seed + epoch).permutation(n) for epoch in epochs])
+    numbers = np.concatenate([np.random.RandomState([seed, epoch]).permutation(n) for epoch in epochs])
     return numbers[step * B - n * epochs[0] :][:B]
 
 
@@ -331,6 +396,8 @@ RIGHT = {
     "jax's keys": by_jax,
     "whole epochs, numpy's old generator": whole_epochs,
     "numbers one by one": in_order(apart),
+    "orders remembered that depend on nothing else": in_order(apart_and_remembered),
+    "an argument bound, a helper inside": partial(of_a_sum_of_large_primes, salt=3),
 }
 
 WRONG: Answers = {
@@ -423,7 +490,12 @@ WRONG: Answers = {
     ),
     "the mix not scaled": (llama3.check_attend_in_tiles, partial(in_tiles, rescale_mix=False), "three tiles"),
     "the sum not scaled": (llama3.check_attend_in_tiles, partial(in_tiles, rescale_sum=False), "three tiles"),
-    "no maximum": (llama3.check_attend_in_tiles, partial(in_tiles, use_max=False), "hundred thousand"),
+    "no maximum": (llama3.check_attend_in_tiles, partial(in_tiles, use_max=False), "as a million"),
+    "a maximum from minus a hundred thousand": (
+        llama3.check_attend_in_tiles,
+        partial(in_tiles, start=-1e5),
+        "however negative",
+    ),
     "a maximum from zero": (llama3.check_attend_in_tiles, partial(in_tiles, start=0.0), "however negative"),
     "no root of h": (llama3.check_attend_in_tiles, partial(in_tiles, scale=False), "one tile"),
     "the last tile left out": (llama3.check_attend_in_tiles, partial(in_tiles, last=False), "one tile"),
@@ -442,6 +514,12 @@ WRONG: Answers = {
     "the first part every time": (train_llama3.check_accumulated, always_the_first, "which part"),
     "added up in bfloat16": (train_llama3.check_accumulated, partial(added_up, dtype=None), "256"),
     "divided in bfloat16": (train_llama3.check_accumulated, divided_in_bfloat16, "last operation"),
+    "each part rounded once more": (train_llama3.check_accumulated, each_part_rounded_again, "last operation"),
+    "weights made f32, gradients bfloat16": (
+        train_llama3.check_accumulated,
+        weights_in_f32_and_back,
+        "have to be wide",
+    ),
     "a scan unrolled": (train_llama3.check_accumulated, unrolled, "grows"),
     "the mean of a mean and one more": (train_llama3.check_accumulated, running_half, "It is a mean"),
     "the first part twice": (train_llama3.check_accumulated, one_off, "whole batch"),
@@ -513,6 +591,13 @@ WRONG: Answers = {
     "numbers from 1": (train_llama3.check_order, lambda *a: [n + 1 for n in in_order(apart)(*a)], "from 0 to"),
     "places in the text": (train_llama3.check_order, lambda *a: [128 * n for n in in_order(apart)(*a)], "from 0 to"),
     "a generator that goes on": (train_llama3.check_order, Remembering(), "come twice|asked before"),
+    "unseeded, and remembered": (train_llama3.check_order, in_order(drawn_and_remembered), "in a new Python"),
+    "by the hash of a text": (train_llama3.check_order, in_order(by_the_hash_of_a_text), "in a new Python"),
+    "by the process": (train_llama3.check_order, in_order(by_process), "in a new Python"),
+    "by what was asked first": (train_llama3.check_order, in_order(drawn_when_first_asked), "in a new Python"),
+    "the same order, moved values": (train_llama3.check_order, in_order(values_moved), "beside the seed"),
+    "seeds a thousand apart": (train_llama3.check_order, in_order(a_thousand_apart), "without meeting"),
+    "two orders in turns": (train_llama3.check_order, in_order(two_orders_in_turns), "without meeting"),
     "every epoch before it": (train_llama3.check_order, replayed, "shuffled again"),
     "one number": (train_llama3.check_order, lambda step, seed, n, B: step * B % n, "one number for each"),
 }

@@ -115,6 +115,40 @@ def stopped_where(stops):
     return answer
 
 
+def block_by_block(values, scale, dtype):
+    rows = []
+    for row, stretches in zip(values, scale, strict=True):
+        numbers = [
+            (jnp.concatenate([block & 15, block >> 4]).astype(jnp.float32) - 8) * stretch.astype(jnp.float32)
+            for block, stretch in zip(row, stretches, strict=True)
+        ]
+        rows.append(jnp.concatenate(numbers))
+    return jnp.stack(rows).astype(dtype)
+
+
+def row_by_row(values, scale, dtype):
+    return jnp.stack([blocks(values[i : i + 1], scale[i : i + 1], dtype)[0] for i in range(len(values))])
+
+
+def by_autodiff(z, targets, advantages, old, epsilon):
+    def loss(z):
+        hit = jax.nn.one_hot(targets, z.shape[1])
+        ratio = jnp.exp(jnp.sum(jax.nn.log_softmax(z) * hit, 1) - old)
+        return -jnp.sum(jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - epsilon, 1 + epsilon) * advantages))
+
+    return jax.grad(loss)(z)
+
+
+def by_autodiff_of_each_token(z, targets, advantages, old, epsilon):
+    def loss(logp, old, a):
+        ratio = jnp.exp(logp - old)
+        return -jnp.minimum(ratio * a, jnp.clip(ratio, 1 - epsilon, 1 + epsilon) * a)
+
+    hit = jax.nn.one_hot(targets, z.shape[1])
+    logp = jnp.sum(jax.nn.log_softmax(z) * hit, 1)
+    return jax.vmap(jax.grad(loss))(logp, old, advantages)[:, None] * (hit - jax.nn.softmax(z))
+
+
 def blocks(values, scale, dtype, way="right", minus=8, low=15):
     halves = [values & low, values >> 4]
     q = jnp.concatenate(halves[::-1] if way == "high" else halves, axis=-1)
@@ -238,10 +272,19 @@ WRONG: Answers = {
     "clipped on both sides": (rl.check_clipped_gradient, partial(clipped, way="both sides"), "holds it still"),
     "clipped on the wrong side": (rl.check_clipped_gradient, partial(clipped, way="the wrong side"), "holds it still"),
     "one row": (rl.check_clipped_gradient, partial(clipped, way="sum"), "for each logit"),
+    "block by block in Python": (rl.check_dequantized, block_by_block, "leaves every turn in it"),
+    "row by row in Python": (rl.check_dequantized, row_by_row, "leaves every turn in it"),
+    "by autodiff": (rl.check_clipped_gradient, by_autodiff, "autodiff found them"),
+    "by autodiff, token by token": (rl.check_clipped_gradient, by_autodiff_of_each_token, "autodiff found them"),
+    "adapters that never learn, down": (
+        rl.check_adapted,
+        lambda x, w, d, u, s, a: x @ w + s[a][:, None, None] * (jax.lax.stop_gradient(x @ d[a]) @ u[a]),
+        "gradient of down_ADR is not",
+    ),
     "sequence by sequence": (rl.check_adapted, sequence_by_sequence, "once for all"),
     "a loop over sequences": (rl.check_adapted, sequences_in_a_loop, "once for all"),
     "token by token": (rl.check_adapted, token_by_token, "once for all"),
-    "the thin products in a loop": (rl.check_adapted, thin_products_in_a_loop, "grows with the sequences"),
+    "the thin products in a Python loop": (rl.check_adapted, thin_products_in_a_loop, "as Python's loops do"),
     "number by number": (rl.check_dequantized, number_by_number, "inside `jit`"),
     "in NumPy": (rl.check_dequantized, in_numpy, "inside `jit`"),
     "one gather for each token": (rl.check_adapted, by_token, "you merge weights"),
@@ -308,10 +351,20 @@ def side_by_side(x, w, down, up, scale, adapter):
     return jax.vmap(lambda x_TD, a: x_TD @ w + scale[a] * (x_TD @ down[a]) @ up[a])(x, adapter)
 
 
+def thin_products_in_a_scan(x, w, down, up, scale, adapter):
+    return x @ w + jax.lax.map(lambda one: scale[one[1]] * (one[0] @ down[one[1]]) @ up[one[1]], (x, adapter))
+
+
+def rows_in_a_map(values, scale, dtype):
+    return jax.lax.map(lambda one: blocks(one[0][None], one[1][None], dtype)[0], (values, scale))
+
+
 @pytest.mark.parametrize(
     ("check", "answer"),
     [
         (rl.check_adapted, adapted),
+        (rl.check_adapted, thin_products_in_a_scan),
+        (rl.check_dequantized, rows_in_a_map),
         (rl.check_adapted, side_by_side),
         (rl.check_adapted, by_groups),
         (rl.check_clipped_gradient, clipped),

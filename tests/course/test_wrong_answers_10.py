@@ -13,6 +13,7 @@ import pytest
 import llamem
 from llamem.course.exercises import suspects
 from llamem.course.exercises import trust_but_verify as exercises
+from llamem.memory import matmul_flops
 from llamem.verify import Title
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -127,7 +128,7 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
         saying(dan=DIFFERENT | {Title.RANDOMNESS}),
         "What is left of NumPy",
     ),
-    "dan, by looking up case 9": (exercises.check_diagnosis, saying(dan={Title.CHOICES}), "What is left of NumPy"),
+    "dan, by looking up case 8": (exercises.check_diagnosis, saying(dan={Title.CHOICES}), "What is left of NumPy"),
     "dan: the loss alone": (exercises.check_diagnosis, saying(dan={Title.LOSS}), "not all. When does NumPy draw"),
     "dan: sound": (exercises.check_diagnosis, saying(dan=set()), "When does NumPy draw"),
     "ada, memory": (exercises.check_diagnosis, saying(ada={Title.MEMORY}), "ada: .* stand: around what"),
@@ -254,7 +255,22 @@ def counted(layer, w, x, key, remat):
     return mean_square(jax.lax.fori_loop(0, len(keys), turn, x))
 
 
-@pytest.mark.parametrize("answer", [carried, counted])
+def nested(layer, w, x, key, remat):
+    """No wrong answer: JAX drops what the outer checkpoint would compute again, and the traced work is the same."""
+    return dropped(lambda key: jax.random.split(key, len(w["up"])))(
+        jax.checkpoint(layer) if remat else layer, w, x, key, remat
+    )
+
+
+def test_a_checkpoint_in_a_checkpoint_of_the_same_layer_computes_nothing_more():
+    def products(layer):
+        loss = lambda w: dropped(lambda key: jax.random.split(key, 7))(layer, w, exercises._START, exercises._KEY, True)  # noqa: E731
+        return matmul_flops(jax.make_jaxpr(jax.grad(loss))(exercises._W).jaxpr)
+
+    assert products(jax.checkpoint(suspects.dropped)) == products(suspects.dropped)
+
+
+@pytest.mark.parametrize("answer", [carried, counted, nested])
 def test_a_right_answer_in_another_style_passes(answer, capsys):
     exercises.check_cured_dropout(answer)
     assert "correct" in capsys.readouterr().out

@@ -168,6 +168,11 @@ def test_what_does_not_fit_or_cannot_be_computed_is_said():
     said: list[tuple[Any, Any, str]] = [(bad, {}, "K key/value heads divide the H query heads") for bad in shapes]
     said += [
         ((q, k, v), {"implementation": "splash"}, "multiple of 512, got T=7"),
+        (
+            arrays(512)[:3],
+            {"implementation": "splash"},
+            "a kernel for TPUs, and this program is for 'cpu'. Use 'tiled'",
+        ),
         ((q, k, v), {"implementation": "cudnn", "q_positions": positions}, "whole sequences"),
         ((q, k, v), {"segments_BT": segments, "q_positions": positions}, "whole sequences"),
         ((q, k, v), {"implementation": "cudnn", "segments_BT": segments}, "packed documents"),
@@ -201,6 +206,7 @@ def test_splash_equals_the_reference_where_a_cpu_interprets_it(monkeypatch, pack
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     monkeypatch.setattr(kernels, "make_splash_mha", functools.partial(kernels.make_splash_mha, interpret=True))
+    monkeypatch.setattr("llamem.layers.attention.compiling_for", lambda: "TPU")
     q, k, v, weights = arrays(SPLASH_BLOCK, H=4, K=2, size=128)
     segments = jnp.broadcast_to(jnp.arange(SPLASH_BLOCK) // 200, (2, SPLASH_BLOCK)) if packed else None
 

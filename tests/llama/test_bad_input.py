@@ -44,6 +44,11 @@ def test_tokens_that_are_none_are_refused_everywhere(model, tokens, error, words
             call(tokens)
 
 
+def test_a_prompt_of_another_model_s_tokenizer_is_refused_by_its_name(model):
+    with pytest.raises(ValueError, match=r"the token 128000 of .*tokenizer.model, '<\|begin_of_text\|>', is beyond"):
+        llamem.generate_text(model, llamem.llama.Tokenizer(), ["Hi"], 2)
+
+
 @pytest.mark.parametrize("wrong", [-1, V, 2**31 - 1])
 def test_an_unknown_id_gives_nan_and_no_other_sequence_sees_it(model, wrong):
     tokens = tokens_of(SMALL, T=5).at[0, 2].set(wrong)

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from rope_spellings import NO_ROPE, READ, REFUSED
 
 from llamem import PRESETS, Llama, LlamaConfig
 from llamem.llama import RopeScaling, config_from_hf, config_to_hf
@@ -40,6 +41,34 @@ def test_hugging_face_names_of_transformers_5():
     assert config_from_hf({**config_to_hf(plain), "rope_parameters": {"type": "default"}, "head_dim": None}) == plain
 
 
+@pytest.mark.parametrize("spelling", READ)
+def test_rope_s_angles_are_read_wherever_they_stand(spelling):
+    fields, expected = READ[spelling]
+    config = config_from_hf(NO_ROPE | fields)
+    assert (config.rope_theta, config.rope_scaling and config.rope_scaling.factor) == expected
+
+
+@pytest.mark.parametrize("spelling", REFUSED)
+def test_rope_s_angles_of_two_minds_or_another_kind_are_refused(spelling):
+    fields, words = REFUSED[spelling]
+    with pytest.raises(ValueError, match=words):
+        config_from_hf(NO_ROPE | fields)
+
+
+def test_what_a_qwen3_leaves_out_is_as_transformers_has_it():
+    hf = config_to_hf(PRESETS["qwen3-30b-a3b"]) | {"head_dim": None}
+    assert config_from_hf(hf).head_dim == hf["hidden_size"] // hf["num_attention_heads"]
+    del hf["num_key_value_heads"]
+    assert config_from_hf(hf).n_kv_heads == 4
+    dense = {k: v for k, v in hf.items() if k not in ("head_dim", "num_experts", "rope_theta", "rope_scaling")}
+    dense |= {"model_type": "qwen3", "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}
+    config = config_from_hf(dense)
+    assert (config.head_dim, config.n_kv_heads, config.rope_theta) == (128, 32, 1e6)
+    assert config_from_hf(dense | {"num_key_value_heads": None}).n_kv_heads == hf["num_attention_heads"]
+    with pytest.raises(ValueError, match=r"layer_types=.*sliding_attention.*: only full_attention is"):
+        config_from_hf(dense | {"layer_types": ["full_attention", "sliding_attention"]})
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -55,6 +84,7 @@ def test_hugging_face_names_of_transformers_5():
         ({"n_experts": 4}, "experts_per_token=0"),
         ({"n_experts": 2, "experts_per_token": 3, "moe_d_ff": 8}, "experts_per_token at most n_experts"),
         ({"moe_d_ff": 8}, "n_experts=0.*moe_d_ff=8"),
+        ({"generation_config": "[2]"}, r"generation_config='\[2\]': expected the text of"),
     ],
 )
 @pytest.mark.usefixtures("as_a_user")

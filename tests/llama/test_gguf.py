@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from gguf_models import model_file, write_gguf
+from gguf_models import fields_of, model_file, write_gguf
 from models import SMALL, model_of
 
 import llamem
@@ -37,7 +37,7 @@ def test_a_file_is_the_model_that_it_was_made_from(config, tmp_path):
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_llama_3_1_s_scaling_is_known_by_its_divisors(factor, tmp_path):
+def test_llama_3_1_s_scaling_is_known_by_its_divisors(factor, tmp_path, monkeypatch):
     config = CONFIG.replace(rope_theta=500_000.0, max_seq_len=131_072, head_dim=64)
     scaled = config.replace(rope_scaling=RopeScaling(factor))
     model, positions = model_of(config), jnp.arange(5)
@@ -52,6 +52,14 @@ def test_llama_3_1_s_scaling_is_known_by_its_divisors(factor, tmp_path):
             llamem.load_pretrained(file, dtype="float32")
     model_file(file, model, more=[("rope_freqs.weight", np.ones(32), "F32")])
     assert llamem.load_pretrained(file, dtype="float32").config == config
+    # Without a theta it would be another model: 10,000.
+    tables = [rope_tables(c.replace(rope_theta=10_000.0), positions) for c in (config, scaled)]
+    plain, stretched = (np.arctan2(sin[1], cos[1]) for cos, sin in tables)
+    silent = {name: value for name, value in fields_of(config).items() if "freq_base" not in name}
+    monkeypatch.setattr("gguf_models.fields_of", lambda _: silent)
+    model_file(file, model, more=[("rope_freqs.weight", plain / stretched, "F32")])
+    with pytest.raises(ValueError, match=r"no llama.rope.freq_base: 10,000 would be taken"):
+        llamem.load_pretrained(file, dtype="float32")
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ REFUSED = [
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights='pissa_niter_4'.*other weights"),
     ({"peft_type": "IA3"}, "peft_type='IA3'"),
     ({"lora_alpha": None}, "lora_alpha in .*=None"),
+    ({"use_rslora": "true"}, "use_rslora in .*='true': expected one of True, False"),
     ({"r": "5"}, "r in .*='5': expected a whole number"),
     ({"r": 4}, r"q_proj in .* shapes .*at the folder's r=4"),
     (renamed("q_proj.lora_A", "q_proj.lora_magnitude_vector"), r"q_proj in .* shapes \[\(48, 5\)\]"),

@@ -1,5 +1,6 @@
 import gc
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -121,6 +122,14 @@ def test_tensors_that_do_not_fit_are_named_before_anything_is_allocated(folder, 
         llamem.load_pretrained(folder)
 
 
+def test_a_head_that_is_missing_may_be_a_tied_one(folder):
+    config = json.loads((folder / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r'missing: lm_head\.weight\. .* in config\.json: "tie_word_embeddings": true'):
+        llamem.load_pretrained(folder)
+
+
 def test_a_repeated_tied_head_and_stored_frequencies_are_no_matter_and_another_head_is_an_error(folder):
     before = nnx.to_pure_dict(nnx.state(llamem.load_pretrained(folder)))
     frequencies = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4)}
@@ -175,6 +184,32 @@ def test_damaged_folders(folder, tmp_path):
         llamem.load_pretrained(folder)
     with pytest.raises(FileNotFoundError, match="no folder, and no hub name"):
         llamem.load_pretrained(tmp_path / "nowhere")
+
+
+def test_a_model_is_saved_with_the_tokens_that_end_its_texts(folder, tmp_path):
+    """transformers takes token 2 for the end where a config.json is silent: a saved Llama 3 never stopped."""
+    config = json.loads((folder / "config.json").read_text())
+    assert not (folder / "generation_config.json").exists(), "nothing is known of a fresh model"
+    assert [config[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [None] * 3
+    (folder / "config.json").write_text(json.dumps(config | {"bos_token_id": 1, "eos_token_id": 7, "pad_token_id": 3}))
+    once = llamem.save_pretrained(llamem.load_pretrained(folder), tmp_path / "once")
+    ids = {"bos_token_id": 1, "eos_token_id": 7, "pad_token_id": 3}
+    assert json.loads((once / "generation_config.json").read_text()) == ids
+    own = {"eos_token_id": [7, 5], "temperature": 0.6, "do_sample": True}
+    (once / "generation_config.json").write_text(json.dumps(own))
+    model = llamem.load_pretrained(once)
+    assert model.config == VARIANTS["tied"], "no part of the architecture"
+    adapters = llamem.Adapters.create(model.config, llamem.LoraConfig(ranks=(2,)), rngs=nnx.Rngs(0))
+    twice = tmp_path / "twice"
+    for kept in (llamem.merge_adapter(model, adapters, 0), model):
+        shutil.rmtree(twice, ignore_errors=True)
+        llamem.save_pretrained(kept, twice)
+        assert json.loads((twice / "generation_config.json").read_text()) == ids | own
+        assert json.loads((twice / "config.json").read_text()).items() >= (ids | {"eos_token_id": [7, 5]}).items()
+    llamem.llama.Tokenizer().save(twice)
+    theirs = {"bos_token_id": 128_000, "eos_token_id": [128_009, 128_008, 128_001], "pad_token_id": 3}
+    assert json.loads((twice / "generation_config.json").read_text()) == own | theirs
+    assert json.loads((twice / "config.json").read_text()).items() >= (theirs | {"model_type": "llama"}).items()
 
 
 def test_saving_leaves_everything_else_alone(folder, tmp_path):

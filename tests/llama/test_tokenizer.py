@@ -8,8 +8,9 @@ import pytest
 from gguf_models import VOCABULARY, write_gguf
 
 from llamem.llama import Tokenizer, smollm2_file
+from llamem.llama.byte_level import LLAMA3_PATTERN
 from llamem.llama.gguf_files import open_gguf
-from llamem.llama.gguf_tokenizer import LLAMA3_PATTERN
+from llamem.llama.gguf_weights import config_of
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -37,6 +38,8 @@ def test_the_tokenizer_of_a_real_file(smollm2):
     assert smollm2.decode(ids) == text and [smollm2.decode([i]) for i in ids[3:8]] == [" ", "2", "0", "2", "4"]
     assert smollm2.encode("The capital of France") == [504, 3575, 282, 4649]
     assert (smollm2.vocab_size, smollm2.bos_id, smollm2.eos_id, smollm2.stop_ids) == (49_152, 1, 0, (2, 0))
+    said = json.loads(config_of(open_gguf(smollm2_file())).generation_config)
+    assert said == {"bos_token_id": 1, "eos_token_id": [2]}, "a model that is saved from it says where texts end"
     assert 2 not in smollm2.encode("<|im_end|>"), "text must not become a special token"
     ids = smollm2.apply_chat_template("Hi", add_generation_prompt=True)
     assert smollm2.decode(ids) == (
@@ -66,10 +69,20 @@ def test_a_saved_tokenizer_is_the_same(smollm2, llama3, tmp_path):
         for name in ("vocab_size", "bos_id", "eos_id", "stop_ids", "chat_template"):
             assert getattr(again, name) == getattr(tokenizer, name), name
         np.testing.assert_array_equal(again.chat(CHAT), tokenizer.chat(CHAT))
+    # Read by the library that transformers reads it by, without this package.
+    written = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tmp_path / "1" / "tokenizer.json"))
+    assert written.encode("<|start_header_id|>user").ids == [128_000, 128_006, 882]
+    text = "I'LL pay $1234567 for\tünï-çødé  漢字\r\n\n  now..\n🦙 <|eot_id|>" + "".join(map(chr, range(1, 700)))
+    assert written.encode(text, add_special_tokens=False).ids == llama3._model.encode_special(text)
+    assert json.loads((tmp_path / "1" / "tokenizer_config.json").read_text())["eos_token"] == "<|eot_id|>"
+    for tokenizer, folder in ((smollm2, "0"), (llama3, "1")):
+        ends = json.loads((tmp_path / folder / "generation_config.json").read_text())
+        assert ends == {"bos_token_id": tokenizer.bos_id, "eos_token_id": list(tokenizer.stop_ids)}
     (tmp_path / "0" / "generation_config.json").write_text('{"eos_token_id": [7, 2]}')
     (tmp_path / "0" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")
     told = Tokenizer(tmp_path / "0")
-    assert told.stop_ids == (2, 7, 0) and told.decode(told.apply_chat_template("a")) == "a<|im_end|>"
+    assert Tokenizer(told.save(tmp_path / "0")).stop_ids == told.stop_ids == (2, 7, 0)
+    assert told.decode(told.apply_chat_template("a")) == "a<|im_end|>"
 
 
 HOSTILE = [

@@ -44,6 +44,9 @@ def program(name: str) -> tuple[Any, tuple[Any, ...], tuple[int, ...]]:
     if name == "loss":
         args = normal(1024, 64), normal(32_000, 64), jnp.arange(1024) % 32_000
         return jax.value_and_grad(cross_entropy, argnums=(0, 1)), args, ()
+    if name == "closed over":
+        big = normal(2048, 4096)
+        return lambda x: jnp.sum(jnp.tanh(x @ big)), (normal(1024, 2048),), ()
     return lambda a: jnp.sin(a) * 2, (normal(8192, 4096),), (0,)
 
 
@@ -52,5 +55,7 @@ if __name__ == "__main__":
         fn, args, donate = program(name)
         report = llamem.compile_report(fn, *args, donate_argnums=donate)
         rise = measure(fn, *args, donate_argnums=donate).rise_bytes
-        said = report.peak_bytes - report.argument_bytes
-        print(json.dumps({"name": name, "said_MB": said / 1e6, "rose_MB": rise / 1e6}), flush=True)
+        # What it closes over is there before it runs.
+        said = report.peak_bytes - report.argument_bytes - report.constant_bytes
+        sizes = {"said_MB": said / 1e6, "rose_MB": rise / 1e6, "constant_MB": report.constant_bytes / 1e6}
+        print(json.dumps({"name": name, **sizes, "notes": report.warnings}), flush=True)

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import llamem
@@ -133,3 +134,20 @@ def test_arguments_in_the_hosts_memory_of_several_chips_are_refused_by_name(as_a
     state = {"mu": jax.ShapeDtypeStruct((3, 5), "float32", sharding=there)}
     with pytest.raises(ValueError, match=r"args\[0\]\['mu'\] is in the memory 'pinned_host'.*one chip.*v5e-4"):
         llamem.compile_report(lambda state: state["mu"], state, chip="v5e-4")
+
+
+def asks_its_device(x):
+    on_cpu = jax.local_devices()[0].platform == "cpu"
+    return jnp.sin(x) if on_cpu else x
+
+
+@pytest.mark.parametrize("chip", [pytest.param("v5e-1", marks=pytest.mark.tpu_compile), "local"])
+def test_a_program_that_asks_which_device_it_is_on_is_told_of(chip):
+    if not llamem.available(chip):
+        pytest.skip(f"no compiler for {chip} here")
+    x, asking = jax.ShapeDtypeStruct((8, 128), jnp.float32), jax.local_devices
+    told = [llamem.compile_report(fn, x, chip=chip).warnings for fn in (asks_its_device, jnp.tanh)]
+    notes = [[note for note in notes if "asks which device it runs on" in note] for notes in told]
+    assert [len(row) for row in notes] == ([0, 0] if chip == "local" else [1, 0])
+    assert chip == "local" or "jax.local_devices() in test_chips.py:" in notes[0][0]
+    assert jax.local_devices is asking

@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 import llamem
+from llamem.memory import compiling
+from llamem.memory.dump import read_dump
 from llamem.memory.hlo import parse
-from llamem.memory.hlo_counts import Collective, collectives, compiled_matmul_flops
+from llamem.memory.hlo_counts import Collective, collectives, compiled_matmul_flops, kernel_constant_bytes
 
 # Lines that three compilers wrote, cut to what matters. A batch of 2 x 8 products [1024, 128] @ [128, 1024].
 TPU_BATCH = """
@@ -164,3 +166,43 @@ def test_the_compiled_count_is_the_traced_one_where_nothing_is_undone(name):
     report = llamem.compile_report(jax.grad(chain, argnums=(0, 1)), *shapes, chip=name)
     one = 2 * 4 * 640 * 256 * 256
     assert report.matmul_flops == report.compiled_matmul_flops == 6 * one * (1 + 1 + 2)
+
+
+# jax 0.10.2, of `jnp.tanh(x @ big).sum()` on a CPU, `big` closed over: one kernel, in which `big` and the product are.
+CPU_KERNEL = """HloModule jit_f, is_scheduled=true
+
+%fused_computation (param_0.3: f32[1024,2048]) -> f32[] {
+  %param_0.3 = f32[1024,2048]{1,0} parameter(0)
+  %constant.1 = f32[2048,4096]{1,0} constant({...})
+  %dot_general.0 = f32[1024,4096]{1,0} dot(%param_0.3, %constant.1), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %tanh.0 = f32[1024,4096]{1,0} tanh(%dot_general.0)
+  %constant.0 = f32[] constant(0)
+  ROOT %reduce_sum.5 = f32[] reduce(%tanh.0, %constant.0), dimensions={0,1}, to_apply=%region_0.1
+}
+
+ENTRY %main.2 (x.1: f32[1024,2048]) -> f32[] {
+  %x.1 = f32[1024,2048]{1,0} parameter(0), metadata={op_name="x"}
+  ROOT %ynn_fusion = f32[] fusion(%x.1), kind=kCustom, calls=%fused_computation, \
+backend_config={"outer_dimension_partitions":[],"fusion_config":{"kind":"__ynn_fusion"}}
+}
+"""
+PLACES = """BufferAssignment:
+allocation 0: size 8388608, parameter 0, shape |f32[1024,2048]| at ShapeIndex {}:
+ value: <5 x.1 @0> (size=8388608,offset=0): f32[1024,2048]{1,0}
+allocation 1: size 4, output shape is |f32[]|, maybe-live-out:
+ value: <6 ynn_fusion @0> (size=4,offset=0): f32[]
+"""
+
+
+def test_what_a_cpus_kernel_holds_is_counted_or_told(tmp_path, monkeypatch):
+    (tmp_path / "module_0001.jit_f.cpu_after_optimizations.txt").write_text(CPU_KERNEL)
+    (tmp_path / "module_0001.jit_f.cpu_after_optimizations-buffer-assignment.txt").write_text(PLACES)
+    answer = read_dump(tmp_path, "cpu")
+    big = 2048 * 4096 * 4
+    assert answer["constant_bytes"] == big + 4 and answer["kernel_array_bytes"] == big
+    monkeypatch.setattr(compiling, "_compiled_here", lambda lowered, chip: answer | {"compile_seconds": 0.0})
+    report = llamem.compile_report(lambda x: jnp.tanh(x).sum(), jax.ShapeDtypeStruct((1024, 2048), jnp.float32))
+    assert report.peak_bytes == 8388608 + 4 + big + 4 and report.constant_bytes == big + 4
+    assert "what those need while they run is not in these numbers: an array of 32.00 MiB" in str(report)
+    plain = parse(CPU_KERNEL.replace("__ynn_fusion", "loop").replace('"kind":"loop"', '"kinds":"loop"'))
+    assert kernel_constant_bytes(plain) == 0

@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
 
+import llamem
+import llamem.train
 from llamem.planner.command import BAD_INPUT, FITS, NOTHING_FITS, main
 
 
@@ -45,8 +48,8 @@ def test_bad_input_has_a_status_of_its_own_and_never_ends_a_table(capsys):
         (["llama3.2-1b", "--chip", "v9"], "no chip is called 'v9'"),
         (["llama3.2-1b", "--tokens", "0"], "seq_len=0"),
         (["llama3.2-1b", "--batch", "0"], "batch_size=0"),
-        (["llama3.2-1b", "--host-gib", "-3"], "host_bytes=-3"),
-        (["llama3.2-1b", "--host-gib", "inf"], "host_bytes=inf"),
+        (["llama3.2-1b", "--host-gib", "-3"], "--host-gib -3: expected the GiB"),
+        (["llama3.2-1b", "--host-gib", "inf"], "--host-gib inf: expected the GiB"),
         (["nowhere/config.json"], "nowhere"),
         (["llama3.2-1b", "--param-dtype", "float3"], "float3"),
         (["qwen3-0.6b", "llama3.2-1b", "--tokens", "65536"], "qwen3-0.6b on v5e-1: seq_len=65,536 is beyond"),
@@ -55,6 +58,44 @@ def test_bad_input_has_a_status_of_its_own_and_never_ends_a_table(capsys):
         out, err = capsys.readouterr()
         assert "cannot be" in out and complaint in err
     assert "Plan(" in out
+
+
+@pytest.mark.parametrize("lora", [[], ["--lora", "16", "--quantize", "q4_0"]])
+def test_the_program_that_it_prints_runs(capsys, monkeypatch, lora):
+    """Up to what reads the reader's own files, and trains."""
+    done = []
+    model = types.SimpleNamespace(config=llamem.LlamaConfig.from_name("llama3.2-1b"))
+    monkeypatch.setattr(llamem, "load_pretrained", lambda folder, **how: model)
+    for name in ("load_corpus", "load_chats", "Tokenizer"):
+        monkeypatch.setattr(llamem.train, name, lambda file, *others: file)
+    monkeypatch.setattr(llamem.train, "train", lambda *given, **how: done.append((*given, how)))
+    assert main(["plan", "llama3.2-1b", "--tokens", "4096", "--estimate", *lora]) == FITS
+    out = capsys.readouterr().out
+    exec(out[out.index("import llamem\n") :], {})
+    ((config, data, settings, folder, how),) = done
+    assert config.replace(param_dtype="float32", compute_dtype="float32") == model.config
+    assert (data, settings.seq_len, folder) == ("your chats.jsonl" if lora else "your text.txt", 4096, "run")
+    assert isinstance(how["plan"], llamem.Plan) and ("lora" in how) == bool(lora)
+    assert lora or config.param_dtype == "bfloat16"
+
+
+def test_sizes_and_chips_are_taken_as_people_write_them(capsys):
+    for tokens in ("8k", "8K", "8,192"):
+        assert main(["plan", "qwen3-0.6b", "--chip", "v5e", "h100", "--tokens", tokens, "--estimate"]) == FITS
+        out = capsys.readouterr().out
+        assert "1 x 8,192" in out and "qwen3-0.6b  v5e-1 " in out and "v5e is taken for v5e-1, one chip." in out
+        assert "h100 is taken" not in out
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "qwen3-0.6b", "--tokens", "many"])
+    assert ended.value.code == BAD_INPUT and "'many' is no number of tokens" in capsys.readouterr().err
+
+
+def test_a_full_chip_is_told_of(capsys):
+    arguments = ["plan", "llama3.2-1b", "--chip", "v5e-1", "--estimate", "--tokens"]
+    for tokens, full in (("8k", False), ("20k", True)):
+        assert main([*arguments, tokens]) == FITS
+        out = capsys.readouterr().out
+        assert ("runtime takes for itself" in out) == full, out
 
 
 def test_it_is_a_command(capsys):

@@ -50,19 +50,32 @@ def test_where_nothing_fits_the_closest_is_told(asked):
     assert "160.00 GiB: does not fit" in str(error.value)
 
 
-def test_the_largest_number_that_fits(asked):
-    for kept, at_most, multiple_of, expected in ((1.0, 2**20, 1, 15), (0.011, 2**20, 8, 1424), (0.001, 100, 1, 100)):
-        found = largest(
-            lambda batch, kept=kept: ("step", batch * kept),
-            "batch",
-            "v5e-1",
-            at_most=at_most,
-            multiple_of=multiple_of,
-            progress=None,
-        )
-        assert found.how == {"batch": expected} and found.report.fits, kept
+@pytest.mark.parametrize(
+    ("peak", "at_most", "multiple_of", "expected", "most_asked"),
+    [
+        (lambda n: n, 2**20, None, 15, 5),
+        (lambda n: 0.011 * n, 2**20, 8, 1424, 5),
+        (lambda n: 0.001 * n, 100, None, 100, 3),
+        (lambda n: 1.37 + 0.0001 * n, 2**20, None, 143_744, 6),  # 128 * 1123: tokens of a sequence
+        (lambda n: 1.37 + 0.0001 * (n + -n % 2048), 2**20, 128, 143_360, 8),  # tiles: a staircase
+        (lambda n: 2 + (n / 9000) ** 2, 2**20, None, 33_280, 8),  # plain attention
+        (lambda n: 0.1 * n if n < 100 else 0, 2**20, None, 99, 8),  # the compiler dies of more
+    ],
+)
+def test_the_largest_number_that_fits_is_found_by_few_programs(asked, peak, at_most, multiple_of, expected, most_asked):
+    make = lambda tokens: ("step", peak(tokens))  # noqa: E731
+    found = largest(make, "tokens", "v5e-1", at_most=at_most, multiple_of=multiple_of, progress=None)
+    assert found.report.fits and len(asked) <= most_asked, asked
+    assert 0.98 * expected <= found.how["tokens"] <= expected
+    assert found.how["tokens"] == expected or most_asked == 8
+
+
+def test_no_number_fits(asked):
     with pytest.raises(NothingFits, match="nothing fits on v5e-1"):
         largest(lambda batch: ("step", 20 * batch), "batch", "v5e-1", progress=None)
+    assert asked[-1] == 20 and len(asked) <= 4  # the smallest was asked about
+    with pytest.raises(ValueError, match="multiple_of=0"):
+        largest(make_step, "batch", "v5e-1", multiple_of=0)
 
 
 def test_what_cannot_be_asked_is_no_nothing_fits(asked, as_a_user):

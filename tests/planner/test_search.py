@@ -138,7 +138,7 @@ def test_what_is_found_can_be_acted_on():
     assert all(words in text for words in ("tokens/s", "hours for 1e9 tokens", "too many", "Found first"))
     assert "<table>" in found._repr_html_() and found.plot().axes[0].get_xlabel().startswith("GiB")
     made: dict[str, Any] = {}
-    *settings, run = found.code.splitlines()
+    *settings, _, run = found.code.splitlines()
     exec("\n".join(settings), {"llamem": llamem}, made)
     assert made["settings"].seq_len == 65_536 and made["plan"] == found.plan and "plan=plan" in run
     short = find_plan(ONE_B, "v5p-1", seq_len=1024, **QUIETLY)

@@ -36,6 +36,7 @@ from llamem.memory.hlo_counts import compiled_matmul_flops  # noqa: E402
 from llamem.train.batch_loss import loss_fn  # noqa: E402
 from llamem.train.data import Corpus  # noqa: E402
 from llamem.train.loop import train  # noqa: E402
+from llamem.train.optimizers import make_optimizer, make_update, split_counters  # noqa: E402
 from llamem.train.sharded_step import batch_spec, on_mesh  # noqa: E402
 from llamem.train.step import (  # noqa: E402
     make_model,
@@ -182,6 +183,30 @@ def check_run():
     return {"losses": losses, "texts": texts, "held": held[0]}
 
 
+def check_rounding():
+    """Which share of bf16 weights a mesh rounds otherwise than one device, and which a rounding to the nearest."""
+    params = jax.tree.map(lambda a: a.astype(jnp.bfloat16), nnx.state(models.model_of(CONFIG), nnx.Param))
+
+    def updated(mesh, **how):
+        settings = TrainSettings(steps=9, warmup_steps=0, **how)
+        state = make_optimizer(settings).init(params)
+
+        def update(params, state):  # by gradients that are the weights themselves
+            counters, moments = split_counters(state)
+            return make_update(settings, jnp.int32(3), counters, mesh)(params, moments, params)[0]
+
+        specs = parameter_specs(params, mesh), parameter_specs(state, mesh)
+        return jax.jit(on_mesh(update, mesh, specs, specs[0]))(params, state)
+
+    def share_of_others(one, two):
+        pairs = zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
+        return float(np.mean(np.concatenate([np.ravel(a != b) for a, b in pairs])))
+
+    alone, nearest = updated(MeshShape()), updated(MeshShape(), rounding="nearest")
+    shared = updated(MeshShape.of(MESHES["FSDP TP CP"]))
+    return {"mesh": share_of_others(shared, alone), "nearest": share_of_others(nearest, alone)}
+
+
 def check_attention(implementation):
     """Two devices share a sequence whose tiles do not divide: how far value and gradients are from one device's."""
     length, heads, size = (512, 2, 128) if implementation == "splash" else (1536, 2, 8)
@@ -232,6 +257,7 @@ def interpreted_splash():
     with (
         unittest.mock.patch.object(kernels, "make_splash_mha", make),
         unittest.mock.patch("llamem.layers.attention.SPLASH_BLOCK", 128),
+        unittest.mock.patch("llamem.layers.attention.compiling_for", lambda: "TPU"),
     ):
         yield
 
@@ -248,6 +274,7 @@ def main(which: str) -> None:
             answer["splash"] = check_attention("splash")
     else:
         answer["cases"] = [check(case, expected[bool(case["tied"])]) for case in quick_cases()]
+        answer["rounding"] = check_rounding()
         answer["outside"] = check_gradient_outside(MESHES["FSDP TP CP"], expected[False])
         answer["tiled"], answer["tiled products of share"] = check_attention("tiled"), tiled_products_of_share()
     print(json.dumps(answer))

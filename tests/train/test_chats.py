@@ -150,13 +150,35 @@ def test_adapters_train_on_chats_over_given_weights_and_go_on_bit_by_bit(tmp_pat
         train(CONFIG, data, early, tmp_path / "parts", **{**given, "lora": LoraConfig((2, 3), target_modules=("q",))})
 
 
-def test_a_given_model_goes_on_training_and_stays_as_it_was(tmp_path):
-    model, chats = model_of(CONFIG, scale=1.0), Chats(tuple(some_chats(12)), tuple(some_chats(3, 9)), CONFIG.vocab_size)
+def test_tokens_beyond_the_table_are_named_with_their_tokenizer(llama3):
+    chats = load_chats([{"prompt": "Name a colour.", "completion": word} for word in ("Blue.", "Red.")], llama3)
+    said = r"the token 128009 of .*tokenizer.model, '<\|eot_id\|>', is beyond the model's table of 49,152 .* 128,256"
+    with pytest.raises(ValueError, match=said):
+        chats.batches(1, 32, 0, vocab_size=49_152)
+    with pytest.raises(ValueError, match=r"the token 101 of .* is beyond the model's table of 100 entries"):
+        Corpus(np.arange(102), np.arange(9), 1, 128_256, llama3).batches(1, 4, 0, vocab_size=100)
+
+
+def test_what_is_cut_of_both_parts_is_told(tmp_path, capsys):
+    parts = tuple(some_chats(12)), tuple(some_chats(4, 9))
+    settings = dataclasses.replace(SETTINGS, steps=1, seq_len=9)
+    train(CONFIG, Chats(*parts, CONFIG.vocab_size), settings, tmp_path / "run", progress=False)
+    trained, held, *_ = capsys.readouterr().out.splitlines()
+    assert trained.startswith(PackedBatches(parts[0], 4, 9).cut) and " of 12 chats" in trained
+    assert held == f"Held out: {PackedBatches(parts[1], 4, 9).cut}" and " of 4 chats" in held
+
+
+def test_a_given_model_goes_on_training_and_stays_as_it_was(tmp_path, capsys):
+    model = model_of(CONFIG.replace(generation_config='{"eos_token_id": 2}'), scale=1.0)
+    chats = Chats(tuple(some_chats(12)), tuple(some_chats(3, 9)), CONFIG.vocab_size)
     before = jax.tree.map(np.asarray, nnx.state(model))
     run = train(CONFIG, chats, SETTINGS, tmp_path / "one", init=model, progress=False)
     assert same(before, nnx.state(model)) and not same(before, nnx.state(run.model))
+    assert run.model.config.generation_config == '{"eos_token_id": 2}' and "no token" not in capsys.readouterr().out
     settings = dataclasses.replace(SETTINGS, clip_norm=None)
-    plain = train(CONFIG, chats, settings, tmp_path / "plain", init=model, progress=False)
+    fewer = dataclasses.replace(chats, vocab_size=CONFIG.vocab_size - 7)
+    plain = train(CONFIG, fewer, settings, tmp_path / "plain", init=model, progress=False)
+    assert "has 101 entries and the tokenizer 94: the last 7 are no token." in capsys.readouterr().out
     host = Plan(weights="host", moments="host")
     streamed = train(CONFIG, chats, settings, tmp_path / "streamed", init=model, plan=host, progress=False)
     np.testing.assert_allclose([r["loss"] for r in plain.metrics], [r["loss"] for r in streamed.metrics], rtol=1e-5)

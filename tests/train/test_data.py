@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from llamem.llama.tokenizer import Tokenizer
+from llamem.train.batches import AdapterBatches
 from llamem.train.chats import load_chats
 from llamem.train.data import Batches, load_corpus, read_documents, unigram_entropy
 
@@ -203,6 +204,22 @@ def test_a_batch_depends_on_seed_and_step_alone():
         shares = [make().batch_at(step, slice(i, i + 1)) for i in range(3)]  # as hosts read them
         np.testing.assert_array_equal(np.concatenate(shares, axis=1), in_order[step])
     assert not np.array_equal(make(4).batch_at(0), in_order[0])
+
+
+def test_adapters_batches_go_on_after_what_was_read_of_each_source():
+    def make(batch_size):
+        tokens = np.arange(500, dtype=np.uint32)
+        return AdapterBatches([Batches(tokens + 500 * i, batch_size // 2, 7, seed=i) for i in range(2)])
+
+    def rows(batches, steps):
+        parts = [batches.batch_at(step) for step in steps]
+        first, _, adapter = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+        return [first[adapter == i, 0].tolist() for i in range(2)]
+
+    before, after = make(6), make(4)
+    after.continue_after(3, before.read_before(3))
+    both = [a + b for a, b in zip(rows(before, range(3)), rows(after, range(3, 8)), strict=True)]
+    assert both == [row[:19] for row in rows(make(2), range(19))] and after.read_before(8) == 38
 
 
 @pytest.mark.usefixtures("as_a_user")

@@ -39,8 +39,27 @@ def test_what_is_exact_or_not_finite_stays():
 def test_a_part_is_rounded_as_in_the_whole():
     x, key = jax.random.normal(jax.random.key(0), (7, 5)), jax.random.key(1)
     whole = stochastically_rounded(x, key)
-    np.testing.assert_array_equal(stochastically_rounded(x[3:5], key, 3), whole[3:5])
+    np.testing.assert_array_equal(stochastically_rounded(x[3:5, 2:], key, (3, 2)), whole[3:5, 2:])
     assert (stochastically_rounded(x, jax.random.key(2)) != whole).any()
+
+
+def test_what_is_drawn_is_even_and_of_its_own_everywhere():
+    """Many numbers a quarter of the way between two neighbours: how many go up, and how many together with others."""
+    x = jnp.full((3, 257, 129), 1 + 2.0**-9, jnp.float32)
+    keys = [jax.random.fold_in(jax.random.key(1), step) for step in range(3)]
+    up, later, other = (np.asarray(stochastically_rounded(x, key), np.float64) > 1 for key in keys)
+    pairs = {
+        "layers": (up[1:], up[:-1]),
+        "rows": (up[:, 1:], up[:, :-1]),
+        "columns": (up[..., 1:], up[..., :-1]),
+        "diagonals": (up[:, 1:, 1:], up[:, :-1, :-1]),
+        "steps": (up, later),
+        "the step after": (later, other),
+    }
+    for name, (one, two) in pairs.items():
+        # Five standard errors of a share of n independent draws.
+        for found, share in ((one, 1 / 4), (two, 1 / 4), (one & two, 1 / 16)):
+            assert abs(found.mean() - share) < 5 * np.sqrt(share * (1 - share) / found.size), name
 
 
 def test_each_layer_is_clipped_by_its_own_norm():

@@ -1,5 +1,7 @@
 """The folder that a run leaves: read again by the package, and by transformers and peft in `make parity`."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -31,6 +33,8 @@ def test_weights_and_their_card(model, tmp_path):
     folder = run.save(tmp_path / "out", Tokenizer())
     np.testing.assert_array_equal(llamem.load_pretrained(folder)(TOKENS), model(TOKENS))
     assert Tokenizer(folder).encode("na so was") == Tokenizer().encode("na so was")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((folder / name).read_text())["eos_token_id"] == list(Tokenizer().stop_ids)
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\ntags: [llamem]\n---\n")
     for line in ("| data | 3 chats |", "| steps | 2 |", "| loss on held-out data | 4.7500 at first, 3.5000 at last |"):

@@ -54,6 +54,10 @@ def test_fsdp_gathers_every_weight_at_most_twice(seen):
     assert scatters <= 7 * layers + 1
 
 
+def test_bf16_weights_are_rounded_on_a_mesh_as_on_one_device(seen):
+    assert seen["rounding"]["mesh"] < 1e-3 < 0.1 < seen["rounding"]["nearest"]
+
+
 def test_gradients_taken_outside_of_the_mesh_are_right_too(seen):
     check_gradients(seen["outside"], "outside")
 

@@ -33,7 +33,7 @@ def state_of(seed=0):
 def restore(folder, settings=SETTINGS, model=MODEL, **options):
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state_of())
     with Snapshots(folder, model, settings) as snapshots:
-        step, state = snapshots.restore(abstract, **options)
+        step, state, _ = snapshots.restore(abstract, **options)
     assert step == 1
     return state
 
@@ -45,7 +45,7 @@ def assert_same(a, b):
 @pytest.fixture
 def folder(tmp_path):
     with Snapshots(tmp_path, MODEL, SETTINGS) as snapshots:
-        snapshots.save(1, state_of())
+        snapshots.save(1, state_of(), read=4)
     return tmp_path
 
 
@@ -95,7 +95,7 @@ def test_what_is_not_finite_is_not_saved(folder):
     ruined["params"]["half"] = ruined["params"]["half"].at[3].set(jnp.inf)
     with Snapshots(folder, MODEL, SETTINGS) as snapshots:
         with pytest.raises(FloatingPointError, match=r"\['params'\]\['half'\] of step 2 hold NaN or infinity"):
-            snapshots.save(2, ruined)
+            snapshots.save(2, ruined, read=8)
         assert snapshots.latest() == 1
         snapshots.delete(1)
         snapshots.delete(1)

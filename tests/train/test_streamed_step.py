@@ -234,9 +234,9 @@ def test_adapters_over_weights_on_the_host():
         (STREAMED, {"accumulate": 2, **LAYERS}, (), "Choose accumulate=1"),
         ({}, {"rounding": "stochastic"}, (), "with weights in float32"),
         ({"mesh": {"fsdp": 2}}, LAYERS, (), "on a mesh"),
-        ({"mesh": {"fsdp": 2}}, {"rounding": "stochastic"}, (), "on a mesh"),
         ({"update": "in_backward"}, {}, (2,), "weights='host' is for the frozen model"),
         ({}, LAYERS, (2,), "clipped by the norm of its own gradients"),
+        ({}, {"rounding": "stochastic"}, (2,), "its weights are f32"),
     ],
 )
 def test_what_a_step_cannot_do_is_refused(plan, settings, lora, says):

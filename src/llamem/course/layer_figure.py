@@ -26,8 +26,8 @@ PARTS: dict[str, Category] = {
 def layer_costs_drawn(points: Mapping[tuple[str, str, int], float]) -> Figure:
     """Return a figure: a mark at what one more layer adds in each way, on each chip, and the cheapest ways as lines.
 
-    `points` maps (chip, way, depth) to bytes of `x`. The lines are of the two ways with the least slopes, and go
-    through the depths that were compiled.
+    `points` maps (chip, way, depth) to bytes, counted in inputs of a layer. The lines are of the two ways with the
+    least slopes, and go through the depths that were compiled.
     """
     chips, ways = (list(dict.fromkeys(names)) for names in list(zip(*points, strict=True))[:2])
     slopes = {(chip, way): _slope(*_of(points, chip, way)) for chip in chips for way in ways}
@@ -38,20 +38,22 @@ def layer_costs_drawn(points: Mapping[tuple[str, str, int], float]) -> Figure:
         rows = [y + (i - (len(chips) - 1) / 2) * height for y in range(len(ways))]
         marks.plot([slopes[chip, way] for way in ways], rows, MARKERS[i], color=f"C{i}", markersize=8, label=chip)
         for y, way in zip(rows, ways, strict=True):
-            label = f"{slopes[chip, way]:.1f} x"
+            label = f"{slopes[chip, way]:.1f}"
             marks.annotate(label, (slopes[chip, way], y), (8, 0), textcoords="offset points", va="center", fontsize=9)
         for way in ways[:2]:
             depths, sizes = _of(points, chip, way)
             style = "-" if way == ways[0] else "--"
             lines.plot(depths, sizes, style, color=f"C{i}", marker=MARKERS[ways.index(way)], label=f"{way}, {chip}")
     marks.axvline(1, color="black", linewidth=0.8)
-    marks.set(xscale="log", xlim=(0.5, 2 * max(slopes.values())), xlabel="one more layer adds, in bytes of x (log)")
+    marks.set(
+        xscale="log", xlim=(0.5, 2 * max(slopes.values())), xlabel="one more layer adds, in inputs of a layer (log)"
+    )
     marks.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
     marks.minorticks_off()
     marks.set_yticks(range(len(ways)), ways, fontsize=10)
     marks.invert_yaxis()
     marks.legend(frameon=False, loc="upper right", fontsize=10)
-    lines.set(xlabel="layers", ylabel="temporaries, in bytes of x", xticks=range(0, 25, 8), xlim=(0, None))
+    lines.set(xlabel="layers", ylabel="temporaries, in inputs of a layer", xticks=range(0, 25, 8), xlim=(0, None))
     lines.set_ylim(0, None)
     lines.legend(frameon=False, loc="lower right", fontsize=9)
     return fig
@@ -62,7 +64,9 @@ def layer_costs_alt(points: Mapping[tuple[str, str, int], float]) -> str:
     words = []
     for chip, way in dict.fromkeys(key[:2] for key in points):
         words.append(f"{way} on {chip} {_slope(*_of(points, chip, way)):.1f}")
-    opening = "Marks at what one more layer adds, in bytes of x, and lines of the two cheapest ways over the depth"
+    opening = (
+        "Marks at what one more layer adds, in inputs of a layer, and lines of the two cheapest ways over the depth"
+    )
     return f"{opening}: {'; '.join(words)}."
 
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from llamem.llama.config import LlamaConfig
 from llamem.memory.provenance import Category
 from llamem.memory.report import GiB
-from llamem.memory.timeline import Span, Timeline
+from llamem.memory.timeline import Loop, Span, Timeline
 from llamem.planner.roofline import Seconds
 
 # What is told apart, in the order of the stack: the category that stands for it, its words, its colour.
@@ -40,6 +40,75 @@ def visiting(timeline: Timeline, config: LlamaConfig) -> Timeline:
 
     buffers = tuple(dataclasses.replace(span, category=role(span)) for span in timeline.buffers)
     return dataclasses.replace(timeline, buffers=buffers)
+
+
+def bytes_of_layers(timeline: Timeline, config: LlamaConfig) -> np.ndarray:
+    """Return the bytes of layers' weights, moments and gradients on the chip, at each step of a streamed program."""
+    by_role = visiting(timeline, config).by_category()
+    return by_role.get("optimizer", np.zeros(timeline.steps))
+
+
+def loops_over_layers(timeline: Timeline, config: LlamaConfig) -> list[Loop]:
+    """Return the outermost loops with a turn for each layer in which a layer is there: tiles may be as many."""
+    of_layers = bytes_of_layers(timeline, config)
+    outermost = [
+        loop
+        for loop in timeline.loops
+        if not any(other.first < loop.first and loop.end <= other.end for other in timeline.loops)
+    ]
+    return [loop for loop in outermost if loop.trips == config.n_layers and of_layers[loop.first : loop.end].any()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One turn of a program's first loop: its steps, when each copy of a layer's matrix begins and is waited for, and
+    at which steps products begin.
+    """
+
+    steps: range
+    copies: tuple[tuple[int, int], ...]
+    products: tuple[int, ...]
+
+    @classmethod
+    def of(cls, timeline: Timeline, size: int) -> "Turn":
+        """Return the first loop's turn, in a program that fetches matrices of `size` numbers out of their stacks."""
+        steps = range(timeline.loops[0].first, timeline.loops[0].end)
+        products = (step for step in steps if "dot_general" in timeline.operations[step])
+        # A copy on its way is written down as (from, to, ...), the latter one layer's slice.
+        copies = (
+            (one.first, one.last)
+            for one in timeline.buffers
+            if one.first in steps
+            and (to := re.search(r", \w+\[1,([\d,]+)\]", one.shape))
+            and math.prod(map(int, to[1].split(","))) == size
+        )
+        return cls(steps, tuple(sorted(copies)), tuple(products))
+
+    @property
+    def beside(self) -> int:
+        """How many pairs of a copy and a product there are in which the copy is on its way when the product begins."""
+        return sum(begins < step < awaited for begins, awaited in self.copies for step in self.products)
+
+
+def turns_drawn(turns: Mapping[str, Turn]) -> tuple[Figure, str]:
+    """Return a figure, and its words: a bar for each copy of a turn, a mark for each product, a row a program."""
+    fig, ax = plt.subplots(figsize=(9, 0.6 + 0.62 * len(turns)), layout="constrained")
+    for row, turn in enumerate(turns.values()):
+        for lane, (begins, awaited) in enumerate(turn.copies):
+            place = (row - 0.2 + 0.24 * lane, begins - turn.steps[0])
+            label = "" if row or lane else "a copy, until it is waited for"
+            ax.barh(place[0], awaited - begins, 0.2, place[1], color="C1", label=label)
+        at = [step - turn.steps[0] for step in turn.products]
+        label = "" if row else "a product begins"
+        ax.plot(at, [row - 0.08] * len(at), "|", color="C0", markersize=26, markeredgewidth=3, label=label)
+    ax.set_yticks(range(len(turns)), list(turns))
+    ax.invert_yaxis()
+    ax.set(xlabel="step of a turn of the forward loop", xlim=(0, max(len(turn.steps) for turn in turns.values())))
+    ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 1))
+    told = "; ".join(
+        f"{name}: {turn.beside} of {len(turn.copies) * len(turn.products)}" for name, turn in turns.items()
+    )
+    return fig, f"Bars for copies and marks for products over a turn's steps. Pairs side by side: {told}."
 
 
 def visitors_drawn(timeline: Timeline, config: LlamaConfig) -> tuple[Figure, str]:

@@ -129,7 +129,7 @@ def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
     for ax in axes[:, 0]:
         ax.set_ylabel(f"{unit} in use")
     for ax in axes[-1] if same_steps else axes.flat:
-        ax.set_xlabel("step of the compiled schedule")
+        ax.set_xlabel("operation of the compiled program")
     shown = {}
     for ax in axes.flat[: len(found)]:
         handles, labels = ax.get_legend_handles_labels()

@@ -112,7 +112,9 @@ def splash_attention(
     places: np.ndarray | None = None,
     axis: str | None = None,
 ) -> Float[Array, "B T H h"]:
-    """Compute `causal_attention` by JAX's Pallas kernel for TPUs. Raise ValueError where T is no multiple of its block.
+    """Compute `causal_attention` by JAX's Pallas kernel for TPUs.
+
+    Raise ValueError where T is no multiple of its block, and in a program for another chip.
 
     Where the devices of a mesh axis share the queries, `places` `[devices, T]` says where those of each stand among
     the S keys, which every device holds; a block of queries stands together.
@@ -121,6 +123,11 @@ def splash_attention(
     if T % SPLASH_BLOCK:
         raise ValueError(
             f"Splash attention needs T to be a multiple of {SPLASH_BLOCK}, got T={T}: pad, or use 'tiled'."
+        )
+    if "TPU" not in (kind := compiling_for()):
+        raise ValueError(
+            f"Splash attention is a kernel for TPUs, and this program is for {kind!r}. Use 'tiled', 'xla' or 'auto', "
+            "which is Splash on a TPU alone. A TPU that is not here is named by compile_report(..., chip='v5e-1')."
         )
     kernels, kernel = _splash_kernel(H, np.arange(T)[None] if places is None else places, axis)
     segments = None if segments_BT is None else kernels.SegmentIds(segments_BT, segments_BT)

@@ -1,11 +1,12 @@
 """The shape of a Llama: presets by public name, validation."""
 
 import dataclasses
+import json
 from typing import Any
 
 import jax.numpy as jnp
 
-from llamem._checks import check_number, check_one_of, check_whole
+from llamem._checks import check_number, check_one_of, check_whole, show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +40,8 @@ class LlamaConfig:
     Lengths count elements: `d_model` (D), `vocab_size` (V), `n_layers` (L), `n_heads` (H), `n_kv_heads` (K), `d_ff`
     (F). `param_dtype` is what weights are stored in, `compute_dtype` what matrix products read. With `n_experts` (E)
     above 0 every feed-forward is a mixture: `experts_per_token` (k) of E experts of inner size `moe_d_ff`, as in
-    Qwen3-MoE; `d_ff` is unused then.
+    Qwen3-MoE; `d_ff` is unused then. `generation_config`: the text of a folder's `generation_config.json`, which goes
+    with the model, and is not looked at where configs are compared.
     """
 
     vocab_size: int = 128_256
@@ -61,6 +63,7 @@ class LlamaConfig:
     # Given as anything that names a type, held as a NumPy dtype.
     param_dtype: Any = jnp.float32
     compute_dtype: Any = jnp.float32
+    generation_config: str = dataclasses.field(default="{}", compare=False, repr=False)
 
     def __post_init__(self):
         for name in ("param_dtype", "compute_dtype"):
@@ -76,6 +79,10 @@ class LlamaConfig:
             check_one_of(name, getattr(self, name), (True, False))
         if not isinstance(self.rope_scaling, RopeScaling | None):
             raise ValueError(f"rope_scaling={self.rope_scaling!r}: expected None or a llamem.llama.RopeScaling.")
+        if not _is_json_object(self.generation_config):
+            raise ValueError(
+                f"generation_config={show(self.generation_config)}: expected the text of a generation_config.json."
+            )
         if self.n_heads % self.n_kv_heads:
             raise ValueError(
                 f"n_heads={self.n_heads} is not a multiple of n_kv_heads={self.n_kv_heads}: every key/value head "
@@ -97,6 +104,11 @@ class LlamaConfig:
     def replace(self, **changes: Any) -> "LlamaConfig":
         """Return a copy with some fields changed, validated again. Raise TypeError for a field that does not exist."""
         return dataclasses.replace(self, **changes)
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """Its fields by name, without the `generation_config`."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "generation_config"}
 
     @property
     def n_params(self) -> int:
@@ -127,6 +139,13 @@ class LlamaConfig:
         if name not in PRESETS:
             raise ValueError(f"no preset is called {name!r}. Known: {', '.join(PRESETS)}.")
         return PRESETS[name].replace(**changes)
+
+
+def _is_json_object(text: Any) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (TypeError, ValueError):
+        return False
 
 
 def _floating(name: str, dtype: Any) -> Any:

@@ -5,6 +5,7 @@ is refused: architectures, fields of an architecture, kinds of scaling.
 """
 
 import dataclasses
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -163,10 +164,23 @@ def config_of(gguf: Gguf) -> LlamaConfig:
             norm_eps=_shortest(gguf.get(f"{name}.{_EPS}")),
             tied_head="output.weight" not in gguf.tensors,
             qk_norm=name == "qwen3",
+            generation_config=json.dumps(_token_ids(gguf)),
         )
     except ValueError as error:
         raise ValueError(f"{error} (Read from {gguf.file}.)") from None
-    return config.replace(rope_scaling=_rope_scaling(gguf, config))
+    scaling = _rope_scaling(gguf, config)
+    if scaling is not None and f"{name}.rope.freq_base" not in gguf.fields:
+        raise ValueError(
+            f"{gguf.file} has Llama 3's RoPE scaling and no {name}.rope.freq_base: 10,000 would be taken, and no model "
+            "with this scaling was trained with that. Convert the model again."
+        )
+    return config.replace(rope_scaling=scaling)
+
+
+def _token_ids(gguf: Gguf) -> dict[str, Any]:
+    begin, *ends = (gguf.get(f"tokenizer.ggml.{name}_token_id", None) for name in ("bos", "eos", "eot", "eom"))
+    said = {"bos_token_id": begin, "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
+    return {name: value for name, value in said.items() if value not in (None, [])}
 
 
 def tensors_of(gguf: Gguf, config: LlamaConfig) -> dict[str, GgufTensor]:

@@ -7,7 +7,7 @@ from llamem._extras import import_extra
 
 _PATTERNS = [
     *("config.json", "*.safetensors", "*.safetensors.index.json", "generation_config.json"),
-    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
 ]
 
 

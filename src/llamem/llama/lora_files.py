@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from llamem._checks import check_number, check_whole, few, show
+from llamem._checks import check_number, check_one_of, check_whole, few, show
 from llamem._extras import import_extra
 from llamem._files import read_json, whole_folder
 from llamem.llama.lora import IN_LAYERS, Adapters, shape_of, targets_in
@@ -106,6 +106,7 @@ def _load(model: Llama, folder: Path) -> Adapters:
     stored, one = tensors_in(folder / WEIGHTS), Adapters({}, {}, {}, {})
     _check_base(model, stored, folder)
     targets, r = targets_in(model.config), check_whole(f"r in {folder / CONFIG}", peft.get("r"))
+    stabilised = check_one_of(f"use_rslora in {folder / CONFIG}", peft.get("use_rslora") or False, (True, False))
     alpha = check_number(f"lora_alpha in {folder / CONFIG}", peft.get("lora_alpha"), above=0)
     for target in targets:
         layers, n_in, n_out = shape_of(model.config, target)
@@ -115,7 +116,7 @@ def _load(model: Llama, folder: Path) -> Adapters:
             if pair := [stored.pop(name).read() for name in _tensor_names(target, layer) if name in stored]:
                 _check_pair(pair, r, n_in, n_out, f"{_module_path(target, layer)} in {folder}")
                 a[layer, 0], b[layer, 0] = pair[0], pair[1].T
-                scale[layer], rank[layer] = alpha / (math.sqrt(r) if peft.get("use_rslora") else r), r
+                scale[layer], rank[layer] = alpha / (math.sqrt(r) if stabilised else r), r
         if not rank.any():
             continue
         for part, array in zip((one.a, one.b, one.scale, one.rank), (a, b, scale, rank), strict=True):

@@ -16,7 +16,7 @@ from llamem._extras import import_extra
 from llamem._files import whole_folder
 from llamem.llama.config import LlamaConfig
 from llamem.llama.gguf_weights import open_model
-from llamem.llama.hf_config import config_from_hf, config_to_hf, read_config
+from llamem.llama.hf_config import GENERATION, config_from_hf, config_to_hf, read_config
 from llamem.llama.host_memory import host_place, waits_on_host
 from llamem.llama.hub import hub_folder
 from llamem.llama.model import Llama
@@ -51,6 +51,11 @@ def load_pretrained(
     tensor. With `Plan(weights="host")` no matrix is on the device at any time, and the host holds one parameter of all
     layers twice. Raise ValueError for what does not fit together or is no finite number, FileNotFoundError for what is
     not there. Pickles (`pytorch_model.bin`) are never read.
+
+    No shape tells in which order a file has the channels of queries and keys. Expected is transformers': the two that
+    RoPE turns together are half a head apart, where Meta's own checkpoints have them side by side. A file in the other
+    order under transformers' names loads without an error, and its loss and its answers may look right. What proves
+    the order is another program's logits for the same tokens: compare `model(tokens)` with transformers' once.
     """
     if str(path).endswith(".gguf"):
         place = Path(path).expanduser()
@@ -80,8 +85,9 @@ def save_pretrained(model: Llama, folder: str | os.PathLike, *, max_shard_bytes:
     """Write `config.json` and safetensors that transformers, vLLM and `load_pretrained` read; return the folder.
 
     Tensors go to the host file by file, each file of at most `max_shard_bytes` (or one tensor). The folder appears
-    when all of it is written; raises FileExistsError where it exists and is not empty. It holds no tokenizer: copy
-    that of the model you started from.
+    when all of it is written; raises FileExistsError where it exists and is not empty. The tokens that begin and end a
+    text are those of the folder that the model was loaded from. It holds no tokenizer: `Tokenizer(...).save(folder)`
+    writes one beside it, and its own tokens into these files.
     """
     safetensors = import_extra("safetensors.numpy", "writing models")
     hub = import_extra("huggingface_hub", "writing models")
@@ -101,6 +107,8 @@ def save_pretrained(model: Llama, folder: str | os.PathLike, *, max_shard_bytes:
     folder = Path(folder)
     with whole_folder(folder) as unfinished:
         (unfinished / "config.json").write_text(json.dumps(config_to_hf(model.config), indent=2))
+        if said := json.loads(model.config.generation_config):
+            (unfinished / GENERATION).write_text(json.dumps(said, indent=2))
         for file, names in split.filename_to_tensors.items():
             arrays = {name: _take(params, tensors[name]) for name in names}
             safetensors.save_file(arrays, unfinished / file, {"format": "pt"})

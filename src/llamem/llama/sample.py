@@ -80,8 +80,9 @@ def generate_text(
     """Return a text for each prompt, up to the token that ends it.
 
     A prompt is a string, which is continued, or a chat, a list of `{"role": ..., "content": ...}`, which is answered by
-    the tokenizer's template. `options`: see `generate`; by default nothing is drawn, and `tokenizer.stop_ids` end.
-    Raise as `generate` and `Tokenizer.apply_chat_template`.
+    the tokenizer's template, after the very tokens that stand before an answer in training (`Tokenizer.chat`).
+    `options`: see `generate`; by default nothing is drawn, and `tokenizer.stop_ids` end. Raise ValueError for a token
+    beyond the model's table, and as `generate` and `Tokenizer.apply_chat_template`.
     """
     if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
         raise TypeError(f"generate_text(prompts={show(prompts)}): expected a list of strings or of chats.")
@@ -91,6 +92,8 @@ def generate_text(
         else tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
         for prompt in prompts
     ]
+    for row in ids:
+        tokenizer.check_table(row, model.config.vocab_size)
     stop_ids = options.pop("stop_ids", tokenizer.stop_ids)
     options = {"temperature": 0, **options}
     texts = []

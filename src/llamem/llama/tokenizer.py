@@ -1,5 +1,6 @@
 """Text to token ids and back: the Llama 3 tokenizer from a package on the machine, or any model's from its files."""
 
+import datetime
 import importlib.util
 import json
 import os
@@ -9,8 +10,10 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Bool, Integer
 
+from llamem._checks import check_whole
 from llamem._files import write_whole
 from llamem.llama.chat_template import LLAMA3_TEMPLATE, Message, Render, assistant_spans, check_messages, make_render
+from llamem.llama.hf_config import write_token_ids
 from llamem.llama.tokenizer_files import BEGINS, DOCUMENT_ENDS, TURN_ENDS, open_tokenizer
 
 _CHUNK = 400_000  # characters; the regular expression engine under tiktoken fails on far longer strings
@@ -21,9 +24,11 @@ class Tokenizer:
 
     Without a path it is Meta's own `tokenizer.model` out of the PyPI package `llama-models`: no download, no account.
     `path`: another `tokenizer.model` in Meta's format, a Hugging Face `tokenizer.json`, the folder of a model, or a
-    `.gguf` file. `chat_template`: a Jinja template, such as
-    `"{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"`, in place of the model's
-    own; Llama 3's where the files have none and the vocabulary has its tokens.
+    `.gguf` file. `chat_template`: a Jinja template in place of the model's own; Llama 3's where the files have none and
+    the vocabulary has its tokens. One that can be trained on ends every turn, and begins an answer when it is asked to:
+    `"{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"`. Some templates write the day: `today`, by default that on
+    which the tokenizer is made. Give it where the same chats must have the same tokens on another day.
 
     `eos_id` ends a document. An answer ends at any of `stop_ids`; the first is the one that the model was taught. Text
     never becomes a special token: `<|end_of_text|>` written in a document is encoded letter by letter.
@@ -36,10 +41,16 @@ class Tokenizer:
     vocab_size: int
     stop_ids: tuple[int, ...]
 
-    def __init__(self, path: str | os.PathLike | None = None, *, chat_template: str | None = None):
+    def __init__(
+        self,
+        path: str | os.PathLike | None = None,
+        *,
+        chat_template: str | None = None,
+        today: datetime.date | None = None,
+    ):
         file = _llama3_file() if path is None else Path(path).expanduser()
         found = open_tokenizer(file)
-        self._model, self._source, self.fingerprint = found.model, str(file), found.fingerprint
+        self._model, self.source, self.fingerprint = found.model, str(file), found.fingerprint
         self.vocab_size, self._special = found.model.vocab_size, found.model.special
         named = [self._special[token] for token in (*TURN_ENDS, *DOCUMENT_ENDS) if token in self._special]
         self.stop_ids = tuple(dict.fromkeys((*found.stop_ids, *named)))
@@ -54,6 +65,10 @@ class Tokenizer:
         has_llama3 = {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"} <= set(self._special)
         own = found.chat_template or (LLAMA3_TEMPLATE if has_llama3 else None)
         self.chat_template = own if chat_template is None else chat_template
+        # What a template is given: as the folder says, or what the vocabulary has.
+        names = {"bos_token": self._name(self.bos_id), "eos_token": self._name(self.stop_ids[0])}
+        self._names = {name: token for name, token in names.items() if token} if found.names is None else found.names
+        self._today = today or datetime.date.today()
         self._render: Render | None = None
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
@@ -85,52 +100,110 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of a chat, by the model's template; a string alone is one question of the user's.
 
-        With `add_generation_prompt` the beginning of an answer follows: what `generate` continues. Raise ValueError for
-        messages that are none, for special tokens in them, and where there is no template or it fails.
+        With `add_generation_prompt` the beginning of an answer follows: what `generate` continues. Answers among the
+        messages are encoded as by `chat`, so that a model is asked with the tokens that it was trained on; the rest is
+        what transformers' `apply_chat_template` gives. Raise ValueError for messages that are none, for special tokens
+        in them, and where there is no template or it fails.
         """
-        messages = check_messages(messages, list(self._special))
-        return self._model.encode_special(self._renderer()(messages, add_generation_prompt))[0]
+        messages, render = check_messages(messages, list(self._special)), self._renderer()
+        try:
+            text, answers = assistant_spans(messages, render, self._stops(), add_generation_prompt)
+            return self._encode_turns(text, answers)[0]
+        except ValueError:  # no template to train on, but one that a model may be asked by
+            return self._model.encode_special(render(messages, add_generation_prompt).text)
 
     def chat(
         self, messages: Sequence[Message] | str
     ) -> tuple[Integer[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]:
         """Return the token ids `[tokens]`, uint32, of a whole chat, and which of them the assistant wrote.
 
-        Those are the tokens that a loss is for: each answer with the token that ends it, no prompt, no role's name.
+        Those are the tokens that a loss is for: each answer whole, with the token that ends it, no prompt, no role's
+        name. What stands before it is, token by token, `apply_chat_template(..., add_generation_prompt=True)` of the
+        messages before it: where the tokenizer would join the prompt's end and the answer's first word in one token
+        (`"assistant: "` and `"Yes"`), the two are encoded apart. What a template itself marks by `{% generation %}` is
+        taken to the letter instead, whatever its prompt is.
         Raise ValueError as `apply_chat_template`, and where the template does not tell whose a token is.
         """
         messages = check_messages(messages, list(self._special))
-        stops = [token for token, i in self._special.items() if i in self.stop_ids]
-        text, spans = assistant_spans(messages, self._renderer(), stops)
-        ids, starts = self._model.encode_special(text)
-        starts = np.asarray(starts)
-        wrote = np.zeros(len(ids), bool)
-        for span in spans:
-            wrote |= (starts >= span.start) & (starts < span.stop)
-        return np.asarray(ids, np.uint32), wrote
+        text, answers = assistant_spans(messages, self._renderer(), self._stops())
+        ids, wrote = self._encode_turns(text, answers)
+        return np.asarray(ids, np.uint32), np.asarray(wrote, bool)
+
+    def check_table(self, ids: Sequence[int] | Integer[np.ndarray, " tokens"], vocab_size: int) -> None:
+        """Raise ValueError, with its text, for a token beyond a model's table of `vocab_size` entries."""
+        most = int(np.max(ids, initial=0))
+        if most >= check_whole("vocab_size", vocab_size):
+            raise ValueError(
+                f"the token {most} of {self.source}, {self.decode([most])!r}, is beyond the model's table of "
+                f"{vocab_size:,} entries: the tokenizer has {self.vocab_size:,}. Take the tokenizer that belongs to "
+                f"the model, llamem.train.Tokenizer(folder), or make a model with vocab_size={self.vocab_size}."
+            )
 
     def save(self, folder: str | os.PathLike) -> Path:
-        """Write what `Tokenizer(folder)` and transformers read into a folder; return it. Files there are replaced."""
+        """Write what `Tokenizer(folder)` and transformers read into a folder; return it. Files there are replaced.
+
+        A `generation_config.json` and, where there is one, the `config.json` say at which tokens a text begins and
+        ends; what else they say stays. A vocabulary in Meta's format is written as a `tokenizer.json`.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._model.save(folder)
         content = {
             "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": self._name(self.bos_id),
-            "eos_token": self._name(self.stop_ids[0]),
+            **self._names,
+            "clean_up_tokenization_spaces": False,
             "chat_template": self.chat_template,
         }
         write_whole(folder / "tokenizer_config.json", json.dumps(content, indent=2))
+        if (folder / "chat_template.jinja").exists():  # it would be read in place of the other
+            write_whole(folder / "chat_template.jinja", self.chat_template or "")
+        write_token_ids(folder, self.bos_id, self.stop_ids)
         return folder
+
+    def _stops(self) -> list[str]:
+        return [token for token, i in self._special.items() if i in self.stop_ids]
+
+    def _encode_turns(self, text: str, answers: Sequence[slice]) -> tuple[list[int], list[bool]]:
+        """Return a chat's ids, and which of them are in `answers`, parts of its text.
+
+        A part that the tokenizer joins with the one before is encoded apart: no id depends on what follows it.
+        """
+        ends = [(end, written) for span in answers for end, written in ((span.start, False), (span.stop, True))]
+        ids: list[int] = []
+        wrote: list[bool] = []
+        begin = 0
+        for end, written in (*ends, (len(text), False)):
+            if end == begin:
+                continue
+            whole = self._model.encode_special(text[:end])
+            if whole[: len(ids)] == ids:
+                more = whole[len(ids) :]
+            else:
+                more = self._apart(text[begin:end])
+                if self._model.decode([*ids, *more]) != self._model.decode(whole):
+                    raise ValueError(
+                        f"{self.source} joins the end of a prompt, {text[:begin][-20:]!r}, with the answer, and writes "
+                        "another text where the two are encoded apart: no answer could be trained as a model writes "
+                        "it. Take a chat template whose prompt does not end in a space or a new line."
+                    )
+            ids += more
+            wrote += [written] * len(more)
+            begin = end
+        return ids, wrote
+
+    def _apart(self, text: str) -> list[int]:
+        """Return the ids of a text that another stands before: tokenizers like Llama 2's put a space before a first."""
+        line = self._model.encode_special("\n")
+        after_line = self._model.encode_special("\n" + text)
+        return after_line[len(line) :] if after_line[: len(line)] == line else self._model.encode_special(text)
 
     def _renderer(self) -> Render:
         if self.chat_template is None:
             raise ValueError(
-                f"{self._source} has no chat template. Pass the one of the model: Tokenizer(..., chat_template=...)."
+                f"{self.source} has no chat template. Pass the one of the model: Tokenizer(..., chat_template=...)."
             )
         if self._render is None:
-            names = {"bos_token": self._name(self.bos_id), "eos_token": self._name(self.stop_ids[0])}
-            self._render = make_render(self.chat_template, self._source, **names)
+            self._render = make_render(self.chat_template, self.source, self._names, self._today)
         return self._render
 
     def _name(self, token_id: int | None) -> str | None:

@@ -1,15 +1,16 @@
 """The files in which tokenizers come: Meta's `tokenizer.model`, Hugging Face's folders, GGUF."""
 
+import base64
 import dataclasses
 import hashlib
 import re
-import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llamem._extras import import_extra
 from llamem._files import read_json
+from llamem.llama.byte_level import byte_level_bpe, merges_of
 from llamem.llama.gguf_files import open_gguf
 from llamem.llama.gguf_tokenizer import tokenizer_of
 
@@ -17,6 +18,7 @@ from llamem.llama.gguf_tokenizer import tokenizer_of
 BEGINS = ("<|begin_of_text|>", "<s>", "<bos>")
 DOCUMENT_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<end_of_turn>")
+_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")  # what transformers gives to a template
 _MAX_BYTES = 200_000_000  # of a JSON file; those of large vocabularies have some twenty million
 
 
@@ -29,6 +31,7 @@ class TokenizerParts:
     bos_id: int | None = None
     stop_ids: tuple[int, ...] = ()
     chat_template: str | None = None
+    names: Mapping[str, str] | None = None  # of special tokens by their use, where a folder says them: `bos_token` ...
 
 
 def open_tokenizer(path: Path) -> TokenizerParts:
@@ -63,24 +66,27 @@ class _Tiktoken:
             )
         import_extra("tiktoken", "the Llama 3 tokenizer")
         meta = import_extra("llama_models.llama3.tokenizer", "the Llama 3 tokenizer").Tokenizer(file)
-        self._file, self._encoding = file, meta.model
+        self._ranks, self._encoding = content, meta.model
         self.special, self.vocab_size = meta.special_tokens, meta.n_words
 
     def encode(self, text: str) -> Any:
         """Return the ids, a list or an array, of a text in which nothing is special."""
         return self._encoding.encode_to_numpy(text, disallowed_special=())
 
-    def encode_special(self, text: str) -> tuple[list[int], Sequence[int]]:
-        """Return the ids of a text whose special tokens are meant, and at which character each token begins."""
-        ids = self._encoding.encode(text, allowed_special="all")
-        return ids, self._encoding.decode_with_offsets(ids)[1]
+    def encode_special(self, text: str) -> list[int]:
+        """Return the ids of a text whose special tokens are meant."""
+        return self._encoding.encode(text, allowed_special="all")
 
     def decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
 
     def save(self, folder: Path) -> None:
-        if self._file.resolve() != (folder / "tokenizer.model").resolve():
-            shutil.copyfile(self._file, folder / "tokenizer.model")
+        """Write `tokenizer.json`: transformers has no other file with this format's special tokens."""
+        lines = (line.split() for line in self._ranks.splitlines() if line)
+        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        vocab, merges = merges_of(ranks)
+        model = byte_level_bpe(vocab, merges, "llama-bpe", special=list(self.special), bos="<|begin_of_text|>")
+        model.save(str(folder / "tokenizer.json"))
 
 
 class _HuggingFace:
@@ -104,10 +110,9 @@ class _HuggingFace:
         self._model.encode_special_tokens = True  # as letters, that is
         return self._model.encode(text, add_special_tokens=False).ids
 
-    def encode_special(self, text: str) -> tuple[list[int], Sequence[int]]:
+    def encode_special(self, text: str) -> list[int]:
         self._model.encode_special_tokens = False
-        encoding = self._model.encode(text, add_special_tokens=False)
-        return encoding.ids, [start for start, _ in encoding.offsets]
+        return self._model.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode(ids, skip_special_tokens=False)
@@ -116,28 +121,29 @@ class _HuggingFace:
         self._model.save(str(folder / "tokenizer.json"))
 
 
-def _told_in(folder: Path, special: dict[str, int]) -> tuple[int | None, tuple[int, ...], str | None]:
-    """Return what a folder's small files say: the id of bos, those that end an answer, the chat template."""
+def _told_in(
+    folder: Path, special: dict[str, int]
+) -> tuple[int | None, tuple[int, ...], str | None, Mapping[str, str] | None]:
+    """Return what a folder's small files say: the id of bos, those that end an answer, the chat template, the names."""
 
     def content(name: str) -> dict[str, Any]:
         return read_json(folder / name, _MAX_BYTES) if (folder / name).is_file() else {}
 
-    def token_id(token: Any) -> int | None:
-        return special.get(str(token.get("content") if isinstance(token, dict) else token))
-
-    told = content("tokenizer_config.json")
-    stops: list[Any] = [token_id(told.get("eos_token"))]
+    told = content("special_tokens_map.json") | content("tokenizer_config.json")
+    named = {name: told[name] for name in _NAMES if told.get(name)}
+    names = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
+    stops: list[Any] = [special.get(names.get("eos_token", ""))]
     for name in ("generation_config.json", "config.json"):
         ids = content(name).get("eos_token_id")
         stops += ids if isinstance(ids, list) else [ids]
     template = told.get("chat_template")
     if isinstance(template, list):  # several by name
-        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
-        template = named.get("default")
+        by_name = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = by_name.get("default")
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     known = tuple(dict.fromkeys(i for i in stops if type(i) is int and i >= 0))
-    return token_id(told.get("bos_token")), known, template
+    return special.get(names.get("bos_token", "")), known, template, names if told else None
 
 
 def _of_gguf(file: Path) -> TokenizerParts:

@@ -34,6 +34,8 @@ def check_tensors(tensors: list[Tensor], stored: Tensors, config: LlamaConfig, p
     }
     if any(problems.values()):
         told = "; ".join(f"{what}: {few(names)}" for what, names in problems.items() if names)
+        if not config.tied_head and "lm_head.weight" in problems["missing"]:
+            told += '. A model whose head is its embedding says so in config.json: "tie_word_embeddings": true'
         raise ValueError(f"the tensors in {place} are not those that its config describes. {told}.")
 
 

@@ -42,7 +42,8 @@ def read_leaves(
 ) -> tuple[Leaf, ...]:
     """Return a record for each array of `args`, in the order of `jax.tree.leaves`.
 
-    Raises TypeError for what is no array, ValueError for donated positions or a memory that are not there.
+    Raises TypeError for what is no array, ValueError for donated positions or a memory that are not there, and for an
+    array that is donated and given twice.
     """
     _check_donated(donate_argnums, len(args))
     names = argument_names(fn, args)
@@ -53,6 +54,7 @@ def read_leaves(
         key = key_implementation(shape) if is_key(shape.dtype) else None
         placed = _placed(shape, value, place, chip)
         leaves.append(Leaf(name, position, placed, key, position in donate_argnums, _waits_on_host(value)))
+    _check_given_once(leaves, jax.tree.leaves(args))
     return tuple(leaves)
 
 
@@ -104,6 +106,30 @@ def _check_donated(donate_argnums: Any, count: int) -> None:
             f"donate_argnums={show(donate_argnums)}: expected a tuple of positions among the {count} arguments, from 0 "
             f"to {count - 1}, such as donate_argnums=(0,)."
         )
+
+
+def _check_given_once(leaves: Sequence[Leaf], values: Sequence[Any]) -> None:
+    """Raise ValueError where the program is given an array that it may overwrite twice: XLA would refuse to run it."""
+    known: dict[Any, Leaf] = {}
+    for leaf, value in zip(leaves, values, strict=True):
+        if not isinstance(value, jax.Array) or not value.size:
+            continue
+        first = known.setdefault(_memory_of(value), leaf)
+        if first is not leaf and (first.donated or leaf.donated):
+            donated = "both are donated" if first.donated and leaf.donated else "one of them is donated"
+            raise ValueError(
+                f"the arguments `{first.name}` and `{leaf.name}` are one array in memory, and {donated}: the program "
+                "would overwrite what it still has to read, so that XLA refuses to run it. Give one of them a copy, "
+                "jnp.copy(x), or do not donate it."
+            )
+
+
+def _memory_of(array: jax.Array) -> Any:
+    """Return where an array lies, so that two which share their memory are known; of others who it is."""
+    try:
+        return array.addressable_data(0).unsafe_buffer_pointer()
+    except (AttributeError, NotImplementedError, RuntimeError, ValueError):  # a random key, a deleted array
+        return "", id(array)
 
 
 def _placed(shape: jax.ShapeDtypeStruct, leaf: Any, where: str, chip: Chip) -> jax.ShapeDtypeStruct:

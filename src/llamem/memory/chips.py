@@ -1,10 +1,17 @@
 """What chips are: a table of TPUs and NVIDIA GPUs, and which of them a program is being traced for."""
 
+import contextlib
 import dataclasses
 import math
-from typing import Literal
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, no_type_check
 
 import jax
+
+from llamem.memory.show import line_of_source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,3 +160,33 @@ def compiling_for() -> str:
     """
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return device.device_kind if device is not None else jax.devices()[0].device_kind
+
+
+@contextlib.contextmanager
+def questions_heard() -> Iterator[list[str]]:
+    """Within it, write down where a traced program asks JAX which devices are here: "jax.devices() in model.py:12".
+
+    For an absent chip the answer is the wrong one. JAX, flax and this package are not listened to.
+    """
+    asked: list[str] = []
+    libraries = Path(jax.__file__).parent, Path(jax.__file__).parent.parent / "flax", Path(__file__).parent.parent
+    of_libraries = tuple(f"{folder}{os.sep}" for folder in libraries)
+
+    def listening(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        @no_type_check  # who checks types would stand between this and the line that asks
+        def answer_and_write_down(*kind: Any, **how: Any) -> Any:
+            line = sys._getframe(1)
+            if not (kind or how or line.f_code.co_filename.startswith(of_libraries)):
+                asked.append(f"jax.{name}() in {line_of_source(line.f_code.co_filename, line.f_lineno)}")
+            return answer(*kind, **how)
+
+        return answer_and_write_down
+
+    answers = {name: getattr(jax, name) for name in ("devices", "local_devices", "default_backend")}
+    try:
+        for name, answer in answers.items():
+            setattr(jax, name, listening(name, answer))
+        yield asked
+    finally:
+        for name, answer in answers.items():
+            setattr(jax, name, answer)

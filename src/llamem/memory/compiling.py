@@ -17,11 +17,11 @@ import jaxlib
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import core as jex_core
 
-from llamem._checks import show
+from llamem._checks import few, show
 from llamem.memory import stored_answers
 from llamem.memory.arguments import Leaf, mesh_of, read_leaves, shard_bytes
-from llamem.memory.chip_names import chip_called, find_chip
-from llamem.memory.chips import Chip
+from llamem.memory.chip_names import find_chip
+from llamem.memory.chips import Chip, questions_heard
 from llamem.memory.compiler_process import analysed_bytes
 from llamem.memory.compilers import find_compilers, no_compilers
 from llamem.memory.cross_compile import Request, compile_absent, export_for, traced_for
@@ -70,10 +70,8 @@ def compile_report(
     Raises what tracing `fn` raises, ValueError and ImportError as `llamem.find_chip` does, RuntimeError where a
     compiler dies.
     """
-    chosen = chip_called(chip)
+    chosen = find_chip(chip)
     compilers = find_compilers(chosen.platform) if chosen.absent else None
-    if chosen.absent and compilers is None and not stored_answers.are_there():
-        raise ImportError(no_compilers(chip, chosen.platform))
     if depth not in typing.get_args(Depth):
         raise ValueError(f"depth={depth!r}: expected 'memory', as soon as memory is assigned, or 'code', to the end.")
     if not callable(fn):
@@ -97,8 +95,8 @@ def compile_report(
 
     # The one trace serves the compiler, too. What is donated is for the child process to say, where there is one.
     jitted = jax.jit(flat, donate_argnums=() if chosen.absent else donated, keep_unused=True)
-    with traced_for(chosen, mesh):
-        jaxpr = _traced(jitted, shapes)
+    with traced_for(chosen, mesh), questions_heard() as asked:
+        jaxpr = _traced(jitted, shapes, leaves)
     if chosen.absent:
         _refuse_callbacks(jaxpr.jaxpr, chosen)
         question = stored_answers.fingerprint(jaxpr, chosen, depth, leaves)
@@ -124,22 +122,38 @@ def compile_report(
             stored_answers.record(question, answer)
     else:
         answer, depth = _compiled_here(jitted.lower(*shapes), chosen), "code"
+    answer |= {"asked": asked if chosen.absent else []}
     report = _report(chosen, depth, answer, jaxpr, leaves)
     if "schedule" not in answer:
         return dataclasses.replace(report, no_timeline=answer["no_schedule"])
     names, provenance = [leaf.name for leaf in leaves], find_provenance(jaxpr, leaves)
     timeline = Timeline.from_schedule(answer["schedule"], chosen.name, chosen.capacity_bytes, names, provenance)
-    return dataclasses.replace(report, timeline=timeline)
+    counted = (dataclasses.replace(b, at_once=timeline.at_once(b.shape, b.operation) or None) for b in report.buffers)
+    return dataclasses.replace(report, timeline=timeline, buffers=tuple(counted))
 
 
-def _traced(jitted: jax.stages.Wrapped, shapes: Sequence[jax.ShapeDtypeStruct]) -> jex_core.ClosedJaxpr:
+def _traced(
+    jitted: jax.stages.Wrapped, shapes: Sequence[jax.ShapeDtypeStruct], leaves: Sequence[Leaf]
+) -> jex_core.ClosedJaxpr:
     try:
         return jitted.trace(*shapes).jaxpr
     except (RuntimeError, ValueError) as error:
-        if words := remedy(str(error)):
+        if words := _of_two_memories(str(error), leaves) or remedy(str(error)):
             kind = ValueError if isinstance(error, ValueError) else RuntimeError
             raise kind(f"{error}{words}") from error
         raise
+
+
+def _of_two_memories(error: str, leaves: Sequence[Leaf]) -> str:
+    """Return what to do where an operation has operands in both memories, by JAX's message; "" for any other."""
+    if "memory_space of all inputs" not in error:
+        return ""
+    hosted = [f"`{leaf.name}`" for leaf in leaves if leaf.on_host]
+    where = f"In the host's memory: {few(hosted)}" if hosted else "The function puts arrays into the host's memory"
+    return (
+        f" {where}. An operation reads one memory: bring them to the device first, inside of the function, "
+        "x = jax.device_put(x, jax.memory.Space.Device)."
+    )
 
 
 def _compiled_here(lowered: jax.stages.Lowered, chip: Chip) -> dict[str, Any]:

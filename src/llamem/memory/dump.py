@@ -10,7 +10,7 @@ from typing import Any
 
 from llamem.memory.buffer_assignment import ASSIGNMENT, Allocation, Platform, program_stem, read_assignment
 from llamem.memory.hlo import parse
-from llamem.memory.hlo_counts import describe
+from llamem.memory.hlo_counts import describe, kernel_constant_bytes
 from llamem.memory.timeline_schedule import read_schedule
 
 # What the compilers for TPUs and for GPUs write next, once memory is assigned and the files that say how are closed. A
@@ -35,6 +35,8 @@ def read_dump(folder: Path, platform: Platform) -> dict[str, Any]:
     stem = program_stem(folder)
     allocations, places = read_assignment(_text(stem + ASSIGNMENT), platform)
     program = parse(_text(stem + ".txt"))
+    if allocations and (hidden := kernel_constant_bytes(program)):
+        allocations[max(allocations) + 1] = Allocation(hidden, "device", "constant", None, False, "")
     answer = assigned_bytes(allocations.values()) if allocations else {}
     answer |= describe(program)
     try:

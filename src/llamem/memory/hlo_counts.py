@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from llamem.memory.flops import Window, convolution_flops
@@ -13,6 +14,8 @@ _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "col
 # Names for memory that another line already counts, or that is none.
 _NO_BUFFER = {"parameter", "get-tuple-element", "bitcast", "tuple", "while", "conditional", "constant", "opt-barrier"}
 
+_CPU_KERNEL = '"fusion_config":{"kind":"__'
+
 
 def describe(program: Program, largest: int = 12) -> dict[str, Any]:
     """Return all that a report says of an optimised program, for JSON: FLOPs, collectives and the `largest` buffers."""
@@ -21,7 +24,26 @@ def describe(program: Program, largest: int = 12) -> dict[str, Any]:
         "compiled_matmul_flops": compiled_matmul_flops(program),
         "collectives": None if sent is None else [dataclasses.asdict(row) for row in sent],
         "buffers": [dataclasses.asdict(row) for row in largest_buffers(program, largest)],
+        "kernel_array_bytes": max((size for _, size in _inside_cpu_kernels(program)), default=0),
     }
+
+
+def kernel_constant_bytes(program: Program) -> int:
+    """Return the bytes of constants that a CPU's fused kernels hold: they have no allocation of their own."""
+    return sum(size for line, size in _inside_cpu_kernels(program) if line.opcode == "constant")
+
+
+def _inside_cpu_kernels(program: Program) -> Iterator[tuple[Instruction, int]]:
+    """Yield what is made and held inside of the CPU's fused kernels, and its bytes; not what they are given or return.
+
+    They come from XNNPACK's successor, YNN: a product and what follows it in one call, since jax 0.10.
+    """
+    lines = [line for instructions in program.computations.values() for line in instructions]
+    called = {line.named("calls") for line in lines if line.opcode == "fusion" and _CPU_KERNEL in line.rest}
+    for name in called:
+        for line in program.computations.get(name, [])[:-1]:
+            if line.opcode != "parameter":
+                yield line, int(sum(math.prod(shape.sizes) * shape.item_bytes for shape in line.shapes))
 
 
 def compiled_matmul_flops(program: Program) -> int | None:

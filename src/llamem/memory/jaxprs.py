@@ -239,8 +239,8 @@ def _operands_passed_on(eqn: jex_core.JaxprEqn) -> list[int | None]:
             return carried + slices
         case While(_, body, n_condition_consts, n_body_consts):
             inner = inputs_passed_on(body.jaxpr)
-            carried = [j if i == n_body_consts + j else None for j, i in enumerate(inner)]
-            return [None if j is None else n_condition_consts + n_body_consts + j for j in carried]
+            stays = [i == n_body_consts + j for j, i in enumerate(inner)]
+            return [n_condition_consts + n_body_consts + j if same else None for j, same in enumerate(stays)]
         case Branches(branches):
             each = zip(*(inputs_passed_on(branch.jaxpr) for branch in branches), strict=True)
             return [1 + i[0] if i[0] is not None and len(set(i)) == 1 else None for i in each]

@@ -1,14 +1,26 @@
 """What a report warns of: where its numbers stop, and programs that are probably not what was meant."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex_core
 
 from llamem.memory.arguments import Leaf, shard_bytes
+from llamem.memory.control_flow import Scan
 from llamem.memory.flops import Products
-from llamem.memory.jaxprs import constants_in, donates_itself, equations, inputs_used, moved_to_host
+from llamem.memory.jaxprs import (
+    constants_in,
+    control_flow,
+    donates_itself,
+    equations,
+    inner_jaxprs,
+    inputs_used,
+    moved_to_host,
+)
 from llamem.memory.report import Report
 from llamem.memory.show import size_text
 
@@ -26,6 +38,7 @@ def program_notes(
     chip = report.chip
     yield from _state_notes(traced, leaves)
     yield from _constant_notes(report, traced)
+    yield from _sum_notes(traced, leaves)
     if products.loops:
         yield f"{products.loops} of its loops do not say how often they run: matrix products there count once."
     if answer["collectives"] is None:
@@ -53,6 +66,16 @@ def program_notes(
         )
     if chip.capacity_bytes and 0.85 * chip.capacity_bytes < report.peak_bytes <= chip.capacity_bytes:
         yield "close to the limit, where the compiler rematerialises on its own: judge your remat on a roomier chip."
+    if asked := answer.get("asked"):
+        yield (
+            f"the program asks which device it runs on, {asked[0]}, and hears of this machine's: where it chooses by "
+            f"that, this is not its program for {chip.name}. Let it ask llamem.memory.compiling_for()."
+        )
+    if (inside := answer.get("kernel_array_bytes", 0)) > _SMALL:
+        yield (
+            "this CPU's compiler put products and what follows them into kernels of its own, and what those need while "
+            f"they run is not in these numbers: an array of {size_text(inside)} is made or held inside of one."
+        )
     if "products_by_library" in answer:
         yield (
             "compiled with all matrix products by cuBLAS: this compiler finds no tiles for one of them where no GPU is "
@@ -101,6 +124,38 @@ def _state_notes(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Iterat
                 f"{size_text(idle)} of `{name}` reach no result: the compiler leaves out what is computed with them. "
                 "A step that updates an optimizer's state and weights has to return both."
             )
+
+
+def _sum_notes(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Iterator[str]:
+    """Yield a loop that adds up arrays like those of an argument, as gradient accumulation does."""
+    given = [leaf.shape for leaf in leaves if jnp.issubdtype(leaf.shape.dtype, jnp.floating)]
+    shapes = [shape.sharding.shard_shape(shape.shape) if shape.sharding else shape.shape for shape in given]
+    for sums in _sums_of_loops(traced.jaxpr):
+        alike = [aval for aval in sums if aval.shape in shapes]
+        # Not the gradients of a few arrays, such as a tiled loss adds up: of weights beside two moments it is a third.
+        if len(alike) > 1 and sum(a.size for a in alike) > sum(map(math.prod, shapes)) / 4:
+            size = size_text(sum(map(shard_bytes, alike)))
+            yield (
+                f"a loop adds up {size} in {alike[0].dtype.name}, as gradient accumulation does. They lie beside the "
+                "gradients of a part from the first part to the last, so that 2 parts can need more memory than 1."
+            )
+            return
+
+
+def _sums_of_loops(jaxpr: jex_core.Jaxpr) -> Iterator[list[Any]]:
+    """Yield for each scan the types of what it carries from zeros on."""
+    makers = {id(var): eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+    def is_zeros(var: Any) -> bool:
+        made = makers.get(id(var))
+        return made is not None and all(isinstance(x, jex_core.Literal) and np.all(x.val == 0) for x in made.invars)
+
+    for eqn in jaxpr.eqns:
+        if isinstance(flow := control_flow(eqn), Scan):
+            carried = eqn.invars[flow.n_consts : flow.n_consts + flow.n_carry]
+            yield [var.aval for var in carried if is_zeros(var)]
+        for inner in inner_jaxprs(eqn):
+            yield from _sums_of_loops(inner)
 
 
 def _constant_notes(report: Report, traced: jex_core.ClosedJaxpr) -> Iterator[str]:

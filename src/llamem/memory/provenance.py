@@ -30,7 +30,7 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 # Names of arguments that say what these are: the first of them in an argument's path decides.
 _NAMES: dict[Category, tuple[str, ...]] = {
     "weights": ("params", "weights", "model", "base"),
-    "optimizer": ("opt_state", "optimizer"),
+    "optimizer": ("opt_state", "optimizer", "opt", "moments"),
     "batch": ("batch", "tokens", "inputs", "images", "targets", "labels"),
 }
 # Operations that hand on what they are given, in another type, order, shape or place.

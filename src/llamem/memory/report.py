@@ -16,12 +16,16 @@ Depth = Literal["memory", "code"]
 class Buffer:
     """An array that the compiled program writes to the device's memory: `bf16[16,8192]`, the operation of JAX's that it
     is the result of, and the line that asked for it, `model.py:12` or "".
+
+    `at_once`: how many of this shape and operation lie in memory at the same time, at most; None where the compiler
+    wrote down no schedule, or the array is written where another lies.
     """
 
     shape: str
     bytes: int
     operation: str
     source: str
+    at_once: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +107,11 @@ class Report(Shown):
             sent = [(row.operation, row.times, size_text(row.bytes)) for row in self.collectives]
             yield Table(("sent between chips", "times", "bytes"), sent)
         if self.buffers:
-            arrays = [(row.shape, size_text(row.bytes), row.operation, row.source) for row in self.buffers[:8]]
-            yield Table(("largest arrays", "size", "operation", "line"), arrays)
+            arrays = [
+                (row.shape, size_text(row.bytes), row.at_once or "", row.operation, row.source)
+                for row in self.buffers[:8]
+            ]
+            yield Table(("largest arrays", "size", "at once", "operation", "line"), arrays)
         yield from (f"note: {warning}" for warning in self.warnings)
         yield f"compiler: {self.compiler}"
 

@@ -20,10 +20,10 @@ from jax.extend import core as jex_core
 from llamem._files import write_whole
 from llamem.memory.arguments import Leaf
 from llamem.memory.chips import Chip
-from llamem.memory.jaxprs import PRODUCTS, equations, given_name
+from llamem.memory.jaxprs import PRODUCTS, equations, given_name, moved_to_host
 
 # Operations that mean the same in every version of JAX, and say what a program computes, keeps and moves.
-_TOLD = {*PRODUCTS, "scan", "while", "exp", "log", "tanh", "logistic", "sin", "cos", "rsqrt", "device_put", "psum"}
+_TOLD = {*PRODUCTS, "scan", "while", "exp", "log", "tanh", "logistic", "sin", "cos", "rsqrt", "psum"}
 
 _answers: dict[str, dict[str, Any]] = {}
 _about: dict[str, str] = {}
@@ -56,7 +56,7 @@ def fingerprint(traced: jex_core.ClosedJaxpr, chip: Chip, depth: str, leaves: Se
         elif eqn.primitive.name in _TOLD:
             # How many numbers, and not in which shape: versions differ in axes of one.
             counts[eqn.primitive.name, str(getattr(eqn.outvars[0].aval, "size", ""))] += times
-    told = (chip.name, depth, inputs, places, outputs, sorted(counts.items()))
+    told = (chip.name, depth, inputs, places, outputs, moved_to_host(traced.jaxpr), sorted(counts.items()))
     return hashlib.sha256(repr(told).encode()).hexdigest()[:24]
 
 

@@ -15,6 +15,7 @@ from llamem.memory.show import size_text
 Pass = Literal["forward", "backward", "run again", "optimizer", ""]
 # Categories of what a model computes, logits among it where their sizes say so.
 _COMPUTED = ("residuals", "workspace", "rematerialised")
+ROOM = "room"  # the name of the span that is the memory of a result, which the runtime takes before the first step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,8 +59,9 @@ class Loop:
 class Timeline:
     """What lies in memory at each step of a program's schedule, on one chip.
 
-    `buffers` are all arrays of the program; `assigned_bytes` is the device memory that the compiler set aside for them:
-    what is in use at the highest point, and gaps. `passes` are (name, first step, the step after its last).
+    `buffers` are all arrays of the program, and the room of results: a runtime takes it before the first step, so that
+    it counts from there on. `assigned_bytes` is the device memory that the compiler set aside: what is in use at the
+    highest point, and gaps. `passes` are (name, first step, the step after its last).
     `operations` are those of the steps. `capacity_bytes` is what the chip offers, None where unknown.
 
     Not in it: what libraries take at run time on a CPU, beside the compiler's plan. On a TPU small programs live in
@@ -131,7 +133,10 @@ class Timeline:
 
     @property
     def gap_bytes(self) -> int:
-        """What the compiler set aside and nothing fills at the peak: results not written yet, room between buffers."""
+        """What the compiler set aside and nothing fills at the peak: room between arrays, as it placed them.
+
+        A TPU's compiler begins every array at a multiple of 16 KiB: of a small program that is most.
+        """
         return self.assigned_bytes - self.peak_bytes
 
     @property
@@ -170,6 +175,15 @@ class Timeline:
                     stretches.append((step, step, n_bytes))
         return {number: stretches for number, stretches in rows.items() if stretches}
 
+    def at_once(self, shape: str, operation: str) -> int:
+        """Return how many arrays of this shape and operation lie in the device's memory at the same time, at most."""
+        change = np.zeros(self.steps + 1, np.int64)
+        for one in self.buffers:
+            if (one.shape, one.operation, one.space) == (shape, operation, "device"):
+                change[one.first] += 1
+                change[one.last + 1] -= 1
+        return int(np.cumsum(change).max())
+
     def pass_at(self, step: int) -> Pass:
         """Return the pass that a step lies in; "" in a program that differentiates nothing."""
         return next((name for name, first, end in self.passes if first <= step < end), "")
@@ -194,10 +208,10 @@ class Timeline:
             f"{self.chip}: {self.steps} steps, highest at step {self.peak_step}{where}: {size_text(self.peak_bytes)} "
             f"in use, {size_text(self.assigned_bytes)} set aside"
         ]
-        lines += [
-            f"  {size_text(buffer.bytes):>10}  {buffer.category:<15}{buffer.shape}  {buffer.operation}  {buffer.source}"
-            for buffer in self.at_peak()[:8]
-        ]
+        rows = [(b.bytes, b.category, b.shape, b.operation, b.source) for b in self.at_peak()]
+        rest = sum(size for size, *_ in rows[8:])
+        rows = [*rows[:8], (rest, "smaller ones", "", "", ""), (self.gap_bytes, "gaps", "between arrays", "", "")]
+        lines += [f"  {size_text(size):>10}  {what:<15}{'  '.join(told)}" for size, what, *told in rows if size]
         return "\n".join(line.rstrip() for line in lines)
 
     @functools.cached_property
@@ -205,24 +219,34 @@ class Timeline:
         """Of each memory and step: the numbers of the buffers alive there, and the bytes that each of them adds.
 
         They stand in the order of their addresses, the larger first at equal ones. What lies at one address counts
-        once: a buffer adds the bytes that reach beyond those before it.
+        once: a buffer adds the bytes that reach beyond those before it. A result's room adds what all of them leave.
         """
         tables: dict[Space, list[tuple[np.ndarray, np.ndarray]]] = {}
         apart = max((one.offset + one.bytes for one in self.buffers), default=0)  # between two allocations' beginnings
+        allocations = 1 + max((one.allocation for one in self.buffers), default=0)
         for space in get_args(Space):
             rows = [
-                (one.allocation * apart + one.offset, -one.bytes, number, one.first, one.last)
+                (one.allocation * apart + one.offset, -one.bytes, number, one.first, one.last, one.allocation)
                 for number, one in enumerate(self.buffers)
-                if one.space == space
+                if one.space == space and one.name != ROOM
             ]
-            start, size, number, first, last = np.array(sorted(rows), np.int64).reshape(-1, 5).T
+            start, size, number, first, last, lies_in = np.array(sorted(rows), np.int64).reshape(-1, 6).T
             end = start - size
+            rooms = [
+                (number, one.bytes, one.allocation)
+                for number, one in enumerate(self.buffers)
+                if one.space == space and one.name == ROOM
+            ]
+            room, room_size, holds = np.array(rooms, np.int64).reshape(-1, 3).T
             tables[space] = []
             for step in range(self.steps):
                 alive = (first <= step) & (last >= step)
                 reached = np.maximum.accumulate(np.concatenate([[0], end[alive]]))[:-1]
                 held = np.maximum(end[alive] - np.maximum(start[alive], reached), 0)
-                tables[space].append((number[alive], held))
+                filled = np.zeros(allocations, np.int64)
+                np.add.at(filled, lies_in[alive], held)
+                left = room_size - filled[holds]
+                tables[space].append((np.append(number[alive], room), np.append(held, left)))
         return tables
 
     @functools.cached_property

@@ -12,7 +12,7 @@ from llamem.memory.buffer_assignment import Allocation, Place
 from llamem.memory.hlo import Instruction, Program
 from llamem.memory.jaxprs import differentiation_pass
 from llamem.memory.provenance import Category
-from llamem.memory.timeline import Loop, Pass, Span
+from llamem.memory.timeline import ROOM, Loop, Pass, Span
 from llamem.memory.timeline_dump import Value, read_lives
 from llamem.memory.timeline_origin import Origins
 
@@ -63,11 +63,14 @@ class _Reader:
         return self._origins.named(name)
 
     def held_throughout(self) -> Iterator[Span]:
-        """Yield arguments, which the caller holds (those donated become outputs), and constants."""
+        """Yield arguments, which the caller holds (those donated become outputs), constants, and room of results."""
+        results = {value.place.allocation: value.place.shape for value in sorted(self._values, key=lambda v: v.last)}
         for number, one in self._allocations.items():
+            place = one.size, 0, self.steps - 1, one.space, number, 0
             if one.kind in ("argument", "constant"):
-                place = one.size, 0, self.steps - 1, one.space, number, 0, one.shape
-                yield Span(one.kind, *place, "other", "", "", "", one.parameter)
+                yield Span(one.kind, *place, one.shape, "other", "", "", "", one.parameter)
+            elif one.kind == "output":
+                yield Span(ROOM, *place, results.get(number, ""), "output", "", "a result, not written yet", "")
 
     def made(self) -> Iterator[Span]:
         """Yield what the program makes: one for each stay of a buffer in memory."""

@@ -1,6 +1,7 @@
 """`python -m llamem plan llama3.2-1b --chip v5e-1 --tokens 131072`: the planner for a shell."""
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from importlib import metadata
@@ -12,13 +13,13 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.hf_config import config_from_hf
 from llamem.llama.lora import LoraConfig
 from llamem.memory import fetch_command
+from llamem.memory.chip_names import chip_called
 from llamem.memory.chips import CHIPS
 from llamem.memory.report import GiB
 from llamem.memory.show import Table
 from llamem.planner.fitting import NothingFits
 from llamem.planner.found import SPEEDS, speeds_shown
 from llamem.planner.search import Found, find_plan, longest_context
-from llamem.planner.sizes import chip_called
 
 FITS, NOTHING_FITS, BAD_INPUT = 0, 1, 2
 _HEAD = ("model", "chip", "batch x tokens", "GiB", "of", "host GiB", *SPEEDS, "plan")
@@ -35,13 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fetch_command.run(given)
     if given.chip == ["all"]:  # of single ones for blocks, which are not split
         given.chip = [name for name, chip in CHIPS.items() if given.quantize is None or chip.devices == 1]
-    status, rows, texts = FITS, [], []
+    short = {chip: f"{chip.lower()}-1" for chip in given.chip if f"{chip.lower()}-1" in CHIPS}
+    given.chip = [short.get(chip, chip) for chip in given.chip]
+    status, rows, texts = FITS, [], [f"{chip} is taken for {one}, one chip." for chip, one in short.items()]
     for model in given.models:
         for chip in given.chip:
             try:
                 found = _find(model, chip, given)
                 rows.append((model, chip, *_cells(found)))
-                texts.append(f"\n{model} on {chip}: {found.why}\n{found.code}")
+                texts.append(f"\n{model} on {chip}: {found.why}\n\n{_program(model, found)}")
                 continue
             except NothingFits as error:
                 failed, why = NOTHING_FITS, error
@@ -56,15 +59,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _find(model: str, chip: str, given: argparse.Namespace) -> Found:
     """Return what is found for a model, its weights in 16 bits that the chip has units for where they are frozen."""
+    if given.host_gib is not None and not 0 <= given.host_gib < math.inf:
+        raise ValueError(f"--host-gib {given.host_gib:g}: expected the GiB of memory that the host has, 0 or more.")
     lora = LoraConfig(ranks=tuple(given.lora)) if given.lora else None
     products = jnp.bfloat16 if lora is None or chip_called(chip).has_bf16 else jnp.float16
     types = {"param_dtype": given.param_dtype or products, "compute_dtype": products}
     config = config_from_hf(model) if model.endswith(".json") else LlamaConfig.from_name(model)
-    how: dict[str, Any] = {name: getattr(given, name) for name in ("batch_size", "host_bytes", "clip", "quantize")}
+    how: dict[str, Any] = {name: getattr(given, name) for name in ("batch_size", "clip", "quantize")}
+    how["host_bytes"] = None if given.host_gib is None else int(given.host_gib * GiB)
     how |= {"lora": lora, "compiler": not given.estimate, "progress": lambda line: print(line, file=sys.stderr)}
     if given.tokens is None:
         return longest_context(config.replace(**types), chip, **how)
     return find_plan(config.replace(**types), chip, seq_len=given.tokens, **how)
+
+
+def _program(model: str, found: Found) -> str:
+    """Return a program that trains with what was found; of the reader's own are only the names of files."""
+    if found.estimate.question.lora is not None:
+        return f"import llamem\n\n{found.code}"  # the model comes with its weights
+    config = found.estimate.question.config
+    types = f"param_dtype={config.param_dtype.name!r}, compute_dtype={config.compute_dtype.name!r}"
+    made_by = "llamem.llama.config_from_hf" if model.endswith(".json") else "llamem.LlamaConfig.from_name"
+    return f"import llamem\n\nconfig = {made_by}({model!r}, {types})\n{found.code}"
+
+
+def _tokens(text: str) -> int:
+    """Return the number that is written, "8192", "8,192" or "8k": thousands and millions are those of memory."""
+    plain = text.lower().replace(",", "").replace("_", "")
+    number, unit = (plain[:-1], {"k": 2**10, "m": 2**20}[plain[-1]]) if plain[-1:] in ("k", "m") else (plain, 1)
+    if not number.removeprefix("-").isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: 8192, or 8k, which is as many.")
+    return int(number) * unit
 
 
 def _cells(found: Found) -> tuple[str, ...]:
@@ -89,13 +114,14 @@ def _parser() -> argparse.ArgumentParser:
     add("models", nargs="+", metavar="MODEL", help="such as llama3.2-1b, or a config.json of Hugging Face")
     chips = f"{', '.join(CHIPS)}, a slice such as v5p:4x4x4, local, or all; default v5e-1"
     add("--chip", nargs="+", default=["v5e-1"], help=chips)
-    add("--tokens", type=int, help="of one sequence; without it, the longest context that fits")
+    tokens = "of one sequence, such as 8192 or 8k, which is as many; without it, the longest context that fits"
+    add("--tokens", type=_tokens, help=tokens)
     add("--batch", dest="batch_size", type=int, default=1, help="sequences of one step, over all chips; default 1")
     add("--lora", nargs="+", type=int, metavar="RANK", help="train adapters of these ranks, not the model")
     add("--quantize", metavar="KIND", help="of the frozen layers under adapters: q4_0, q4_1 or q8_0")
     add("--param-dtype", help="of weights, and of their moments; default bfloat16, or float16 where a chip lacks it")
     gib = "GiB that the host can hold of a run: weights may wait there"
-    add("--host-gib", dest="host_bytes", type=lambda text: float(text) * GiB, metavar="GIB", help=gib)
+    add("--host-gib", type=float, metavar="GIB", help=gib)
     add("--clip", choices=("global", "layer"), default="global", help="gradients by the norm of all, or by layer")
     add("--estimate", action="store_true", help="trust the estimate; ask no compiler")
     return parser

@@ -11,11 +11,12 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.lora import LoraConfig
 from llamem.llama.plan import Plan
 from llamem.llama.quantized import BlockKind
+from llamem.memory.chip_names import chip_called
 from llamem.memory.chips import Chip
 from llamem.memory.report import GiB, Report
 from llamem.memory.show import Shown, Table
 from llamem.planner.roofline import Seconds, seconds_of
-from llamem.planner.sizes import Question, Sizes, chip_called
+from llamem.planner.sizes import Question, Sizes
 from llamem.planner.sums import Line, on_host, three_sums
 from llamem.train.optimizers import check_update
 from llamem.train.settings import Clip, TrainSettings

@@ -14,6 +14,7 @@ from llamem.planner.sizes import has_cudnn
 
 SPEEDS = ("s a step, estimated", "tokens/s", "hours for 1e9 tokens")
 ALIKE = 1.02  # times within 2 %: of plans as fast as that the plainest is taken
+_FULL = 0.95  # of what a chip offers a program: more is said to be close
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -44,9 +45,9 @@ class Found(Shown):
 
     @property
     def code(self) -> str:
-        """The lines of Python that train with this plan: `config` is the model's, `text`, `chats` a file or folder.
+        """The lines of Python that train with this plan, of the model whose `config` it is; adapters over its weights.
 
-        Adapters are trained over the weights in `folder`.
+        The files and the folder are to be your own.
         """
         q = self.estimate.question
         settings = (
@@ -54,13 +55,16 @@ class Found(Shown):
             f"plan = llamem.{self.plan}\n".replace("Policy(", "llamem.Policy(")
         )
         if q.lora is None:
-            return settings + "llamem.train.train(config, llamem.train.load_corpus(text), settings, 'run', plan=plan)"
+            return settings + (
+                "text = llamem.train.load_corpus('your text.txt')\n"
+                "llamem.train.train(config, text, settings, 'run', plan=plan)"
+            )
         types = f"dtype={q.config.param_dtype.name!r}, compute_dtype={q.config.compute_dtype.name!r}"
         return settings + (
-            f"model = llamem.load_pretrained(folder, {types}, quantize={q.quantize!r}, plan=plan)\n"
-            "data = llamem.train.load_chats(chats, llamem.train.Tokenizer(folder))\n"
+            f"model = llamem.load_pretrained('your model', {types}, quantize={q.quantize!r}, plan=plan)\n"
+            "chats = llamem.train.load_chats('your chats.jsonl', llamem.train.Tokenizer('your model'))\n"
             f"lora = llamem.{q.lora}\n"
-            "llamem.train.train(model.config, data, settings, 'run', init=model, lora=lora, plan=plan)"
+            "llamem.train.train(model.config, chats, settings, 'run', init=model, lora=lora, plan=plan)"
         )
 
     def parts_shown(self) -> Iterable[str | Table]:
@@ -117,6 +121,11 @@ def explain(one: Estimate, report: Report | None, tried: Sequence[Estimate], ask
         f"{seconds.total:.2f} s a step (estimated) for {question.batch_size} x {question.seq_len:,} tokens.",
         f"It {in_words(one.plan)}. {_types(one)}",
     ]
+    if one.capacity_bytes and peak > _FULL * one.capacity_bytes:
+        lines.append(
+            f"That leaves {(one.capacity_bytes - peak) / GiB:.2f} GiB for all that is beside the step: what the "
+            "runtime takes for itself, the next batch, other arrays of yours. If a run dies of it, take fewer tokens."
+        )
     faster = [e for e in tried if e.seconds.total < seconds.total / ALIKE]
     if faster:
         least = min(faster, key=lambda e: e.peak_bytes)

@@ -10,7 +10,7 @@ from llamem.llama.lora import LoraConfig
 from llamem.llama.plan import Plan
 from llamem.llama.quantized import BlockKind
 from llamem.llama.sharding import MeshShape
-from llamem.memory.chip_names import find_chip
+from llamem.memory.chip_names import chip_called, find_chip
 from llamem.memory.chips import Chip
 from llamem.memory.host_memory import PINNED_POOL_BYTES, host_memory_limit
 from llamem.memory.report import GiB, Report
@@ -18,7 +18,7 @@ from llamem.planner.candidates import all_estimates
 from llamem.planner.estimates import Estimate
 from llamem.planner.fitting import Answer, NothingFits, Progress, ask
 from llamem.planner.found import ALIKE, Found, explain
-from llamem.planner.sizes import Question, chip_called
+from llamem.planner.sizes import Question
 from llamem.train.settings import Clip
 
 ASKS = 5  # at most, of one search: an answer takes two to ten seconds on an idle machine

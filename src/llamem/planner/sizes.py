@@ -18,7 +18,6 @@ from llamem.llama.plan import ACTIVATIONS, Plan
 from llamem.llama.quantized import BlockKind, check_kinds
 from llamem.llama.sharding import MeshShape
 from llamem.losses.choice import choose_tiles
-from llamem.memory.chip_names import find_chip, known_chip
 from llamem.memory.chips import Chip
 from llamem.memory.compiling import compile_report
 from llamem.memory.report import Depth, Report
@@ -88,15 +87,6 @@ class Question:
         else:
             step, *shapes = abstract_lora_step(self.config, self.settings, plan, self.lora, quantize=self.quantize)
         return compile_report(step, *shapes, donate_argnums=(0,), chip=self.chip.name, depth=depth)
-
-
-def chip_called(name: str) -> Chip:
-    """Return a chip of `llamem.CHIPS`, a slice of TPUs such as "v5p:4x4x4", or the one at hand, "local".
-
-    No compiler of an absent one need be installed. Raises ValueError for an unknown name.
-    """
-    known = known_chip(name) if isinstance(name, str) and name not in ("local", "cpu", "gpu", "tpu") else None
-    return known or find_chip(name)
 
 
 class Sizes:

@@ -194,10 +194,10 @@ def _along(axis: int, array: Array, values_A: Array) -> Array:
 
 def check_adapter_plan(settings: TrainSettings, plan: Plan) -> None:
     """Raise ValueError for what a step of adapters cannot do."""
-    if settings.clip != "global" or settings.rounding != "nearest":
+    if settings.clip != "global" or settings.rounding == "stochastic":
         raise ValueError(
             f"TrainSettings(clip={settings.clip!r}, rounding={settings.rounding!r}) for adapters: each is clipped by "
-            "the norm of its own gradients, and its weights are f32. Leave clip='global' and rounding='nearest'."
+            "the norm of its own gradients, and its weights are f32. Leave clip='global' and rounding='auto'."
         )
     if plan.update == "in_backward" or plan.moments == "host":
         raise ValueError(

@@ -38,13 +38,16 @@ class Chats:
     train: tuple[Chat, ...]
     heldout: tuple[Chat, ...]
     vocab_size: int
+    tokenizer: Tokenizer | None = None
 
     def batches(
         self, batch_size: int, seq_len: int, seed: int, vocab_size: int
     ) -> "tuple[PackedBatches, PackedBatches]":
         """Return the batches to train on, in the order of `seed`, and those held out."""
         size, parts = (batch_size, seq_len), ((self.train, seed), (self.heldout, 0))
-        train, heldout = (PackedBatches(chats, *size, seed, vocab_size=vocab_size) for chats, seed in parts)
+        train, heldout = (
+            PackedBatches(chats, *size, seed, vocab_size=vocab_size, tokenizer=self.tokenizer) for chats, seed in parts
+        )
         return train, heldout
 
     @property
@@ -69,7 +72,9 @@ def load_chats(
     Each line is a chat, `{"messages": [{"role": ..., "content": ...}, ...]}` with at least one turn of the assistant,
     or `{"prompt": "...", "completion": "..."}`, which is one question of the user's and its answer. `source` may also
     be a list of such objects. `tokenizer`: of the model that is trained, `Tokenizer(folder)`; by default Llama 3's.
-    Whole chats are held out, about `heldout_fraction` of them and at least one, chosen by a hash of their tokens.
+    A template that writes the day gives other tokens tomorrow: for a run that goes on then, fix it,
+    `Tokenizer(folder, today=...)`. Whole chats are held out, about `heldout_fraction` of them and at least one, chosen
+    by a hash of their tokens.
 
     Raise FileNotFoundError for a missing file; ValueError for fewer than two chats, and, with file, line and what was
     expected, for a line that holds none: nothing is left out silently.
@@ -90,7 +95,7 @@ def load_chats(
     order = sorted(range(len(chats)), key=lambda i: hashlib.blake2b(chats[i].ids.tobytes()).digest())
     held = set(order[: min(len(chats) - 1, max(1, round(heldout_fraction * len(chats))))])
     train, heldout = (tuple(c for i, c in enumerate(chats) if (i in held) == out) for out in (False, True))
-    return Chats(train, heldout, tokenizer.vocab_size)
+    return Chats(train, heldout, tokenizer.vocab_size, tokenizer)
 
 
 def _records(source: Any) -> list[tuple[str, Any]]:
@@ -129,7 +134,14 @@ class PackedBatches(Shuffled):
     """
 
     def __init__(
-        self, chats: Sequence[Chat], batch_size: int, seq_len: int, seed: int = 0, *, vocab_size: int | None = None
+        self,
+        chats: Sequence[Chat],
+        batch_size: int,
+        seq_len: int,
+        seed: int = 0,
+        *,
+        vocab_size: int | None = None,
+        tokenizer: Tokenizer | None = None,
     ):
         self.seq_len = T = check_whole("seq_len", seq_len)
         fitting = [Chat(chat.ids[: T + 1], chat.wrote[: T + 1]) for chat in chats]
@@ -137,7 +149,7 @@ class PackedBatches(Shuffled):
         self.cut = _what_is_cut(chats, self._chats, T)
         if not self._chats:
             raise ValueError(f"no chat has a token of the assistant among its first {T} tokens. Take a longer seq_len.")
-        check_vocabulary((chat.ids for chat in self._chats), vocab_size)
+        check_vocabulary((chat.ids for chat in self._chats), vocab_size, tokenizer)
         self._rows = _pack([len(chat.ids) - 1 for chat in self._chats], T)
         super().__init__(len(self._rows), batch_size, seed)
 

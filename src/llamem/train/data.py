@@ -106,11 +106,14 @@ class Corpus:
     heldout: Integer[np.ndarray, " heldout_tokens"]
     num_documents: int
     vocab_size: int
+    tokenizer: Tokenizer | None = None
 
     def batches(self, batch_size: int, seq_len: int, seed: int, vocab_size: int) -> "tuple[Batches, Batches]":
         """Return the batches to train on, in the order of `seed`, and those held out."""
         size, parts = (batch_size, seq_len), ((self.train, seed), (self.heldout, 0))
-        train, heldout = (Batches(tokens, *size, seed, vocab_size=vocab_size) for tokens, seed in parts)
+        train, heldout = (
+            Batches(tokens, *size, seed, vocab_size=vocab_size, tokenizer=self.tokenizer) for tokens, seed in parts
+        )
         return train, heldout
 
     @property
@@ -150,7 +153,7 @@ def load_corpus(
         _write_cache(folder, documents, tokenizer, heldout_fraction)
     facts = json.loads((folder / "corpus.json").read_text())
     train, heldout = (np.memmap(folder / f"{part}.bin", np.dtype("<u4"), "r") for part in ("train", "heldout"))
-    return Corpus(train, heldout, facts["num_documents"], tokenizer.vocab_size)
+    return Corpus(train, heldout, facts["num_documents"], tokenizer.vocab_size, tokenizer)
 
 
 def _write_cache(folder: Path, documents: list[str], tokenizer: Tokenizer, heldout_fraction: float) -> None:

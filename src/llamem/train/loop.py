@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from llamem._checks import show
@@ -24,8 +25,9 @@ from llamem.train.chats import Chats
 from llamem.train.data import Corpus
 from llamem.train.hosts import agreed, place_batch
 from llamem.train.interrupts import interruptible
+from llamem.train.optimizers import rounding_of
 from llamem.train.run import Run
-from llamem.train.settings import TrainSettings
+from llamem.train.settings import Rounding, TrainSettings
 from llamem.train.sharded_step import batch_spec, check_sizes
 from llamem.train.snapshots import OnChange, Snapshots
 from llamem.train.step import TrainState
@@ -63,9 +65,10 @@ def train(
         on_change: with other settings, text or base the curve would be another one: "refuse", or "continue" from the
             snapshot and say so.
 
-    A resumed run continues the very same curve: batches depend on the step number alone, and what is trained, moments
-    and step are restored exactly. Ctrl-C ("interrupt kernel") or SIGTERM finishes the step, saves, and says how to go
-    on. A damaged snapshot is named in a warning, and the one before it taken.
+    A resumed run continues the very same curve: batches depend on the number of sequences read, and what is trained,
+    moments and step are restored exactly. With another `batch_size` it goes on with the next unread sequence; another
+    text, `seed` or `seq_len` begins another order. Ctrl-C ("interrupt kernel") or SIGTERM finishes the step, saves, and
+    says how to go on. A damaged snapshot is named in a warning, and the one before it taken.
 
     Raise, before anything is computed: ValueError for a sequence beyond `max_seq_len`, a corpus too short or with ids
     outside the vocabulary, a mesh of more devices than there are or among which something does not divide, weights of
@@ -79,18 +82,24 @@ def train(
         raise TypeError(f"train(corpus={show(other[0])}): expected what load_corpus or load_chats returns.")
     if not isinstance(init, Llama | None):
         raise TypeError(f"train(init={show(init)}): expected a model, such as llamem.load_pretrained(folder).")
+    if init is not None:
+        config = config.replace(generation_config=init.config.generation_config)
     batches, heldout = _batches(config, corpora, settings, lora)
     if lora is None:
         task = train_weights(config, settings, plan, init)
     else:
         task = train_adapters(config, settings, plan, init, lora)
+    rounding = rounding_of(settings, jnp.float32 if lora else config.param_dtype)
     model, decides = _identity(config, settings, corpora)
-    decides |= task.identity
+    decides |= {"rounding": rounding, **task.identity}
     same = {"configuration": model, "settings": {**decides, **dataclasses.asdict(settings)}, "plan": plan}
     with agreed(same), Snapshots(output_dir, model, decides) as snapshots:
         run = _train(task, settings, plan, batches, heldout, snapshots, progress, on_change)
     data = "; ".join(one.described for one in corpora)
-    return dataclasses.replace(run, described={"data": data, "settings": str(settings), "plan": str(plan)})
+    described = {"data": data, "settings": str(settings), "plan": str(plan)}
+    if lora is None:
+        described["types"] = _types_in_words(config, rounding)
+    return dataclasses.replace(run, described=described)
 
 
 def _train(
@@ -103,7 +112,7 @@ def _train(
     progress: bool,
     on_change: OnChange,
 ) -> Run:
-    done, state = _first_state(task, settings, snapshots, on_change)
+    done, state = _first_state(task, settings, batches, snapshots, on_change)
     first, first_host = done, jax.process_index() == 0
     metrics = snapshots.cut_metrics(up_to=first)
     where = shardings(batch_spec(plan.mesh), plan.mesh) if plan.mesh.devices > 1 else None
@@ -116,7 +125,7 @@ def _train(
         return _numbers("val_loss", np.mean(losses, axis=0))
 
     # Compiled before the clock starts, so that the first step's speed is a step's speed.
-    step = task.compile(state, place_batch(batches, 0, where))
+    step = task.compile(state, place_batch(batches, done, where))
     with interruptible() as interrupted, _progress_bar(first, settings.steps, progress and first_host) as bar:
         while done < settings.steps and not interrupted(done):
             start = time.perf_counter()
@@ -137,12 +146,12 @@ def _train(
             metrics.append(row)
             snapshots.append_metrics(row)
             if settings.snapshot_every and done % settings.snapshot_every == 0:
-                _save(snapshots, done, state)
+                _save(snapshots, done, state, batches)
             loss, speed, memory = row["loss"], row["tokens_per_second"], row["memory_bytes"] / 2**30
             bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s, {memory:.1f} GiB")
             bar.update()
     if snapshots.latest() != done:
-        _save(snapshots, done, state)
+        _save(snapshots, done, state, batches)
     if done < settings.steps and first_host:
         print(f"Interrupted, and saved after step {done} of {settings.steps}. The same call goes on from there.")
     model, adapters = task.result(state)
@@ -150,21 +159,42 @@ def _train(
 
 
 def _first_state(
-    task: Task, settings: TrainSettings, snapshots: Snapshots, on_change: OnChange
+    task: Task, settings: TrainSettings, batches: BatchSource, snapshots: Snapshots, on_change: OnChange
 ) -> tuple[int, TrainState]:
     if snapshots.latest() is None:
         return 0, task.begin()
-    step, state = snapshots.restore(task.abstract, on_change)
+    step, state, about = snapshots.restore(task.abstract, on_change)
     if step > settings.steps:
         raise ValueError(
             f"the newest snapshot in {snapshots.folder} is of step {step}, beyond steps={settings.steps}: there is "
             "nothing left to train. Ask for more steps, or choose another output folder."
         )
 
+    _go_on_reading(batches, step, about, snapshots.about)
+
     def put(a: jax.Array) -> jax.Array:  # Orbax read it to where a compiler is told that it lies
         return jax.device_put(a, host_place()) if a.sharding.memory_kind == "pinned_host" else a
 
     return step, jax.tree.map(put, state)
+
+
+def _go_on_reading(batches: BatchSource, step: int, stored: dict[str, Any], now: dict[str, Any]) -> None:
+    """Let the batches go on after the sequences that were read, or from the start of another order, and say so."""
+    before, settings = stored["settings"], now["settings"]
+    read = stored.get("read", step * before["batch_size"])
+    changed = [name for name in settings if settings[name] != before.get(name)]
+    words = ""
+    if order := [name for name in changed if name in ("seq_len", "seed") or name.startswith("training data")]:
+        words = (
+            f"With another {', '.join(order)} the sequences come in another order, and from its beginning: of what the "
+            f"{read:,} sequences before held, all comes again."
+        )
+        read = 0
+    elif "batch_size" in changed:
+        words = f"The {read:,} sequences that were read are not read again, and none is left out."
+    batches.continue_after(step, read)
+    if words and jax.process_index() == 0:
+        print(words)
 
 
 def _batches(
@@ -181,12 +211,29 @@ def _batches(
         )
     size = settings.batch_size // count, settings.seq_len
     pairs = [corpora[i % len(corpora)].batches(*size, settings.seed + i, config.vocab_size) for i in range(count)]
-    for train, _ in pairs[: len(corpora)]:
-        if (cut := getattr(train, "cut", "")) and jax.process_index() == 0:
-            print(cut)
+    for one, (train, heldout) in zip(corpora, pairs, strict=False):
+        _print_cut(train, "")
+        _print_cut(heldout, "Held out: ")
+        note = _rows_without_a_token(one.vocab_size, config.vocab_size)
+        if note and jax.process_index() == 0:
+            print(note)
     if lora is None:
         return pairs[0]
     return AdapterBatches([train for train, _ in pairs]), AdapterBatches([heldout for _, heldout in pairs])
+
+
+def _rows_without_a_token(of_tokenizer: int, of_table: int) -> str:
+    if of_tokenizer >= of_table:
+        return ""
+    return (
+        f"The model's table has {of_table:,} entries and the tokenizer {of_tokenizer:,}: the last "
+        f"{of_table - of_tokenizer:,} are no token. They are padding, or the tokenizer is another model's."
+    )
+
+
+def _print_cut(batches: BatchSource, which: str) -> None:
+    if (cut := getattr(batches, "cut", "")) and jax.process_index() == 0:
+        print(f"{which}{cut}")
 
 
 def _numbers(name: str, value: Any) -> dict[str, Any]:
@@ -197,9 +244,9 @@ def _numbers(name: str, value: Any) -> dict[str, Any]:
     return {name: float(np.mean(each)), f"{name}_of_adapters": each.tolist()}
 
 
-def _save(snapshots: Snapshots, done: int, state: TrainState) -> None:
+def _save(snapshots: Snapshots, done: int, state: TrainState, batches: BatchSource) -> None:
     try:
-        snapshots.save(done, state)
+        snapshots.save(done, state, read=batches.read_before(done))
     except FloatingPointError as error:
         raise _diverged(str(error).rstrip("."), done, snapshots) from None
 
@@ -230,6 +277,13 @@ def _check_sizes(config: LlamaConfig, settings: TrainSettings, plan: Plan) -> No
     check_sizes(mesh, settings)
 
 
+def _types_in_words(config: LlamaConfig, rounding: Rounding) -> str:
+    weights, products = config.param_dtype.name, config.compute_dtype.name
+    lost = ", so that updates below their last bit were lost" if jnp.finfo(config.param_dtype).bits < 32 else ""
+    how = ", rounded stochastically" if rounding == "stochastic" else f", rounded to the nearest{lost}"
+    return f"weights and moments {weights}{how}; products {products}"
+
+
 def memory_in_use() -> int:
     """Return peak bytes in use on the device so far; without statistics (CPU) bytes of the process now."""
     stats = jax.local_devices()[0].memory_stats()
@@ -242,7 +296,7 @@ def _identity(
     config: LlamaConfig, settings: TrainSettings, corpora: list[Corpus | Chats]
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Return what a snapshot's model is, and what of the rest decides the curve."""
-    model = {f"model {name}": str(value) for name, value in dataclasses.asdict(config).items()}
+    model = {f"model {name}": str(value) for name, value in config.architecture.items()}
     watching = ("eval_every", "snapshot_every")  # when the curve is looked at or stored, not what it is
     decides: dict[str, Any] = {n: v for n, v in dataclasses.asdict(settings).items() if n not in watching}
     for i, one in enumerate(corpora):

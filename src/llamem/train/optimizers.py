@@ -1,18 +1,18 @@
 """What turns gradients into new weights: clipping, AdamW, rounding. Of all of a model or of a part."""
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, BFloat16, Float32, Int, PRNGKeyArray
+from jaxtyping import Array, BFloat16, Float32, Int, PRNGKeyArray, UInt32
 
 from llamem.layers.trees import combine, partition
 from llamem.llama.plan import Plan
-from llamem.llama.sharding import parameter_name
-from llamem.train.settings import TrainSettings
+from llamem.llama.sharding import PARAMETERS, MeshShape, parameter_name
+from llamem.train.settings import Rounding, TrainSettings
 
 # Of gradients, moments, parameters, and the number of the first row or layer that these arrays have of the whole ones:
 # the new parameters and the new moments.
@@ -89,62 +89,88 @@ def split_counters(opt_state: Any) -> tuple[Any, Any]:
     return partition(opt_state, lambda path, _: parameter_name(path) is None)
 
 
-def make_update(settings: TrainSettings, step: Array, counters: Any) -> UpdateRule:
+def make_update(settings: TrainSettings, step: Array, counters: Any, mesh: MeshShape = MeshShape()) -> UpdateRule:
     """Return `update(grads, moments, params, first=0)`: new parameters, rounded as the settings say, and new moments.
 
     They may be a part of all; `first` is the number of the first row or layer that the arrays have of the whole ones.
-    `step` is the number of updates before this one, `counters` what of AdamW's state counts them.
+    `step` is the number of updates before this one, `counters` what of AdamW's state counts them. On a mesh, inside
+    `shard_map`, the arrays are this device's parts.
     """
     optimizer = make_optimizer(settings)
 
     def update(grads: Any, moments: Any, params: Any, first: Any = 0) -> tuple[Any, Any]:
         updates, opt_state = optimizer.update(grads, combine(counters, moments), params)
         _, moments = split_counters(opt_state)
-        if settings.rounding == "nearest":
-            return optax.apply_updates(params, updates), moments
         key = jax.random.fold_in(jax.random.key(settings.seed), step)
 
         def add(path: tuple[Any, ...], param: Array, change: Array) -> Array:
+            if rounding_of(settings, param.dtype) == "nearest":
+                return (param + change).astype(param.dtype)
             own = jax.random.fold_in(key, zlib.crc32(str(parameter_name(path)).encode()))
-            return stochastically_rounded(param.astype(jnp.float32) + change.astype(jnp.float32), own, first)
+            start = _start_of_part(path, param, first, mesh)
+            return stochastically_rounded(param.astype(jnp.float32) + change.astype(jnp.float32), own, start)
 
         return jax.tree.map_with_path(add, params, updates), moments
 
     return update
 
 
+def rounding_of(settings: TrainSettings, param_dtype: Any) -> Rounding:
+    """Return how new weights of this type are rounded, "nearest" or "stochastic": what "auto" is for them."""
+    return "stochastic" if settings.rounding != "nearest" and param_dtype == jnp.bfloat16 else "nearest"
+
+
+def _start_of_part(path: tuple[Any, ...], param: Array, first: Any, mesh: MeshShape) -> list[Any]:
+    """Return where a part of a parameter begins in the whole one, along each axis."""
+    start: list[Any] = [0] * param.ndim
+    names = PARAMETERS[str(parameter_name(path))]
+    for axis, name in enumerate(names, start=param.ndim - len(names)):
+        if name and (over := mesh.over(name)):
+            start[axis] = jax.lax.axis_index(over) * param.shape[axis]
+    start[0] += first
+    return start
+
+
 def stochastically_rounded(
-    x: Float32[Array, "N *rest"], key: PRNGKeyArray, first: int | Int[Array, ""] = 0
-) -> BFloat16[Array, "N *rest"]:
+    x: Float32[Array, "*shape"], key: PRNGKeyArray, start: Sequence[int | Int[Array, ""]] = ()
+) -> BFloat16[Array, "*shape"]:
     """Return each number as one of its two neighbours in bf16, the nearer one more often: on average the number itself.
 
     So weights without an f32 copy follow updates that are far below their last bit; rounded to the nearest they would
-    stay where they are. What is drawn depends on `key` and on a number's place alone: rows are counted from `first`,
-    so that a part of an array is rounded as in the whole. Infinities and NaN stay.
+    stay where they are. What is drawn depends on `key` and on a number's place alone: places along the first axes are
+    counted from `start`, so that a part of an array is rounded as in the whole. Infinities and NaN stay.
     Source: Gupta et al. 2015, arXiv 1502.02551; of the bits that bf16 drops, Zamirai et al. 2020, arXiv 2010.06192.
     """
-
-    def bits(row: Array) -> Array:
-        return jax.random.bits(jax.random.fold_in(key, row), x.shape[1:], jnp.uint16)
-
-    dropped = jax.vmap(bits)(first + jnp.arange(x.shape[0]))
-    whole = jax.lax.bitcast_convert_type(x, jnp.uint32) + dropped.astype(jnp.uint32)
+    start = (*start, *(0,) * (x.ndim - len(start)))
+    # A hash of the place, and not `jax.random.bits` of the shape: its hundred operations per number would take longer
+    # than the whole update, and a GPU's compiler would keep the bits in memory.
+    drawn = jnp.broadcast_to(jax.random.bits(key, (), jnp.uint32), x.shape)
+    for axis, first in enumerate(start):
+        place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) + jnp.asarray(first).astype(jnp.uint32)
+        drawn = _mixed(drawn + place)
+    whole = jax.lax.bitcast_convert_type(x, jnp.uint32) + (drawn >> 16)
     rounded = jax.lax.bitcast_convert_type(whole & jnp.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
+def _mixed(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+    """Return other numbers, one for one, of which every bit depends on all bits: C. Wellons' hash-prospector, 2018."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
+    x = (x ^ (x >> 15)) * jnp.uint32(0x735A2D97)
+    return x ^ (x >> 15)
+
+
 def check_update(plan: Plan, settings: TrainSettings, param_dtype: Any) -> None:
     """Raise ValueError where the plan, the settings and the weights' type exclude each other, with the remedy."""
-    if plan.mesh.devices > 1 and (settings.clip == "layer" or settings.rounding == "stochastic"):
+    if plan.mesh.devices > 1 and settings.clip == "layer":
         raise ValueError(
-            f"TrainSettings(clip={settings.clip!r}, rounding={settings.rounding!r}) on a mesh {plan.mesh.axes}: norms "
-            "of layers, and what is drawn, would depend on how arrays are split. Leave clip='global' and "
-            "rounding='nearest'."
+            f"TrainSettings(clip='layer') on a mesh {plan.mesh.axes}: norms of layers would depend on how arrays are "
+            "split. Leave clip='global'."
         )
     if settings.rounding == "stochastic" and param_dtype != jnp.bfloat16:
         raise ValueError(
             f"TrainSettings(rounding='stochastic') with weights in {jnp.dtype(param_dtype).name}: it is for bf16 "
-            "weights without a wider copy. Choose LlamaConfig(param_dtype=jnp.bfloat16), or leave rounding='nearest'."
+            "weights without a wider copy. Choose LlamaConfig(param_dtype=jnp.bfloat16), or leave rounding='auto'."
         )
     if plan.layer_by_layer and settings.clip == "global" and settings.clip_norm is not None:
         raise ValueError(

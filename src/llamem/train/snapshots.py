@@ -1,10 +1,14 @@
 """Training checkpoints (Orbax) and the metrics file of a run, kept in step with each other: whole or not at all."""
 
 import contextlib
+import gc
 import json
+import logging
 import os
+import sys
 import warnings
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,8 +67,8 @@ class Snapshots:
         """Return the step of the newest complete snapshot; None where there is none."""
         return self._manager.latest_step()
 
-    def save(self, step: int, state: Any) -> None:
-        """Store every array of `state`. Return when all is on disk under its final name.
+    def save(self, step: int, state: Any, *, read: int) -> None:
+        """Store every array of `state`, and how many sequences the run has `read`. Return when all is on disk.
 
         Raise FloatingPointError, and store nothing, where arrays hold NaN or infinity; what the disk refuses, Orbax
         raises.
@@ -73,7 +77,7 @@ class Snapshots:
         sums, finite = _sums(arrays)
         if ruined := [name for name in arrays if not finite[name]]:
             raise FloatingPointError(f"{few(ruined)} of step {step} hold NaN or infinity, so they were not saved.")
-        about, args = {**self.about, "sums": sums}, self._ocp.args
+        about, args = {**self.about, "read": read, "sums": sums}, self._ocp.args
         identity = args.JsonSave({"about": about, "checksum": _checksum(about)})
         self._manager.save(step, args=args.Composite(state=args.StandardSave(arrays), identity=identity), force=True)
 
@@ -82,31 +86,41 @@ class Snapshots:
         if step in self._manager.all_steps():
             self._manager.delete(step)
 
-    def restore(self, abstract_state: Any, on_change: OnChange = "refuse") -> tuple[int, Any]:
+    def restore(self, abstract_state: Any, on_change: OnChange = "refuse") -> tuple[int, Any, dict[str, Any]]:
         """Return the step and state of the newest whole snapshot, in the structure, shapes and types asked for.
+
+        Third comes what was stored beside them: "model" and "settings" of that run, and "read", how many sequences.
 
         A damaged one is named in a warning and put aside as `snapshots/damaged-STEP`, and the one before it is taken.
         Raise ValueError for a snapshot of another model, for one of other settings unless `on_change="continue"`, and
         where every snapshot is damaged.
         """
-        damage = {}
+        damage: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
-            try:
-                state = self._read(step, abstract_state, on_change)
-            except _OtherRun:
-                raise
-            except Exception as error:  # Orbax and tensorstore raise whatever they meet
-                damage[step] = f"{type(error).__name__}: {str(error)[:200]}"
-                continue
-            self._put_aside(damage)
-            return step, state
+            with _orbax_silenced():
+                found = self._read_unless_damaged(step, abstract_state, on_change, damage)
+            if found is not None:
+                self._put_aside(damage)
+                return step, *found
         raise ValueError(
             f"no snapshot in {self.folder / 'snapshots'} can be read: "
             f"{'; '.join(f'{step}: {why}' for step, why in damage.items())}. Delete that folder to begin at step 0, or "
             "choose another output folder."
         )
 
-    def _read(self, step: int, abstract_state: Any, on_change: OnChange) -> Any:
+    def _read_unless_damaged(
+        self, step: int, abstract_state: Any, on_change: OnChange, damage: dict[int, str]
+    ) -> tuple[Any, dict[str, Any]] | None:
+        """Return what `_read` does; None for a damaged snapshot, with the reason under its step in `damage`."""
+        try:
+            return self._read(step, abstract_state, on_change)
+        except _OtherRun:
+            raise
+        except Exception as error:  # Orbax and tensorstore raise whatever they meet
+            damage[step] = f"{type(error).__name__}: {str(error)[:200]}"
+            return None
+
+    def _read(self, step: int, abstract_state: Any, on_change: OnChange) -> tuple[Any, dict[str, Any]]:
         args = self._ocp.args
         stored = self._manager.restore(step, args=args.Composite(identity=args.JsonRestore()))["identity"]
         about = stored["about"]
@@ -118,7 +132,7 @@ class Snapshots:
         sums, _ = _sums(arrays)
         if wrong := [name for name in wanted if sums[name] != about["sums"][name]]:
             raise _Damaged(f"{few(wrong)} are not the numbers that were written")
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted])
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted]), about
 
     def _put_aside(self, damage: dict[int, str]) -> None:
         if not damage:
@@ -178,6 +192,26 @@ class _OtherRun(ValueError):
 
 class _Damaged(ValueError):
     pass
+
+
+@contextlib.contextmanager
+def _orbax_silenced() -> Iterator[None]:
+    """Keep back what Orbax says of a snapshot that it cannot read, up to hundreds of lines: our warning says it once.
+
+    It logs, its threads print what they cannot raise, and so does every read that it gave up, when it is collected.
+    """
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    before, hook = [logger.disabled for logger in loggers], sys.unraisablehook
+    sys.unraisablehook = lambda _: None
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+        gc.collect()
+    finally:
+        sys.unraisablehook = hook
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def checksum(params: Any) -> str:

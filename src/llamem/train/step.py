@@ -136,7 +136,7 @@ def make_train_step(
 
     def step_on_device(state: TrainState, batch: tuple[Array, ...]) -> tuple[TrainState, dict[str, Array]]:
         counters, moments = split_counters(state.opt_state)
-        update, params = make_update(settings, state.step, counters), state.params
+        update, params = make_update(settings, state.step, counters, mesh), state.params
         if plan.layer_by_layer:
             model = nnx.merge(graphdef, params)
             params, moments, metrics = streamed_update(model, settings, update, params, moments, batch)

@@ -101,7 +101,7 @@ def train_adapters(
 
 def _check_same_model(config: LlamaConfig, init: Llama) -> None:
     """Raise ValueError where the weights are of another model than the config: shapes alone would not tell."""
-    ours, theirs = (dataclasses.asdict(c.replace(compute_dtype=config.compute_dtype)) for c in (config, init.config))
+    ours, theirs = (c.replace(compute_dtype=config.compute_dtype).architecture for c in (config, init.config))
     if other := [f"{name}: {theirs[name]}, not {ours[name]}" for name in ours if ours[name] != theirs[name]]:
         raise ValueError(
             f"train(config, init=...): the weights are of another model than config says ({'; '.join(other[:4])}). "

@@ -1,7 +1,9 @@
 """Checks of the notebooks' exercises: they reject wrong answers with a hint, and say so where nothing was tried."""
 
 from collections.abc import Callable
+from typing import Any
 
+import jax
 from jax.extend import core as jex_core
 
 from llamem.memory.jaxprs import equations
@@ -22,6 +24,11 @@ def grade(number: int, body: Callable[[], str]) -> None:
         raise AssertionError(f"Exercise {number}: not yet. The check could not use your answer: {error}") from error
     else:
         print(f"Exercise {number}: correct. {praise}")
+
+
+def operations_written(fn: Callable[..., Any], *arguments: Any) -> int:
+    """Return how many operations a traced function has, those in a loop once: what a Python loop makes grow."""
+    return sum(1 for _ in equations(jax.make_jaxpr(fn)(*arguments).jaxpr))
 
 
 def largest_array(program: jex_core.Jaxpr) -> int:

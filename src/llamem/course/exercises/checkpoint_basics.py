@@ -32,28 +32,33 @@ def check_rematerialised_stack(fn: Callable[..., Any]) -> None:
     """Exercise 1: a stack that keeps one array per layer."""
 
     def body() -> str:
+        praise = "One array per layer, whatever the layer computes inside."
         for depth, layer in ((8, sine_layer), (11, cosine_layer)):
             _check_values(lambda w, x, layer=layer: fn(layer, w, x), depth, layer)
             inputs, products = _measure(lambda w, x, layer=layer: fn(layer, w, x), depth)
-            # The first input is an argument; a last layer without a checkpoint keeps a few arrays more.
-            assert inputs < depth + 3, (
-                f"The backward pass keeps {inputs:.1f} arrays of the size of x for {depth} layers. What is the least "
-                "that a layer must have to run again?"
-            )
-            assert inputs > depth - 1.5, (
-                f"The backward pass keeps {inputs:.1f} arrays of the size of x for {depth} layers, less than one for "
-                "each. Then a checkpoint holds several layers, and what they need when it runs them again comes on top "
-                "of this. Where must boundaries be to leave one array for each layer?"
-            )
+            # The first input may be an argument, so that one array less is kept than there are layers.
+            told = f"The backward pass keeps {inputs:.1f} arrays of the size of x for {depth} layers"
             around = _checkpoints_around_products(lambda w, x, layer=layer: fn(layer, w, x), depth)
-            assert all(around[:-1]), (
-                f"The backward pass keeps {inputs:.1f} arrays of the size of x for {depth} layers: one of them has no "
-                "checkpoint, and what it keeps stays until all later layers have run backward."
+            if products == 4 * depth - 1 and all(around[:-1]) and not around[-1]:  # it runs backward at once
+                praise = (
+                    "One array per layer, and of the last one, which has no checkpoint, all that it computes. That "
+                    "costs little: it runs backward at once."
+                )
+                assert inputs < depth + 3, f"{told}: more than the last layer keeps more than its input."
+                continue
+            assert inputs < depth + 0.5, f"{told}. What is the least that a layer must have to run again?"
+            assert inputs > depth - 1.5, (
+                f"{told}, less than one for each. Then a checkpoint holds several layers, and what they need when it "
+                "runs them again comes on top of this. Where must boundaries be to leave one array for each layer?"
+            )
+            assert products >= 4 * depth, (
+                f"{told}, and does {products:.0f} products. A layer that runs twice does four: one forward, the same "
+                "again, and two for its gradients. Which of yours runs once, and what does it keep instead?"
             )
             assert products <= 4 * depth, (
                 f"{products:.0f} products for {depth} layers: somewhere a layer runs forward more than twice."
             )
-        return "One array per layer, whatever the layer computes inside."
+        return praise
 
     grade(1, body)
 
@@ -73,6 +78,8 @@ def check_best_group(fn: Callable[..., Any]) -> None:
             question = ""
             if peaks[n_layers // got] == min(peaks.values()):
                 question = f"Is {got} the size of a group, or how many groups there are? "
+            elif got == min(sizes, key=lambda size: n_layers // size + size):
+                question = f"{got} would be best if each of these layers kept 1. "
             assert peaks[got] == min(peaks.values()), (
                 f"{n_layers} layers in groups of {got}, each layer of a group at work keeping {kept}: the peak is "
                 f"{peaks[got]:.0f} inputs, and another size has a lower one. {question}Count what waits while the "

@@ -120,6 +120,8 @@ def check_residual_bytes(fn: Callable[..., Any]) -> None:
             if "attn" in names:  # with the logsumexp of its scores, as the notebook prices it, or without
                 want += (got > want) * 4 * config.n_layers * tokens * config.n_heads
             other = elements * jnp.dtype(config.param_dtype).itemsize
+            if got * config.n_layers == want:
+                think = f"That is one layer's. This model has {config.n_layers}."
             if got == other != want and names != ("k", "v"):  # whose heads, all of them, are as many bytes
                 think = "In which type are activations computed, and weights stored? Or does an array count twice?"
             assert got == want, (

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
-from llamem.course.exercises.waiting_gradients import D, F, L, N, refuse_waiting_gradients
+from llamem.course.exercises.waiting_gradients import (
+    D,
+    F,
+    L,
+    N,
+    refuse_growth,
+    refuse_second_state,
+    refuse_waiting_gradients,
+)
 from llamem.memory import CHIPS, matmul_flops
 from llamem.planner import HOST_LINK, PRODUCTS
 
@@ -144,7 +152,10 @@ def check_backward_scan(fn: Callable[..., Any]) -> None:
         assert _near(other, _update_all(state, grads, _other_update)), (
             "with another `update` your layers are wrong: is it `update` that you call?"
         )
-        refuse_waiting_gradients(_traced(fn, state, inputs_LND, dy_ND))
+        program = _traced(fn, state, inputs_LND, dy_ND)
+        refuse_waiting_gradients(program)
+        refuse_growth(_traced(fn, _one(state, slice(3)), inputs_LND[:3], dy_ND), program)
+        refuse_second_state(program)
         flops = _flops(fn, state, inputs_LND, dy_ND)
         if flops > 1.1 * ONCE:
             raise AssertionError(
@@ -210,7 +221,10 @@ def check_clipped_scan(fn: Callable[..., Any]) -> None:
         assert _near(other, _scaled(limit / norm, _other_update)), (
             "with another `update` your layers are wrong: is it `update` that you call?"
         )
-        refuse_waiting_gradients(_traced(fn, state, inputs_LND, dy_ND, limit))
+        program = _traced(fn, state, inputs_LND, dy_ND, limit)
+        refuse_waiting_gradients(program)
+        refuse_growth(_traced(fn, _one(state, slice(3)), inputs_LND[:3], dy_ND, limit), program)
+        refuse_second_state(program)
         flops = _flops(fn, state, inputs_LND, dy_ND, limit)
         if flops > 2.2 * ONCE:
             raise AssertionError(
@@ -250,7 +264,7 @@ def _update_all(state: Any, grads: Any, update: Callable[..., Any] = _update) ->
     return jax.vmap(update)(state, grads)
 
 
-def _one(tree: Any, i: int) -> Any:
+def _one(tree: Any, i: int | slice) -> Any:
     return jax.tree.map(lambda a: a[i], tree)
 
 

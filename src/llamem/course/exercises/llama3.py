@@ -61,9 +61,9 @@ def check_attend_in_tiles(fn: Callable[..., Any]) -> None:
             (1.0, (10, 10, 3), "three tiles do not give what one gives. What must happen to the old sums, and to the "
              "old mix, when a new maximum comes? And is the last tile as long as the others?"),
             (-1.0, (4, 19), "right as long as every tile brings a new maximum. What is taken off where it does not?"),
-            (2e4, (10, 10, 3), "scores may be as large as a hundred thousand: nothing may be raised to the power of "
+            (2e5, (10, 10, 3), "scores may be as large as a million: nothing may be raised to the power of "
              "such a number before the maximum of all keys so far is taken off"),
-            (-2e4, (4, 19), "the maximum so far begins below every score, however negative, and stays where a later "
+            (-2e5, (4, 19), "the maximum so far begins below every score, however negative, and stays where a later "
              "tile has only smaller ones"),
         ):  # fmt: skip
             scaled_h, edges = scale * q_h, [0, *np.cumsum(sizes)]

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core as jex_core
 
-from llamem.course.exercises import grade, largest_array
+from llamem.course.exercises import grade, largest_array, operations_written
 from llamem.memory import matmul_flops
-from llamem.memory.jaxprs import equations
+from llamem.memory.jaxprs import differentiation_pass, equations
 
 
 def check_adapted(fn: Callable[..., Any]) -> None:
@@ -70,15 +71,23 @@ def check_adapted(fn: Callable[..., Any]) -> None:
             f"right, but the products take {flops} FLOPs where {needed} are enough: every example meets adapters that "
             "are not its own, or weights are merged one by one"
         )
+        sizes = f"{B} sequences of {T} tokens", f"{B + 3} of {T + 2}"
         more = *inputs(B + 3, T + 2, D, F, R, A), scale_A, jnp.arange(B + 3) % A
-        few, many = (_products_run(fn, *of) for of in ((x_BTD, w_DF, down_ADR, up_ARF, scale_A, adapter_B), more))
+        both = (x_BTD, w_DF, down_ADR, up_ARF, scale_A, adapter_B), more
+        few, many = (_products_run(fn, (D, F), *of) for of in both)
         assert few == many, (
-            f"right, but {few} matrix products run for {B} sequences of {T} tokens, and {many} for {B + 3} of {T + 2}. "
-            "The program grows with the sequences: the large product runs once for all"
+            f"right, but the product with the whole weight runs {few} times for {sizes[0]}, and {many} times for "
+            f"{sizes[1]}. Nobody's adapter changes that weight: can the large product not run once for all?"
+        )
+        few, many = (operations_written(fn, *of) for of in both)
+        assert many < 1.2 * few, (
+            f"right, but the program has {few} operations for {sizes[0]}, and {many} for {sizes[1]}. It grows with the "
+            "sequences, as Python's loops do, and so does the time to compile it: what works on all of them at once?"
         )
         reasons = {"x": "layers below must still learn"}
         reasons |= dict.fromkeys(("down_ADR", "up_ARF"), "it is what a fine-tune trains")
-        for (name, why), given, wanted in zip(reasons.items(), gradients(fn), gradients(layer), strict=True):
+        slopes = [*zip(reasons.items(), gradients(fn), gradients(layer), strict=True)]
+        for (name, why), given, wanted in slopes[::-1]:  # what is not trained leaves x without its part as well
             _close(given, wanted, f"the numbers are right, the gradient of {name} is not: {why}")
         return "Nothing of the weight's size was made but the weight, and no example met a foreign adapter."
 
@@ -157,6 +166,12 @@ def check_clipped_gradient(fn: Callable[..., Any]) -> None:
             "with small logits you are right, with logits of a hundred and more not: what is exp(100) in float32, and "
             "the logarithm of a probability that was rounded to zero?",
         )
+        program = jax.make_jaxpr(lambda z_NV: fn(z_NV, targets_N, advantages_N, logp_N, epsilon))(z_NV).jaxpr
+        assert not any(_differentiated(equation) for equation, _ in equations(program)), (
+            "these are the right numbers, and autodiff found them. Write them yourself: where the loss stands at a "
+            "bound its gradient is known, and everywhere else the notebook has a formula for any loss of a token's "
+            "log-probability"
+        )
         return "The clip is one-sided: it stops what went far enough in the wanted direction, and nothing else."
 
     grade(2, body)
@@ -227,15 +242,28 @@ def check_dequantized(fn: Callable[..., Any]) -> None:
                 "for a number, or for an array of NumPy's?"
             ) from None
         _close(jitted, exact, "right, but other numbers come out inside `jit`")
+        sizes = (3, 64), (12, 256)
+        few, many = (operations_written(lambda v, s: fn(v, s, jnp.float32), *blocks(*of, 2)[:2]) for of in sizes)
+        assert many < 1.5 * few, (
+            f"right, but the program has {few} operations for a matrix of {sizes[0]}, and {many} for one of "
+            f"{sizes[1]}: a loop of Python's leaves every turn in it. A matrix of the 8B model has half a million "
+            "blocks; which operations work on all of them at once?"
+        )
         return "These are the numbers that llama.cpp reads from a file of Q4_0, to the last bit."
 
     grade(3, body)
 
 
-def _products_run(fn: Callable[..., Any], *arguments: Any) -> int:
-    """How many matrix products run, those of loops as often as the loops turn."""
-    program = jax.make_jaxpr(fn)(*arguments).jaxpr
-    return sum(times for equation, times in equations(program) if equation.primitive.name == "dot_general")
+def _products_run(fn: Callable[..., Any], shape: tuple[int, ...], *arguments: Any) -> int:
+    """How often products with a matrix of that shape run, those of loops as often as the loops turn."""
+    found = equations(jax.make_jaxpr(fn)(*arguments).jaxpr)
+    products = ((one, times) for one, times in found if one.primitive.name == "dot_general")
+    return sum(times for one, times in products if any(getattr(v.aval, "shape", ()) == shape for v in one.invars))
+
+
+def _differentiated(equation: jex_core.JaxprEqn) -> bool:
+    """Whether autodiff made the operation: JAX writes into its name how it was derived."""
+    return differentiation_pass(str(equation.source_info.name_stack)) != ""
 
 
 def _close(actual: Any, expected: Any, hint: str) -> None:

@@ -1,7 +1,7 @@
 """Checks of notebook 03's exercises: runs of equal layers, groups, and keys for each layer."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,20 +9,30 @@ import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
+from llamem.course.exercises.runs_of_layers import (
+    TOKENS,
+    WIDTH,
+    check_other_trees,
+    check_what_is_kept,
+    count_products,
+    list_of_layers,
+    run_list,
+    softmax_layer,
+)
 from llamem.memory.jaxprs import equations
 from llamem.memory.residuals import saved_residuals
 
-_DEPTH, _TOKENS, _WIDTH = 6, 5, 3
+_DEPTH = 6
 
 
 def check_scan_runs(fn: Callable[..., Any]) -> None:
     """Exercise 1: a scan for each run of layers of equal shapes, run and looked into."""
-    x_ND = jax.random.normal(jax.random.key(2), (_TOKENS, _WIDTH))
+    x_ND = jax.random.normal(jax.random.key(2), (TOKENS, WIDTH))
 
     def body() -> str:
         for widths in ((4,) * 5, (4, 4, 4, 7, 7, 4, 4), (4, 4, 7), (7,)):
-            layers = _list_of_layers(widths)
-            out, want = fn(_softmax_layer, list(layers), x_ND), _run_list(_softmax_layer, layers, x_ND)
+            layers = list_of_layers(widths)
+            out, want = fn(softmax_layer, list(layers), x_ND), run_list(softmax_layer, layers, x_ND)
             told = f"for layers of the widths {widths}"
             assert getattr(out, "shape", None) == x_ND.shape, (
                 f"{told}: return x as the last layer leaves it, one array of x's shape; a scan returns a pair, "
@@ -30,76 +40,37 @@ def check_scan_runs(fn: Callable[..., Any]) -> None:
             )
             by_width = sorted(layers, key=lambda w: widths.index(w["up"].shape[1]))
             assert np.allclose(out, want, atol=1e-5) or not np.allclose(
-                out, _run_list(_softmax_layer, by_width, x_ND), atol=1e-5
+                out, run_list(softmax_layer, by_width, x_ND), atol=1e-5
             ), f"{told} yours runs equal layers together although others stand between them. Which are neighbours?"
             assert np.allclose(out, want, atol=1e-5), (
                 f"{told} the result is not that of a Python loop: is each used once, from first to last, and as it is, "
                 "without zeros that fill it up?"
             )
             gradients = [
-                jax.grad(lambda w, x, run=run: jnp.sum(run(_softmax_layer, w, x) ** 2), (0, 1))(layers, x_ND)
-                for run in (fn, _run_list)
+                jax.grad(lambda w, x, run=run: jnp.sum(run(softmax_layer, w, x) ** 2), (0, 1))(layers, x_ND)
+                for run in (fn, run_list)
             ]
             assert _close(*gradients), (
                 f"{told} the result is right, and a gradient of weights or x is not: is one lost?"
             )
         try:
-            same = np.array_equal(fn(_softmax_layer, [], x_ND), x_ND)
+            same = np.array_equal(fn(softmax_layer, [], x_ND), x_ND)
         except (IndexError, TypeError, ValueError):
             same = False
         assert same, "of no layers at all there is no run, and x comes out as it went in: does yours need a first one?"
-        _check_other_trees(fn)
+        check_other_trees(fn)
 
-        few, many = _list_of_layers((4, 4, 7, 7)), _list_of_layers((4,) * 6 + (7,) * 9)
-        assert _products_written(fn, few, x_ND) == _products_written(fn, many, x_ND), (
+        few, many = list_of_layers((4, 4, 7, 7)), list_of_layers((4,) * 6 + (7,) * 9)
+        check_what_is_kept(fn, many, x_ND)
+        check_what_is_kept(fn, list_of_layers((4, 7) * 4), x_ND)  # runs of one layer each
+        assert count_products(fn, few, x_ND) == count_products(fn, many, x_ND), (
             "the program grows with the layers, where the runs are as many: each layer is written into it. Which "
             "function of jax.lax writes one, and is it left as a loop?"
         )
-        _assert_only_the_last(lambda w: fn(_softmax_layer, w, x_ND), few[:2], 2 * x_ND.size)
-        rows = saved_residuals(lambda w: jnp.sum(fn(_softmax_layer, w, x_ND)), many).rows
-        inputs, weights, rest = (
-            sum(row.bytes for row in rows if not row.argument and kind(row.shape))
-            for kind in (
-                lambda shape: shape[-2:] == x_ND.shape,
-                lambda shape: shape[-2:] in {leaf.shape for w in many for leaf in w.values()},
-                lambda shape: shape[-2:] in ((_TOKENS, 4), (_TOKENS, 7)),
-            )
-        )
-        assert not rest and inputs < (len(many) + 3) * x_ND.nbytes, (
-            "more than the layers' inputs is kept for the backward pass. Is there a checkpoint around the layer?"
-        )
-        assert inputs > (len(many) - 2) * x_ND.nbytes, (
-            "less than one input for each layer is kept, so several layers are run again at once, and what is alive "
-            "then? Look at 'Inside or outside?'."
-        )
-        assert weights < 1.1 * sum(leaf.nbytes for leaf in jax.tree.leaves(many)), (
-            "the weights are kept more than once: does each turn of a loop get its own, and nothing else?"
-        )
+        _assert_only_the_last(lambda w: fn(softmax_layer, w, x_ND), few[:2], 2 * x_ND.size)
         return "A program as long as its runs, and of each layer its input alone."
 
     grade(1, body)
-
-
-def _check_other_trees(fn: Callable[..., Any]) -> None:
-    """Raise AssertionError where an answer knows the names of the weights, or compares the shapes of one leaf alone."""
-    x_ND = jnp.ones((_TOKENS, _WIDTH))
-    # Neighbours that are alike in their first array, in the sum of their sizes, or in the set of their shapes.
-    sizes = ((_WIDTH, 1), (1, _WIDTH), (1, _WIDTH), (_WIDTH, _WIDTH), (_WIDTH, 1))
-    layers = [[jnp.full((gain,), i + 1.0), (jnp.full((shift,), i + 2.0),)] for i, (gain, shift) in enumerate(sizes)]
-
-    def affine(w: Any, x_ND: Any) -> Any:
-        return x_ND * w[0] + w[1][0]
-
-    try:
-        out = fn(affine, layers, x_ND)
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise AssertionError(
-            "another layer has other weights: a list of an array, [D] or [1], and a tuple of one, [D] or [1]. Yours "
-            f"fails: {type(error).__name__}: {error}. Is a name of weights written into it? Are all shapes compared?"
-        ) from None
-    assert np.allclose(out, _run_list(affine, layers, x_ND), rtol=1e-4), (
-        "wrong for another layer: is one layer written into your answer, or the names or shapes of its weights?"
-    )
 
 
 def check_best_groups(fn: Callable[[int, int, int], int]) -> None:
@@ -156,7 +127,7 @@ def check_best_groups(fn: Callable[[int, int, int], int]) -> None:
 def check_dropout_stack(fn: Callable[..., Any]) -> None:
     """Exercise 3: a scanned, rematerialised stack in which every layer draws its own random numbers."""
     w = _weights(_DEPTH) | {"bit": 2.0 ** jnp.arange(_DEPTH)}
-    x_ND = jax.random.normal(jax.random.key(5), (40, _WIDTH))
+    x_ND = jax.random.normal(jax.random.key(5), (40, WIDTH))
 
     def marked(w: Any, x_ND: Any, key: Any) -> Any:  # the sum tells which layer drew what
         return x_ND + w["bit"] * jax.random.bernoulli(key, 0.5, x_ND.shape)
@@ -170,7 +141,7 @@ def check_dropout_stack(fn: Callable[..., Any]) -> None:
     )
 
     def masks(seed: int) -> np.ndarray:
-        out = fn(marked, w, jnp.zeros((40, _WIDTH)), jax.random.key(seed))
+        out = fn(marked, w, jnp.zeros((40, WIDTH)), jax.random.key(seed))
         assert getattr(out, "shape", None) == x_ND.shape, (
             "return x as the last layer leaves it, one array of x's shape; a scan returns a pair, (carry, outputs)"
         )
@@ -193,7 +164,7 @@ def check_dropout_stack(fn: Callable[..., Any]) -> None:
             "the masks of other steps. Which functions of jax.random make new keys?"
         )
         keys = jax.random.split(jax.random.key(7), 60)
-        many = jax.vmap(lambda key: fn(marked, w, jnp.zeros((40, _WIDTH)), key))(keys).astype(int)
+        many = jax.vmap(lambda key: fn(marked, w, jnp.zeros((40, WIDTH)), key))(keys).astype(int)
         of_layers = (np.asarray(many)[:, None] >> np.arange(_DEPTH)[:, None, None]) & 1
         assert len(np.unique(of_layers.reshape(60 * _DEPTH, -1), axis=0)) == 60 * _DEPTH, (
             f"among the {60 * _DEPTH} masks of 60 steps some are the same: your keys are made of few numbers, which "
@@ -255,27 +226,8 @@ def _layer(w: Any, x_ND: Any) -> Any:
     return x_ND + jnp.sin(jnp.tanh(x_ND @ w["up"])) @ w["down"]
 
 
-def _softmax_layer(w: Any, x_ND: Any) -> Any:
-    """Apply a layer in which zeros that fill up its weights would count."""
-    return x_ND + jax.nn.softmax(jnp.sin(x_ND @ w["up"])) @ w["down"]
-
-
-def _list_of_layers(widths: Sequence[int]) -> list[dict[str, Any]]:
-    keys = jax.random.split(jax.random.key(6), (len(widths), 2))
-    return [
-        {"up": jax.random.normal(up, (_WIDTH, width)), "down": jax.random.normal(down, (width, _WIDTH))}
-        for (up, down), width in zip(keys, widths, strict=True)
-    ]
-
-
-def _run_list(layer: Callable[..., Any], layers: Sequence[Any], x_ND: Any) -> Any:
-    for w in layers:
-        x_ND = layer(w, x_ND)
-    return x_ND
-
-
 def _weights(depth: int) -> dict[str, Any]:
-    up, down = (jax.random.normal(jax.random.key(i), (depth, _WIDTH, _WIDTH)) for i in (0, 1))
+    up, down = (jax.random.normal(jax.random.key(i), (depth, WIDTH, WIDTH)) for i in (0, 1))
     return {"up": up, "down": down / 2}
 
 
@@ -287,11 +239,3 @@ def _close(found: Any, expected: Any) -> bool:
 def _lines(loss: Callable[..., Any], w: Any) -> int:
     """How many lines the lowered program of a gradient has: a loop that is unrolled there grows with its layers."""
     return jax.jit(jax.grad(loss)).lower(w).as_text().count("\n")
-
-
-def _products_written(fn: Callable[..., Any], layers: Any, x_ND: Any) -> tuple[int, int]:
-    """How many matrix products stand in the traced and in the lowered program of a gradient, each loop's once."""
-    gradient = jax.grad(lambda w: jnp.sum(fn(_softmax_layer, w, x_ND)))
-    traced = sum(eqn.primitive.name == "dot_general" for eqn, _ in equations(jax.make_jaxpr(gradient)(layers).jaxpr))
-    lowered = jax.jit(gradient).lower(layers).as_text()
-    return traced, lowered.count("dot_general") + lowered.count("call @")

@@ -1,5 +1,6 @@
 """Checks of the exercises of notebook 07."""
 
+import collections
 import itertools
 import time
 from collections.abc import Callable
@@ -10,10 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from llamem.course.exercises import grade
+from llamem.course.exercises.fresh import ask_afresh, freeze
+
+# Epochs and seeds that a recipe of one number, such as 1000 * seed + epoch, maps to the same order.
+_FAR = 2, 3, 10, 100, 1000, 10_000, 100_000, 1_000_000
 
 
 def check_order(fn: Callable[..., Any]) -> None:
     """Exercise 1: the sequences of a step, as a function of step, seed and sizes alone."""
+    try:
+        untouched: bytes | TypeError = freeze(fn)  # before it is asked anything
+    except TypeError as error:
+        untouched = error
 
     def read(steps: Any, seed: int, count: int, batch_size: int) -> list[int]:
         """Return the numbers of the sequences that steps read, one after the other."""
@@ -44,9 +53,44 @@ def check_order(fn: Callable[..., Any]) -> None:
         return orders
 
     def alike(one: list[int], other: list[int]) -> bool:
-        """Whether most neighbours of one order are neighbours in another, as after a shift."""
+        """Whether most neighbours of one order are neighbours in another, or most numbers moved by one amount."""
         pairs = [{frozenset(pair) for pair in itertools.pairwise(order)} for order in (one, other)]
-        return len(pairs[0] & pairs[1]) > len(one) // 2
+        moved = collections.Counter((b - a) % len(one) for a, b in zip(one, other, strict=True))
+        return max(len(pairs[0] & pairs[1]), *moved.values()) > len(one) // 2
+
+    def check_apart() -> None:
+        """Raise AssertionError where two epochs of seeds 0 and 1, or of seeds far apart, have one order."""
+        seen: dict[tuple[int, ...], tuple[int, int]] = {}
+        for seed, epoch in [(s, e) for s in (0, 1) for e in (0, 1, *_FAR)] + [(s, e) for s in _FAR for e in (0, 1)]:
+            order = tuple(read([epoch], seed, 12, 12))
+            other = seen.setdefault(order, (seed, epoch))
+            assert other == (seed, epoch), (
+                f"Epoch {epoch:,} of seed {seed:,} has the order of epoch {other[1]:,} of seed {other[0]:,}: what "
+                "should be independent reads the same. How do two numbers become one seed without meeting?"
+            )
+
+    def check_a_new_process() -> None:
+        """Raise AssertionError where a new Python, asked for later steps first, reads other sequences."""
+        if isinstance(untouched, TypeError):
+            raise AssertionError(
+                f"Your answer could not be asked in a new Python, as after a restart: {untouched}. Write it as a plain "
+                "function of its four arguments."
+            )
+        calls = [(step, seed, 60, 4) for step, seed in ((22, 1), (22, 0), (16, 0), (7, 0), (2, 0), (2, 1))]
+        here = [read([step], seed, count, batch_size) for step, seed, count, batch_size in calls]
+        try:
+            there = [np.asarray(batch).tolist() for batch in ask_afresh(untouched, calls)]
+        except RuntimeError as error:
+            raise AssertionError(
+                f"In a new Python, as after a restart, your answer ends in {error}. What does it need beside its four "
+                "arguments?"
+            ) from None
+        for (step, seed, *_), own, fresh in zip(calls, here, there, strict=True):
+            assert own == fresh, (
+                f"Step {step} of seed {seed} reads {own} here and {fresh} in a new Python, which was asked for late "
+                "steps first. A run that goes on after a restart is such a process. What do your orders depend on that "
+                "differs from process to process, or that was kept between calls?"
+            )
 
     def body() -> str:
         for count, batch_size in ((60, 4), (10, 4), (3, 8)):
@@ -74,6 +118,8 @@ def check_order(fn: Callable[..., Any]) -> None:
         assert far < 20 * near + 0.02, (
             f"Step 200,000 takes {far:.2f} s: is every epoch before it shuffled again? What does one order need?"
         )
+        check_apart()
+        check_a_new_process()
         return "Seed and epoch make the order, the step a place in it: a run that was killed has lost nothing."
 
     grade(1, body)
@@ -107,6 +153,7 @@ def check_accumulated(fn: Callable[..., Any]) -> None:
 
         def spied(params: Any, x_BD: Any) -> Any:
             seen.add(len(x_BD))
+            given.update(leaf.dtype for leaf in jax.tree.leaves(params))
             return jax.value_and_grad(loss)(params, x_BD)
 
         found = fn(spied, params, x_BD, parts)
@@ -116,10 +163,14 @@ def check_accumulated(fn: Callable[..., Any]) -> None:
         return found, jax.value_and_grad(loss)(wide, x_BD.astype(jnp.float32)), seen, length
 
     def is_rounded_once(parts: int) -> bool:
-        """Whether whole numbers, which bf16 holds, are added up and divided to the nearest bf16 numbers."""
+        """Whether whole numbers, which bf16 holds, are added up and divided to the nearest bf16 numbers.
+
+        Operation by operation: a compiler may leave out a rounding that the program asks for.
+        """
         x_BD = jnp.asarray(np.random.default_rng(0).integers(0, 100, (parts, 64)), jnp.bfloat16)
         mean = jax.value_and_grad(lambda w_D, x_BD: jnp.mean(x_BD @ w_D).astype(jnp.float32))
-        _, found_D = fn(mean, jnp.ones(64, jnp.bfloat16), x_BD, parts)
+        with jax.disable_jit():
+            _, found_D = fn(mean, jnp.ones(64, jnp.bfloat16), x_BD, parts)
         return bool((found_D == jnp.mean(x_BD.astype(jnp.float32), 0).astype(jnp.bfloat16)).all())
 
     def answer_memory(parts: int) -> int:
@@ -131,6 +182,8 @@ def check_accumulated(fn: Callable[..., Any]) -> None:
         program = jax.jit(lambda params, x_BD: fn(jax.value_and_grad(loss), params, x_BD, parts))
         analysis = program.lower(params, x_BD).compile().memory_analysis()
         return 0 if analysis is None else analysis.temp_size_in_bytes
+
+    given: set[Any] = set()  # the types of the parameters that `value_and_grad` was called with
 
     def body() -> str:
         lengths = []
@@ -155,9 +208,14 @@ def check_accumulated(fn: Callable[..., Any]) -> None:
                 "mean over sequences: what is its gradient, made of the parts' gradients?"
             )
         assert lengths[0] == lengths[1], "The program grows with the number of parts: which loop is not written out?"
+        given.clear()
         found, right, _, _ = answer(jnp.bfloat16, 1024, 1024)
         assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found[1])), (
             "For parameters in bfloat16 the gradients come back in another type."
+        )
+        assert given == {jnp.dtype(jnp.bfloat16)}, (
+            "For parameters in bfloat16 `value_and_grad` was given others, of another type: a second copy of all "
+            "weights, and other products than the model's own. Which numbers alone have to be wide?"
         )
         errors = [np.linalg.norm(np.float32(a) - b) / np.linalg.norm(b) for a, b in _pairs(found[1], right[1])]
         assert max(errors) < 0.02, (

@@ -76,14 +76,19 @@ def check_frozen_loss(fn: Callable[..., Any]) -> None:
             "the loss is one number; its gradient is a residual, no second result"
         )
         _close(value, _plain(x_ND, head_VD, targets_N), "the value is that of `make`")
-        for scale, where in ((1.0, "a sum"), (1 / 12, "a mean")):
+        for scale, where in ((1.0, "a sum"), (1 / 12, "a mean"), (-1 / 3, "a loss that is subtracted")):
             found = jax.grad(lambda x, scale=scale: scale * loss(x, head_VD, targets_N))(x_ND)
             exact = jax.grad(lambda x, scale=scale: scale * _plain(x, head_VD, targets_N))(x_ND)
             assert np.any(found), (
                 "the gradient is all zeros: JAX finds nothing in `make` to differentiate. Which tool gives it the "
                 "gradient that `make` returns?"
             )
-            _close(found, exact, f"under {where} the gradient of the hidden states is wrong")
+            hint = ""
+            if getattr(found, "shape", None) == exact.shape:
+                factor = float(jnp.vdot(found, exact) / jnp.vdot(exact, exact))
+                hint = f", {factor:.3g} times the right one: the loss is multiplied by {scale:.3g} after yours. By "
+                hint += "which way does your backward pass learn of that number?"
+            _close(found, exact, f"under {where} the gradient of the hidden states is wrong{hint}")
         openly = jax.grad(fn(make_openly))(x_ND, head_VD, targets_N)
         hint = "where JAX can differentiate `make`, as `frozen_head`, the gradient is wrong: does it come twice?"
         _close(openly, jax.grad(_plain)(x_ND, head_VD, targets_N), hint)
@@ -113,9 +118,23 @@ def check_frozen_loss(fn: Callable[..., Any]) -> None:
         assert np.allclose(gradient.astype(jnp.float32), exact, rtol=0.02, atol=0.002), (
             "in bfloat16, and for other sizes, the gradient of the hidden states is wrong"
         )
+        _assert_cotangent_whole(fn)
         return "One sweep, one residual, no head in the backward pass at all."
 
     grade(2, body)
+
+
+def _assert_cotangent_whole(fn: Callable[..., Any]) -> None:
+    """Raise AssertionError where the cotangent is rounded to the type of x, before it multiplies the gradient."""
+    x_ND, tokens = jnp.zeros((255, 4), jnp.bfloat16), 255  # 1 / 255 is 1 / 256 in bfloat16
+    loss = fn(lambda x_ND, *_: (jnp.zeros(()), jnp.full(x_ND.shape, 1.5)))
+    found = jax.grad(lambda x: loss(x, jnp.zeros((3, 4), x.dtype), jnp.zeros(255, int)) / tokens)(x_ND)
+    assert np.all(found == jnp.bfloat16(1.5 / tokens)), (
+        "in bfloat16 the whole gradient is a little off, all of it by the same part. `make` gave 1.5 everywhere, a "
+        f"mean over {tokens} tokens makes it {jnp.bfloat16(1.5 / tokens):.6f} in bfloat16, yours is "
+        f"{float(found.ravel()[0]):.6f}: 1 / {tokens} was rounded to 8 bits first. In which type does the number that "
+        "multiplies everything arrive, and in which is it used?"
+    )
 
 
 def _assert_little_kept(pull: Any, x_ND: Any) -> None:

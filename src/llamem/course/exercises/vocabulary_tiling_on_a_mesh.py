@@ -11,7 +11,7 @@ import numpy as np
 from llamem.course.exercises import grade
 from llamem.memory.jaxprs import equations
 
-DEVICES, AXIS = 4, "words"  # an axis of another name than the notebook's
+DEVICES, AXIS = 8, "words"  # as many as the notebook has, along an axis of another name
 
 
 def _share(operation: str, n: int) -> float:
@@ -27,11 +27,12 @@ ARRIVES |= {"reduce_scatter": _share("reduce-scatter", DEVICES), "ppermute": 1.0
 
 def check_merge_devices(fn: Callable[..., Any]) -> None:
     """Exercise 1: logsumexp and the softmax's mean of the head's rows, from what each device found in its own rows."""
-    z_ENU = 60 * jax.random.normal(jax.random.key(0), (DEVICES, 6, 5))
+    N, D = 16, 8  # multiples of the devices: who divides tokens or columns among them may do so
+    z_ENU = 60 * jax.random.normal(jax.random.key(0), (DEVICES, N, 5))
     z_ENU = z_ENU.at[:, 1].divide(60.0)  # a token for which no word has all the weight
     # For others one device's maximum is far above or below the others', far below 0, or of masked words only.
     z_ENU = z_ENU.at[:, 2:4].add(-1000.0).at[2, 4].add(1000.0).at[0, 5].add(1000.0).at[1, 2].set(-jnp.inf)
-    head_EUD = jax.random.normal(jax.random.key(1), (DEVICES, 5, 3))
+    head_EUD = jax.random.normal(jax.random.key(1), (DEVICES, 5, D))
 
     def sweep(z_NU: Any, head_UD: Any) -> tuple[Any, Any, Any]:
         top_N = z_NU.max(1)
@@ -47,9 +48,9 @@ def check_merge_devices(fn: Callable[..., Any]) -> None:
             "return two arrays, logsumexp and the mean, in this order"
         )
         lse_EN, mean_END = result
-        assert jnp.shape(lse_EN) == (DEVICES, 6), f"logsumexp is one number per token, not {jnp.shape(lse_EN)[1:]}"
-        assert jnp.shape(mean_END) == (DEVICES, 6, 3), f"the mean is [N, D], not {jnp.shape(mean_END)[1:]}"
-        others = np.arange(6) != 2
+        assert jnp.shape(lse_EN) == (DEVICES, N), f"logsumexp is one number per token, not {jnp.shape(lse_EN)[1:]}"
+        assert jnp.shape(mean_END) == (DEVICES, N, D), f"the mean is [N, D], not {jnp.shape(mean_END)[1:]}"
+        others = np.arange(N) != 2
         right = np.allclose(mean_END[:, others], mean_ND[others], rtol=1e-4, atol=1e-5)
         assert not (right and np.isnan(mean_END[:, 2]).any()), (
             "right but where all words of one device are masked: its maximum is -inf there, and its sum 0. A number in "
@@ -63,7 +64,7 @@ def check_merge_devices(fn: Callable[..., Any]) -> None:
         assert np.allclose(lse_EN[0], lse_N, rtol=1e-5), hint
         hint = "logsumexp is right, the mean is not: numerator and denominator of this quotient count from one maximum"
         assert np.allclose(mean_END[0], mean_ND, rtol=1e-4, atol=1e-5), hint
-        arriving, enough = _arriving(_traced(fn, *(a[0] for a in found))), ARRIVES["psum"] * 4 * (2 * 6 + 6 * 3)
+        arriving, enough = _arriving(_traced(fn, *(a[0] for a in found))), ARRIVES["psum"] * 4 * (2 * N + N * D)
         assert arriving <= enough, (
             f"right, but in a ring {arriving:.0f} bytes arrive at each device where {enough:.0f} are enough. To be "
             "added up or compared, numbers need not be collected first, nor sent twice"
@@ -81,16 +82,16 @@ def check_merge_devices(fn: Callable[..., Any]) -> None:
 
 def check_target_logit(fn: Callable[..., Any]) -> None:
     """Exercise 2: the logit of each token's target, of which one device alone has the row."""
-    targets_N = jnp.array([0, 19, 7, 12, 5, 4, 16, 9, 10])
+    targets_N = jnp.array([0, 39, 7, 12, 5, 4, 16, 9, 10, 25, 31, 2, 22, 38, 19, 28])
 
     def body() -> str:
-        for rows, ids_N in ((5, targets_N), (8, jnp.array([31, 7, 8, 0, 17, 23]))):
+        for rows, ids_N in ((5, targets_N), (8, jnp.array([63, 7, 8, 0, 17, 23, 40, 55]))):
             x_ND = jax.random.normal(jax.random.key(rows), (len(ids_N), rows - 2))
             head_EUD = jax.random.normal(jax.random.key(4), (DEVICES, rows, rows - 2))
             _right_logits(fn, x_ND, head_EUD, ids_N)
-        x_ND, head_UD = jnp.ones((9, 3)), jnp.ones((5, 3))
+        x_ND, head_UD = jnp.ones((len(targets_N), 3)), jnp.ones((5, 3))
         traced = partial(_traced, lambda head_UD, axis: fn(x_ND, head_UD, targets_N, axis))
-        arriving, enough = _arriving(traced(head_UD)), ARRIVES["psum"] * 9 * 4
+        arriving, enough = _arriving(traced(head_UD)), ARRIVES["psum"] * len(targets_N) * 4
         assert arriving <= enough, (
             f"right, but in a ring {arriving:.0f} bytes arrive at each device, and one number per token, {enough:.0f} "
             "bytes, is enough"

@@ -1,4 +1,4 @@
-"""Whether an answer of notebook 12 holds the gradients of several layers at once, as its traced program tells."""
+"""Whether an answer of notebook 12 holds gradients or states twice, or grows with the layers, by its traced program."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -7,6 +7,7 @@ from llamem.memory.jaxprs import equations, inner_jaxprs
 
 L, N, D, F = 5, 6, 8, 12  # layers, tokens and widths of the stack that the answers are tried on
 _LOOPS = ("scan", "while")
+_IN_PLACE = ("dynamic_update_slice", "scatter", "device_put", "optimization_barrier")  # or moved, never there twice
 
 
 def refuse_waiting_gradients(program: Any) -> None:
@@ -17,6 +18,29 @@ def refuse_waiting_gradients(program: Any) -> None:
         raise AssertionError(
             "the numbers are right, but gradients of several layers wait for their update: they exist at once, and "
             "that room was to be saved. Where must the update stand, and what of a gradient is needed after its turn?"
+        )
+
+
+def refuse_second_state(program: Any) -> None:
+    """Raise AssertionError where something beside loops and updates in place makes an array as large as all layers."""
+    for eqn, _ in equations(program):
+        shapes = {getattr(var.aval, "shape", ()) for var in eqn.outvars} & {(L, D, F), (L, F, D)}
+        if shapes and eqn.primitive.name not in _IN_PLACE and not inner_jaxprs(eqn):
+            raise AssertionError(
+                f"the numbers are right, but `{eqn.primitive.name}` makes an array {[*shapes.pop()]}, as large as the "
+                "weights of all layers, beside the state that was given. There is no room for two. What of a stack "
+                "may a turn write, and can a loop begin at the far end of a stack that nobody turned round?"
+            )
+
+
+def refuse_growth(few: Any, many: Any) -> None:
+    """Raise AssertionError where the traced program of many layers is larger than that of a few."""
+    sizes = [sum(1 for _ in equations(program)) for program in (few, many)]
+    if sizes[1] > 1.2 * sizes[0]:
+        raise AssertionError(
+            f"the numbers are right, but the program has {sizes[0]} operations for three layers and {sizes[1]} for "
+            f"{L}: a loop of Python's writes each layer into it, for the compiler to work on one by one. Which loop of "
+            "JAX's is compiled once for all of its turns?"
         )
 
 
