@@ -33,6 +33,7 @@ from llamem.llama import MeshShape  # noqa: E402
 from llamem.memory.compiling import matmul_flops  # noqa: E402
 from llamem.memory.hlo import optimised_text, parse  # noqa: E402
 from llamem.memory.hlo_counts import compiled_matmul_flops  # noqa: E402
+from llamem.mesh.place import OnMesh  # noqa: E402
 from llamem.mesh.specs import parameter_specs, shardings  # noqa: E402
 from llamem.mesh.step import batch_spec, on_mesh  # noqa: E402
 from llamem.places import place_of  # noqa: E402
@@ -193,9 +194,8 @@ def check_rounding():
 
         def update(params, state):  # by gradients that are the weights themselves
             counters, moments = split_counters(state)
-            return make_update(settings, jnp.int32(3), counters, place_of(plan).start_of_part)(params, moments, params)[
-                0
-            ]
+            rule = make_update(settings, jnp.int32(3), counters, OnMesh(mesh).start_of_part)
+            return rule(params, moments, params)[0]
 
         specs = parameter_specs(params, mesh), parameter_specs(state, mesh)
         return jax.jit(on_mesh(update, mesh, specs, specs[0]))(params, state)

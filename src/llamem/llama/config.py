@@ -38,8 +38,9 @@ class LlamaConfig:
     """The architecture of one model; frozen, so that it can be closed over, compared and hashed.
 
     Lengths count elements: `d_model` (D), `vocab_size` (V), `n_layers` (L), `n_heads` (H), `n_kv_heads` (K), `d_ff`
-    (F). `param_dtype` is what weights are stored in, `compute_dtype` what matrix products read. `generation_config`: the text of
-    a folder's `generation_config.json`, which goes with the model, and is not looked at where configs are compared.
+    (F). `param_dtype` is what weights are stored in, `compute_dtype` what matrix products read.
+    `generation_config`: the text of a folder's `generation_config.json`, which goes with the model, and is not looked
+    at where configs are compared.
     """
 
     vocab_size: int = 128_256
