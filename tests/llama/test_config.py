@@ -53,16 +53,9 @@ def test_rope_s_angles_of_two_minds_or_another_kind_are_refused(spelling):
 
 
 def test_what_a_qwen3_leaves_out_is_as_transformers_has_it():
-<<<<<<< HEAD
-    hf = config_to_hf(PRESETS["qwen3-8b"])
-    left_out = ("head_dim", "num_key_value_heads", "rope_theta", "rope_scaling")
-    dense = {name: value for name, value in hf.items() if name not in left_out}
-    dense |= {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}
-=======
     hf = config_to_hf(PRESETS["qwen3-0.6b"])
     dense = {k: v for k, v in hf.items() if k not in ("head_dim", "num_key_value_heads", "rope_theta", "rope_scaling")}
     dense |= {"num_attention_heads": 64, "rope_parameters": {"full_attention": {"rope_theta": 1e6}}}
->>>>>>> main
     config = config_from_hf(dense)
     assert (config.head_dim, config.n_kv_heads, config.rope_theta) == (128, 32, 1e6)
     assert config_from_hf(dense | {"num_key_value_heads": None}).n_kv_heads == 64
