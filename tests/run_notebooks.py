@@ -89,7 +89,8 @@ def store_answers(path: Path, answers: Path) -> None:
     if path.parent.name == "notebooks":
         today = datetime.date.today()
         stored = ROOT / "src" / "llamem" / "course" / "answers" / f"{path.stem}.json.xz"
-        count, alike = stored_answers.pack(answers, stored, f"{today.day} {today:%B %Y}")
+        timelines = "timeline" in path.read_text()
+        count, alike = stored_answers.pack(answers, stored, f"{today.day} {today:%B %Y}", timelines=timelines)
         print(f"{stored.name}: {count} answers, {alike} questions that look alike, {stored.stat().st_size:,} bytes")
 
 

@@ -5,6 +5,7 @@ import glob
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -151,3 +152,25 @@ def test_a_program_that_asks_which_device_it_is_on_is_told_of(chip):
     assert [len(row) for row in notes] == ([0, 0] if chip == "local" else [1, 0])
     assert chip == "local" or "jax.local_devices() in test_chips.py:" in notes[0][0]
     assert jax.local_devices is asking
+
+
+# What a runtime shows of its devices: platform, kind, bytes that a program can use, how many.
+RUNTIMES = {
+    "Colab's T4": ("cuda", "Tesla T4", 15_655_829_504, 1, "t4"),
+    "Colab's v5e-1": ("tpu", "TPU v5 lite", 16_911_433_728, 1, "v5e-1"),
+    "Kaggle's v5e-8": ("tpu", "TPU v5 lite", 16_911_433_728, 8, "v5e-1"),
+    "Kaggle's T4 x 2": ("cuda", "Tesla T4", 15_655_829_504, 2, "t4"),
+}
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_the_chip_at_hand_in_a_free_runtime(monkeypatch, runtime):
+    """As far as it can be simulated: `local` is one device, of the kind and size that the table knows."""
+    platform, kind, size, count, known = RUNTIMES[runtime]
+    device = types.SimpleNamespace(platform=platform, device_kind=kind, memory_stats=lambda: {"bytes_limit": size})
+    monkeypatch.setattr(jax, "local_devices", lambda *_: [device] * count)
+    chip = llamem.find_chip("local")
+    assert (chip.platform, chip.absent, chip.devices, chip.capacity_bytes) == (platform, False, 1, size)
+    assert llamem.find_chip("gpu" if platform == "cuda" else "tpu").device_kind == kind
+    assert chip.has_bf16 == (kind != "Tesla T4")
+    assert abs(size / (llamem.CHIPS[known].capacity_bytes or 0) - 1) < 0.001  # compiled for it, it is the same question

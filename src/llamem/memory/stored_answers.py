@@ -87,8 +87,11 @@ def record(question: str, answer: dict[str, Any]) -> None:
         write_whole(file, text)
 
 
-def pack(folder: Path, file: Path, day: str) -> tuple[int, int]:
-    """Put the answers written down in a folder into one file; return how many, and how many look alike and differ."""
+def pack(folder: Path, file: Path, day: str, *, timelines: bool = True) -> tuple[int, int]:
+    """Put the answers written down in a folder into one file; return how many, and how many look alike and differ.
+
+    Without `timelines` the reports made of them have none: nine tenths of an answer are its schedule.
+    """
     answers: dict[str, dict[str, Any]] = {}
     alike = set()
     for one in sorted(folder.glob("*.json")):
@@ -96,6 +99,8 @@ def pack(folder: Path, file: Path, day: str) -> tuple[int, int]:
         if question in answers:
             alike.add(question)
         answers[question] = json.loads(one.read_text())
+        if not timelines and answers[question].pop("schedule", None):
+            answers[question]["no_schedule"] = "this stored answer has no schedule."
     for question in alike:
         del answers[question]
     text = json.dumps({"day": day, "answers": answers}, separators=(",", ":"))
