@@ -112,7 +112,7 @@ def open_model(
     kinds: dict[str, BlockKind] = {}
     changed: list[str] = []
     for name, (of_layer, n_inputs, _) in IN_LAYER.items() if dtype is None else ():
-        ending = f".{of_layer.format(expert='')}.weight"
+        ending = f".{of_layer}.weight"
         types = {tensor.kind for full, tensor in tensors.items() if full.endswith(ending)}
         if n_inputs and (kind := kind_of_stack(types, f"{name} in {file}")):
             kinds[name] = kind
