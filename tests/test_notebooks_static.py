@@ -23,19 +23,24 @@ try:
     import llamem
 except ImportError:  # Colab, Kaggle: leaves the jax and numpy found there alone
     %pip install -q "llamem[notebooks,train] @ git+https://github.com/{SLUG}@{TAG}"
-    import llamem"""
+    import llamem
+from llamem.course import notebook
+
+notebook.begin("NAME")  # Colab, Kaggle: fetches the chips' compilers, 560 MB, half a minute"""
 MAX_MIB = 3
 MAX_CELLS, MAX_LINES, MEDIAN_LINES = 36, 40, 8
 
 Notebook = dict[str, Any]
 
 
-def badges(name: str) -> tuple[str, str]:
-    """What opens `notebooks/<name>` in Colab and in Binder."""
+def badges(name: str) -> tuple[str, ...]:
+    """What opens `notebooks/<name>` in Colab, on Kaggle and in Binder."""
+    file = f"https://github.com/{SLUG}/blob/{TAG}/notebooks/{name}"
     colab = f"https://colab.research.google.com/github/{SLUG}/blob/{TAG}/notebooks/{name}"
     binder = f"https://mybinder.org/v2/gh/{SLUG}/{TAG}?labpath=notebooks%2F{name}"
     return (
         f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({colab})",
+        f"[![Open in Kaggle](https://kaggle.com/static/images/open-in-kaggle.svg)](https://kaggle.com/kernels/welcome?src={file})",
         f"[![Binder](https://mybinder.org/badge_logo.svg)]({binder})",
     )
 
@@ -109,15 +114,21 @@ def _opening(notebook: Notebook, name: str, lock: str) -> Iterator[str]:
     if not stamp or f"\njax=={stamp[1]}\n" not in lock:
         yield "the first cell lacks 'Tested with jax VERSION, reviewed YYYY-MM-DD' with the locked jax"
     code = code_cells(notebook)
-    if not code or source(code[0]) != BOOTSTRAP or "bootstrap" not in tags(code[0]):
+    if (
+        not code
+        or source(code[0]) != BOOTSTRAP.replace("NAME", name.removesuffix(".ipynb"))
+        or "bootstrap" not in tags(code[0])
+    ):
         yield "the first code cell is not the bootstrap cell, tagged bootstrap; see CONTRIBUTING.md"
     tagged = [i for i, cell in enumerate(code) if "parameters" in tags(cell)]
     if tagged != [1]:
         yield f"the tag parameters stands on code cells {tagged}, not on the second alone"
     else:
-        for line in filter(str.strip, source(code[1]).splitlines()):
-            if not re.fullmatch(r"\w+(: \w[\w\[\] |]*)? = [^#]+  # .+", line):
-                yield f"the parameter {line!r} is not 'name = literal  # what it is'"
+        lines = source(code[1]).splitlines()
+        for told, line in zip(lines[::2], lines[1::2], strict=True):  # Colab makes a form of these
+            form = r"\w+ = [^#]+  # @param \{type: \"(string|integer|number|raw)\"\}"
+            if not (re.fullmatch(r"# .+\.", told) and re.fullmatch(form, line)):
+                yield f"the parameter {line!r} is not a line of what it is, then a literal as a form of Colab's"
 
 
 def _prose(notebook: Notebook) -> Iterator[str]:
@@ -149,7 +160,8 @@ def _code(notebook: Notebook) -> Iterator[str]:
         }.items():
             if re.search(bad, source(cell)):
                 yield f"code cell {number} uses {bad}: {why}"
-    if code and statistics.median(map(code_lines, code)) > MEDIAN_LINES:
+    own = [cell for cell in code if not {"bootstrap", "parameters"} & set(tags(cell))]
+    if own and statistics.median(map(code_lines, own)) > MEDIAN_LINES:
         yield f"the median code cell has more than {MEDIAN_LINES} lines"
 
 
