@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # The older way to write loops takes half of the time to compile, and one module of code for a small program a fifth
 # less than several. A flag that another version lacks ends the process.
 FASTER = " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-FASTER = FASTER if version("jaxlib") == "0.10.2" else ""
+FASTER = FASTER if version("jaxlib") == "0.10.1" else ""
 # Before JAX is imported, for this process and the children of tests. Tests compile thousands of small programs and run
 # most of them once, so LLVM's optimisations cost more than they bring. XLA's own, which decide about memory and
 # products, are all on. What one test, worker or run has compiled is found again by the next.
@@ -19,6 +19,8 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0" + FASTER
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / "build" / "jax-cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# jaxlib 0.10.1 calls what it reads from that cache an error, in thousands of lines, and runs it.
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # Traces are millions of objects, and nearly all stay in JAX's caches. Looking through them again and again took 7 % of
 # the time of tests/llama and tests/layers.
 gc.set_threshold(200_000, 100, 100)

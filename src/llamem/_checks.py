@@ -1,12 +1,22 @@
 """Checks of arguments, each with one wording: the value, what was expected, and what to do."""
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 T = TypeVar("T")
+
+
+def replaced(instance: T, changes: Mapping[str, Any]) -> T:
+    """Return a copy of a frozen dataclass with other fields. Raise TypeError, with those it has, for one it has not."""
+    known = [field.name for field in dataclasses.fields(instance)]  # pyrefly: ignore[bad-argument-type]
+    if unknown := [name for name in changes if name not in known]:
+        kind = type(instance).__name__
+        raise TypeError(f"{kind} has no field {', '.join(map(repr, unknown))}. Its fields are {', '.join(known)}.")
+    return dataclasses.replace(instance, **changes)  # pyrefly: ignore[bad-specialization]
 
 
 def check_whole(name: str, value: Any, *, at_least: int = 1) -> int:

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from rope_spellings import NO_ROPE, READ, REFUSED
 
-from llamem import PRESETS, Llama, LlamaConfig
+from llamem import PRESETS, Llama, LlamaConfig, Plan
 from llamem.llama import RopeScaling, config_from_hf, config_to_hf
 
 PUBLISHED = {
@@ -125,3 +125,12 @@ def test_forward_flops_are_those_of_the_matrix_products():
     by_hand += config.n_layers * 2 * 3 * config.d_model * config.d_ff
     by_hand += config.n_layers * 2 * 2 * T * 4 * 16  # scores and their mix of values
     assert config.flops_per_token(T) == by_hand
+
+
+def test_a_field_that_there_is_not_is_named_with_those_there_are():
+    with pytest.raises(
+        TypeError, match=r"LlamaConfig has no field 'hidden_size'\. Its fields are vocab_size, "
+    ):
+        LlamaConfig.from_name("tiny", hidden_size=64)
+    with pytest.raises(TypeError, match=r"Plan has no field 'tiles'\. Its fields are mode, .*loss_tiles"):
+        Plan().replace(tiles=4)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from llamem._checks import check_number, check_one_of, check_whole, show
+from llamem._checks import check_number, check_one_of, check_whole, replaced, show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class LlamaConfig:
 
     def replace(self, **changes: Any) -> "LlamaConfig":
         """Return a copy with some fields changed, validated again. Raise TypeError for a field that does not exist."""
-        return dataclasses.replace(self, **changes)
+        return replaced(self, changes)
 
     @property
     def architecture(self) -> dict[str, Any]:

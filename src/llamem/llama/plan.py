@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from llamem._checks import check_one_of, check_whole
+from llamem._checks import check_one_of, check_whole, replaced
 from llamem.layers.attention import Implementation
 from llamem.layers.remat import POLICIES, Policy, check_policy, offloading_too
 from llamem.layers.stack import Mode
@@ -170,7 +170,7 @@ class Plan:
 
     def replace(self, **changes: Any) -> "Plan":
         """Return a copy with some fields changed, checked again. Raise TypeError for a field that does not exist."""
-        return dataclasses.replace(self, **changes)
+        return replaced(self, changes)
 
 
 def _shown(value: Any) -> str:
