@@ -56,7 +56,8 @@ def main(folder: Path) -> None:
     answer: dict[str, Any]
     try:
         lowered = jitted.trace(*shapes).lower(lowering_platforms=(request["topology"]["platform"],))
-        mark_on_host(lowered.compiler_ir("stablehlo"), request["hosted_arguments"])
+        if request["topology"]["platform"] == "cuda":
+            mark_on_host(lowered.compiler_ir("stablehlo"), request["hosted_arguments"], request["hosted_results"])
         options = {"xla_dump_to": str(dump), "xla_dump_hlo_as_text": True, **request["options"]}
         compiled = lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
@@ -89,20 +90,21 @@ def put_on_host(places: list[Any], numbers: list[int]) -> list[Any]:
     return [place.with_memory_kind("pinned_host") if i in numbers else place for i, place in enumerate(places)]
 
 
-def mark_on_host(module: Any, arguments: list[int]) -> None:
-    """Say in the StableHLO module which arguments of `main` lie in the host's memory.
+def mark_on_host(module: Any, arguments: list[int], results: list[int]) -> None:
+    """Say in the StableHLO module which arguments and results of `main` lie in the host's memory.
 
-    JAX writes this mark for devices that have memories. Those of an absent GPU's topology have none; without the mark,
-    its compiler counts such an argument on the device too, or refuses the program as late as it makes code.
+    JAX writes these marks for devices that have memories. Those of an absent GPU's topology have none; without the
+    marks, its compiler counts such an argument on the device too, or refuses the program.
     """
-    if not arguments:
-        return
     main = next(op for op in module.body.operations if ir.StringAttr(op.attributes["sym_name"]).value == "main")
     with module.context:
-        told = [{named.name: named.attr for named in row} for row in main.attributes["arg_attrs"]]
-        for number in arguments:
-            told[number]["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(row) for row in told])
+        for attribute, numbers in (("arg_attrs", arguments), ("res_attrs", results)):
+            if not numbers:
+                continue
+            told = [{named.name: named.attr for named in row} for row in main.attributes[attribute]]
+            for number in numbers:
+                told[number]["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
+            main.attributes[attribute] = ir.ArrayAttr.get([ir.DictAttr.get(row) for row in told])
 
 
 def end_with_parent(folder: Path) -> None:
