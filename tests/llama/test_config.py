@@ -128,9 +128,7 @@ def test_forward_flops_are_those_of_the_matrix_products():
 
 
 def test_a_field_that_there_is_not_is_named_with_those_there_are():
-    with pytest.raises(
-        TypeError, match=r"LlamaConfig has no field 'hidden_size'\. Its fields are vocab_size, "
-    ):
+    with pytest.raises(TypeError, match=r"LlamaConfig has no field 'hidden_size'\. Its fields are vocab_size, "):
         LlamaConfig.from_name("tiny", hidden_size=64)
     with pytest.raises(TypeError, match=r"Plan has no field 'tiles'\. Its fields are mode, .*loss_tiles"):
         Plan().replace(tiles=4)

@@ -183,13 +183,15 @@ def test_the_child_sees_nothing_of_the_users(tmp_path, monkeypatch):
 @pytest.mark.quick
 def test_stored_answers_are_those_of_the_compiler_and_say_so(tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMEM_RECORD_ANSWERS", str(tmp_path / "recorded"))
+    stored_answers.use(tmp_path / "none.json.xz")
     wide = jax.ShapeDtypeStruct((384, 656), jnp.float32)
     asked = {shape.shape: llamem.compile_report(product, shape, chip="v5e-1") for shape in (SHAPE, wide)}
-    question = sorted((tmp_path / "recorded").glob("*.json"))[0]
+    recorded = tmp_path / "recorded" / "none"  # of no notebook
+    question = sorted(recorded.glob("*.json"))[0]
     twin = json.loads(question.read_text()) | {"temp_bytes": 1}
-    assert stored_answers.pack(tmp_path / "recorded", tmp_path / "both.json.xz", "a day") == (2, 0)
-    (tmp_path / "recorded" / f"{question.name.partition('-')[0]}-other.json").write_text(json.dumps(twin))
-    assert stored_answers.pack(tmp_path / "recorded", tmp_path / "one.json.xz", "a day") == (1, 1)
+    assert stored_answers.pack(recorded, tmp_path / "both.json.xz", "a day") == (2, 0)
+    (recorded / f"{question.name.partition('-')[0]}-other.json").write_text(json.dumps(twin))
+    assert stored_answers.pack(recorded, tmp_path / "one.json.xz", "a day") == (1, 1)
 
     monkeypatch.delenv("LLAMEM_RECORD_ANSWERS")
     monkeypatch.setenv("LLAMEM_COMPILERS", str(tmp_path / "none"))

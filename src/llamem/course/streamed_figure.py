@@ -78,7 +78,9 @@ class Turn:
         copies = (
             (one.first, one.last)
             for one in timeline.buffers
-            if one.first in steps and re.search(r", \w+\[1,", one.shape) and re.search("dynamic_(index_in_dim|slice)", one.operation)
+            if one.first in steps
+            and re.search(r", \w+\[1,", one.shape)
+            and re.search("dynamic_(index_in_dim|slice)", one.operation)
         )
         return cls(steps, tuple(sorted(copies)), tuple(products))
 

@@ -26,13 +26,14 @@ from llamem.memory.jaxprs import PRODUCTS, equations, given_name, moved_to_host
 _TOLD = {*PRODUCTS, "scan", "while", "exp", "log", "tanh", "logistic", "sin", "cos", "rsqrt", "psum"}
 
 _answers: dict[str, dict[str, Any]] = {}
-_about: dict[str, str] = {}
+_about: dict[str, str] = {"notebook": "none"}
 _taken: set[str] = set()  # chips whose stored answers were given and not yet spoken of
 
 
 def use(file: Path) -> None:
     """Answer from this file from now on, where there is no compiler: no file, no answers."""
     _answers.clear()
+    _about["notebook"] = file.name.partition(".")[0]
     if file.is_file():
         held = json.loads(lzma.decompress(file.read_bytes()))
         _answers.update(held["answers"])
@@ -54,8 +55,11 @@ def fingerprint(traced: jex_core.ClosedJaxpr, chip: Chip, depth: str, leaves: Se
         if (name := given_name(eqn)) is not None:
             counts["name", name] += times
         elif eqn.primitive.name in _TOLD:
-            # How many numbers, and not in which shape: versions differ in axes of one.
-            counts[eqn.primitive.name, str(getattr(eqn.outvars[0].aval, "size", ""))] += times
+            for out in eqn.outvars:
+                # How many numbers, and not in which shape: versions differ in axes of one.
+                size, dtype = getattr(out.aval, "size", 0), getattr(out.aval, "dtype", "")
+                if size > 1:
+                    counts[eqn.primitive.name, f"{size} {dtype}"] += times
     told = (chip.name, depth, inputs, places, outputs, moved_to_host(traced.jaxpr), sorted(counts.items()))
     return hashlib.sha256(repr(told).encode()).hexdigest()[:24]
 
@@ -79,11 +83,11 @@ def taken() -> str:
 
 
 def record(question: str, answer: dict[str, Any]) -> None:
-    """Write an answer down for `pack`, where `$LLAMEM_RECORD_ANSWERS` names a folder for them."""
+    """Write an answer down for `pack`, where `$LLAMEM_RECORD_ANSWERS` names a folder: in one for each notebook."""
     if folder := os.environ.get("LLAMEM_RECORD_ANSWERS"):
         kept = {name: value for name, value in answer.items() if name != "compile_seconds"} | {"compile_seconds": 0.0}
         text = json.dumps(kept, sort_keys=True)
-        file = Path(folder) / f"{question}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
+        file = Path(folder) / _about["notebook"] / f"{question}-{hashlib.sha256(text.encode()).hexdigest()[:8]}.json"
         write_whole(file, text)
 
 

@@ -108,15 +108,15 @@ def make_update(
     def update(grads: Any, moments: Any, params: Any, first: Any = 0) -> tuple[Any, Any]:
         updates, opt_state = optimizer.update(grads, combine(counters, moments), params)
         _, moments = split_counters(opt_state)
-        key = jax.random.fold_in(jax.random.key(settings.seed), step)
+        of_step = _mixed(_mixed(jnp.uint32(settings.seed % 2**32)) + jnp.asarray(step).astype(jnp.uint32))
 
         def add(path: tuple[Any, ...], param: Array, change: Array) -> Array:
             if rounding_of(settings, param.dtype) == "nearest":
                 return (param + change).astype(param.dtype)
-            own = jax.random.fold_in(key, zlib.crc32(str(parameter_name(path)).encode()))
+            of_parameter = _mixed(of_step ^ jnp.uint32(zlib.crc32(str(parameter_name(path)).encode())))
             start = start_of_part(path, param)
             start[0] += first
-            return stochastically_rounded(param.astype(jnp.float32) + change.astype(jnp.float32), own, start)
+            return _rounded_by(of_parameter, param.astype(jnp.float32) + change.astype(jnp.float32), start)
 
         return jax.tree.map_with_path(add, params, updates), moments
 
@@ -138,10 +138,16 @@ def stochastically_rounded(
     counted from `start`, so that a part of an array is rounded as in the whole. Infinities and NaN stay.
     Source: Gupta et al. 2015, arXiv 1502.02551; of the bits that bf16 drops, Zamirai et al. 2020, arXiv 2010.06192.
     """
+    return _rounded_by(jax.random.bits(key, (), jnp.uint32), x, start)
+
+
+def _rounded_by(
+    seed: UInt32[Array, ""], x: Float32[Array, "*shape"], start: Sequence[int | Int[Array, ""]]
+) -> BFloat16[Array, "*shape"]:
     start = (*start, *(0,) * (x.ndim - len(start)))
     # A hash of the place, and not `jax.random.bits` of the shape: its hundred operations per number would take longer
     # than the whole update, and a GPU's compiler would keep the bits in memory.
-    drawn = jnp.broadcast_to(jax.random.bits(key, (), jnp.uint32), x.shape)
+    drawn = jnp.broadcast_to(seed, x.shape)
     for axis, first in enumerate(start):
         place = jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) + jnp.asarray(first).astype(jnp.uint32)
         drawn = _mixed(drawn + place)
