@@ -26,6 +26,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 gc.set_threshold(200_000, 100, 100)
 # No noise of JAX's, as for `import llamem`, which itself is imported later, under the run-time type checks.
 runpy.run_path(str(ROOT / "src" / "llamem" / "_startup.py"))
+# The chips' compilers are where they were fetched to, also for tests with a cache of their own.
+cache_folder = runpy.run_path(str(ROOT / "src" / "llamem" / "_files.py"))["cache_folder"]
+os.environ.setdefault("LLAMEM_COMPILERS", str(cache_folder("compilers")))
 
 import jax
 import jaxtyping

@@ -246,7 +246,7 @@ def test_mistakes_meet_a_sentence_with_the_remedy(changes, error, words):
 @pytest.mark.usefixtures("as_a_user")
 def test_what_is_no_list_of_layers_is_refused():
     for call, error, words in (
-        (lambda: unstack_layers(None), ValueError, "common first axis"),
+        (lambda: unstack_layers(None), ValueError, "a stack without an array, None: nothing says how many layers"),
         (lambda: stack_layers([]), ValueError, "no layer"),
         (lambda: untyped.stack_layers(stacked_params(3)), TypeError, r"stack_layers\(dict\)"),
         (lambda: stack_layers([jnp.ones(2), jnp.ones(3)]), ValueError, r"has the shapes \(2,\), \(3,\)"),

@@ -83,7 +83,7 @@ BAD: dict[str, dict[str, Any]] = {
     "lora='16': expected a": {"lora": "16"},
     "quantize='q4_0' without lora": {"lora": None, "quantize": "q4_0"},
     "quantize='q3': expected one of 'q4_0', 'q4_1', 'q8_0'": {"quantize": "q3"},
-    "clip='layer', rounding='nearest'\\) for adapters": {"clip": "layer"},
+    "clip='layer', rounding='auto'\\) for adapters": {"clip": "layer"},
     "moments='host'\\) for adapters": {"plan": Plan(moments="host")},
     "would split blocks of q8_0": {"plan": Plan(mesh={"tensor": 8}), "chip": "v5e-8", "quantize": "q8_0"},
     "blocks have 32 numbers": {"config": ONE_B.replace(d_ff=8200), "quantize": "q4_0"},

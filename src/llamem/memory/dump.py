@@ -77,7 +77,7 @@ def needed_bytes(error: str) -> int | None:
 
 def remedy(error: str) -> str:
     """Return what to do about a compiler's message, where it is a known one; else ""."""
-    return next((words for message, words in _REMEDIES.items() if message in error), "")
+    return next((words for message, words in _REMEDIES.items() if re.search(message, error)), "")
 
 
 _REMEDIES = {
@@ -85,7 +85,7 @@ _REMEDIES = {
         " All arguments of a report are traced, so that none can be static: leave static_argnums out, and close over "
         "the setting, functools.partial(fn, setting=...)."
     ),
-    "cuDNN not found": (
+    "cuDNN (not found|is not detected)": (
         " cuDNN's attention is not compiled for a GPU that is not here: its library comes with the GPU's software. "
         "Take another implementation for the report, or ask on the GPU itself with chip='local'."
     ),
