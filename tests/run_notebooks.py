@@ -89,8 +89,7 @@ def store_answers(path: Path, answers: Path) -> None:
     if (answers := answers / path.stem).is_dir():
         today = datetime.date.today()
         stored = ROOT / "src" / "llamem" / "course" / "answers" / f"{path.stem}.json.xz"
-        timelines = "timeline" in path.read_text()
-        count, alike = stored_answers.pack(answers, stored, f"{today.day} {today:%B %Y}", timelines=timelines)
+        count, alike = stored_answers.pack(answers, stored, f"{today.day} {today:%B %Y}")
         print(f"{stored.name}: {count} answers, {alike} questions that look alike, {stored.stat().st_size:,} bytes")
 
 

@@ -187,6 +187,8 @@ def test_stored_answers_are_those_of_the_compiler_and_say_so(tmp_path, monkeypat
     wide = jax.ShapeDtypeStruct((384, 656), jnp.float32)
     asked = {shape.shape: llamem.compile_report(product, shape, chip="v5e-1") for shape in (SHAPE, wide)}
     recorded = tmp_path / "recorded" / "none"  # of no notebook
+    seen = asked[SHAPE.shape].timeline
+    assert seen is not None and str(seen)  # somebody looks at this one, and not at the other
     question = sorted(recorded.glob("*.json"))[0]
     twin = json.loads(question.read_text()) | {"temp_bytes": 1}
     assert stored_answers.pack(recorded, tmp_path / "both.json.xz", "a day") == (2, 0)
@@ -202,7 +204,10 @@ def test_stored_answers_are_those_of_the_compiler_and_say_so(tmp_path, monkeypat
         stored = llamem.compile_report(product, SHAPE, chip="v5e-1")
         assert stored.compiler.endswith("own folder: stored, of a day")
         assert "stored with the course on a day" in stored_answers.taken() and not stored_answers.taken()
-        same = dict(compile_seconds=0, compiler="")
+        same = dict(compile_seconds=0, compiler="", timeline=None)
+        assert str(stored.timeline) == str(seen)
+        unseen = llamem.compile_report(product, wide, chip="v5e-1")
+        assert unseen.timeline is None and unseen.peak_bytes == asked[wide.shape].peak_bytes
         assert dataclasses.replace(stored, **same) == dataclasses.replace(asked[SHAPE.shape], **same)
         with pytest.raises(ImportError, match="fetch_compilers"):
             llamem.compile_report(lambda x: product(x) + x @ x.T, SHAPE, chip="v5e-1")

@@ -97,6 +97,7 @@ def compile_report(
     jitted = jax.jit(flat, donate_argnums=() if chosen.absent else donated, keep_unused=True)
     with traced_for(chosen, mesh), questions_heard() as asked:
         jaxpr = _traced(jitted, shapes, leaves)
+    question = ""
     if chosen.absent:
         _refuse_callbacks(jaxpr.jaxpr, chosen)
         question = stored_answers.fingerprint(jaxpr, chosen, depth, leaves)
@@ -129,7 +130,8 @@ def compile_report(
     names, provenance = [leaf.name for leaf in leaves], find_provenance(jaxpr, leaves)
     timeline = Timeline.from_schedule(answer["schedule"], chosen.name, chosen.capacity_bytes, names, provenance)
     counted = (dataclasses.replace(b, at_once=timeline.at_once(b.shape, b.operation) or None) for b in report.buffers)
-    return dataclasses.replace(report, timeline=timeline, buffers=tuple(counted))
+    report = dataclasses.replace(report, buffers=tuple(counted))
+    return dataclasses.replace(report, timeline=stored_answers.watched(timeline, question) if question else timeline)
 
 
 def _traced(

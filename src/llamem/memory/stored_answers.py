@@ -6,6 +6,7 @@ of JAX that traces it: the chip, the shapes of what goes in and comes out, and h
 version renames. Where two questions of one notebook look alike and have different answers, neither is stored.
 """
 
+import dataclasses
 import hashlib
 import json
 import lzma
@@ -21,6 +22,7 @@ from llamem._files import write_whole
 from llamem.memory.arguments import Leaf
 from llamem.memory.chips import Chip
 from llamem.memory.jaxprs import PRODUCTS, equations, given_name, moved_to_host
+from llamem.memory.timeline import Timeline
 
 # Operations that mean the same in every version of JAX, and say what a program computes, keeps and moves.
 _TOLD = {*PRODUCTS, "scan", "while", "exp", "log", "tanh", "logistic", "sin", "cos", "rsqrt", "psum"}
@@ -91,10 +93,25 @@ def record(question: str, answer: dict[str, Any]) -> None:
         write_whole(file, text)
 
 
-def pack(folder: Path, file: Path, day: str, *, timelines: bool = True) -> tuple[int, int]:
+def watched(timeline: Timeline, question: str) -> Timeline:
+    """Return the timeline; while answers are recorded, one that writes down for `pack` that somebody looked at it."""
+    if not (folder := os.environ.get("LLAMEM_RECORD_ANSWERS")):
+        return timeline
+    mark = Path(folder) / _about["notebook"] / f"{question}.looked_at"
+
+    class Watched(Timeline):
+        def __getattribute__(self, name: str) -> Any:
+            if not name.startswith("__"):
+                mark.touch()
+            return super().__getattribute__(name)
+
+    return Watched(**{field.name: getattr(timeline, field.name) for field in dataclasses.fields(timeline)})
+
+
+def pack(folder: Path, file: Path, day: str) -> tuple[int, int]:
     """Put the answers written down in a folder into one file; return how many, and how many look alike and differ.
 
-    Without `timelines` the reports made of them have none: nine tenths of an answer are its schedule.
+    Nine tenths of an answer are its schedule, which is kept where somebody looked at the timeline made of it.
     """
     answers: dict[str, dict[str, Any]] = {}
     alike = set()
@@ -103,7 +120,8 @@ def pack(folder: Path, file: Path, day: str, *, timelines: bool = True) -> tuple
         if question in answers:
             alike.add(question)
         answers[question] = json.loads(one.read_text())
-        if not timelines and answers[question].pop("schedule", None):
+        looked_at = (folder / f"{question}.looked_at").exists()
+        if not looked_at and answers[question].pop("schedule", None):
             answers[question]["no_schedule"] = "this stored answer has no schedule."
     for question in alike:
         del answers[question]
