@@ -25,7 +25,7 @@ from llamem.memory.jaxprs import PRODUCTS, equations, given_name, moved_to_host
 from llamem.memory.timeline import Timeline
 
 # Operations that mean the same in every version of JAX, and say what a program computes, keeps and moves.
-_TOLD = {*PRODUCTS, "scan", "while", "exp", "log", "tanh", "logistic", "sin", "cos", "rsqrt", "psum"}
+_TOLD = {*PRODUCTS, "scan", "while", "exp", "log", "tanh", "logistic", "sin", "cos", "rsqrt"}
 
 _answers: dict[str, dict[str, Any]] = {}
 _about: dict[str, str] = {"notebook": "none"}
@@ -50,7 +50,7 @@ def are_there() -> bool:
 def fingerprint(traced: jex_core.ClosedJaxpr, chip: Chip, depth: str, leaves: Sequence[Leaf]) -> str:
     """Return by what a question to a chip's compiler is known again."""
     inputs = [(leaf.shape.shape, str(leaf.shape.dtype), leaf.donated, leaf.on_host) for leaf in leaves]
-    places = [str(getattr(leaf.shape.sharding, "spec", None)) for leaf in leaves]
+    places = [tuple(getattr(leaf.shape.sharding, "spec", None) or ()) for leaf in leaves]
     outputs = [(out.shape, str(out.dtype)) for out in traced.out_avals]
     counts: Counter[tuple[str, str]] = Counter()
     for eqn, times in equations(traced.jaxpr):
@@ -62,7 +62,7 @@ def fingerprint(traced: jex_core.ClosedJaxpr, chip: Chip, depth: str, leaves: Se
                 size, dtype = getattr(out.aval, "size", 0), getattr(out.aval, "dtype", "")
                 if size > 1:
                     counts[eqn.primitive.name, f"{size} {dtype}"] += times
-    told = (chip.name, depth, inputs, places, outputs, moved_to_host(traced.jaxpr), sorted(counts.items()))
+    told = (chip.name, depth, inputs, places, outputs, moved_to_host(traced.jaxpr) > 0, sorted(counts.items()))
     return hashlib.sha256(repr(told).encode()).hexdigest()[:24]
 
 
