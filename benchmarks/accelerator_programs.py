@@ -13,7 +13,8 @@ from loss import plain, products
 
 import llamem
 from llamem.layers import causal_attention
-from llamem.train import loss_fn, make_model
+from llamem.runs import loss_fn
+from llamem.train import make_model
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import llamem
-from llamem.llama import smollm2_file
-from llamem.train import init_lora_state, make_lora_step
+from llamem.adapters import init_lora_state, make_lora_step
+from llamem.files import smollm2_file
 
 TABLE = Path(__file__).parent / "adapter_times.md"
 COUNTS, SEQUENCES, TOKENS, ROUNDS = (1, 8, 64), 64, 128, 7

@@ -18,6 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+import jaxmem
 import llamem
 from llamem import LlamaConfig, Plan
 from llamem.layers import Policy
@@ -110,7 +111,7 @@ def draw_adapters(rng: random.Random) -> Estimate | None:
     }
     stream = batch_size * seq_len * config.d_model * config.n_layers * 2
     roughly = config.n_params * {None: 2, "q8_0": 1.1, "q4_0": 0.7}[kind] + stream * (1 if remat else 12)
-    room = llamem.CHIPS[chip].capacity_bytes or 0
+    room = jaxmem.CHIPS[chip].capacity_bytes or 0
     try:
         if not 0.1 * room < roughly < 0.9 * room or seq_len > config.max_seq_len:
             return None

@@ -6,9 +6,9 @@ from typing import Any
 from matplotlib.figure import Figure
 
 import llamem
-from llamem.course import plots
-from llamem.course.baseline import lean_loss, step_peak
-from llamem.course.timeline_figure import COLOURS
+from llamem_course import plots
+from llamem_course.baseline import lean_loss, step_peak
+from llamem_course.timeline_figure import COLOURS
 
 MODEL, TOKENS, CHIP = "llama3.2-1b", 32_768, "v5e-1"
 # All three rematerialise their layers in a scan. The second is the best loss without tiles that we know: logits and

@@ -18,9 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jaxmem
 import llamem
+from jaxmem import GiB, Report
 from llamem import Plan
-from llamem.memory import GiB, Report
 
 TABLE = Path(__file__).with_suffix(".md")
 STREAMED = Plan(
@@ -99,7 +100,7 @@ def step_of(row: Row) -> tuple[Any, ...]:
 def report_of(row: Row, depth: Any) -> Report:
     """What the compiler says. Raises RuntimeError, with the compiler's words, where it gives no answer."""
     step, *shapes = step_of(row)
-    return llamem.compile_report(step, *shapes, chip=row.chip, donate_argnums=(0,), depth=depth)
+    return jaxmem.compile_report(step, *shapes, chip=row.chip, donate_argnums=(0,), depth=depth)
 
 
 def compiled(row: Row, depth: Any) -> Compiled:
@@ -173,7 +174,7 @@ def main() -> None:
     chosen = parser.parse_args()
     for number in chosen.rows:
         row = ROWS[number - 1]
-        if llamem.available(row.chip):
+        if jaxmem.available(row.chip):
             new = compiled(row, row.depth if chosen.depth == "code" else "memory")
             TABLE.write_text(page(earlier() | {row.name: new}))
 

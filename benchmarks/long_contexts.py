@@ -14,8 +14,9 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
+import jaxmem
 import llamem
-from llamem.memory import GiB, Report
+from jaxmem import GiB, Report
 
 TABLE = Path(__file__).with_suffix(".md")
 WEIGHTS = {"bf16": jnp.bfloat16, "f32": jnp.float32}  # of weights, gradients and both moments
@@ -41,7 +42,7 @@ def with_defaults(config: llamem.LlamaConfig, chip: str) -> str:
     def expected(count: int) -> float:
         return correction * llamem.estimate(config, plan, chip, seq_len=count * STEP).peak_bytes
 
-    capacity = llamem.CHIPS[chip].capacity_bytes or 0
+    capacity = jaxmem.CHIPS[chip].capacity_bytes or 0
     while refused - fits > max(1, fits // 32):
         guess = max((n for n in range(fits + 1, refused) if expected(n) <= capacity), default=fits + 1)
         report = llamem.estimate(config, plan, chip, seq_len=guess * STEP).compile()
@@ -58,7 +59,7 @@ def with_tools(config: llamem.LlamaConfig, chip: str) -> str:
     """The longest context that the planner finds a plan for."""
     try:
         found = llamem.longest_context(config, chip, progress=lambda text: print(f"  {text}", flush=True))
-    except llamem.NothingFits:
+    except jaxmem.NothingFits:
         return f"below {STEP:,} | | | | "
     assert found.report is not None
     peak, host = found.report.peak_bytes / GiB, found.report.host_bytes / GiB

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jaxmem
 import llamem
 
 TABLE = Path(__file__).with_suffix(".md")
@@ -48,8 +49,8 @@ def row(chip: str, model: str, way: str) -> str:
     start = f"| {chip} | {model} | {way} |"
     try:
         found = llamem.longest_context(config, chip, host_bytes=0, progress=None, **WAYS[way])
-    except llamem.NothingFits:
-        return f"{start} 0 | | {(llamem.CHIPS[chip].capacity_bytes or 0) / 2**30:.2f} | |"
+    except jaxmem.NothingFits:
+        return f"{start} 0 | | {(jaxmem.CHIPS[chip].capacity_bytes or 0) / 2**30:.2f} | |"
     question, plan = found.estimate.question, found.plan
     report = question.compile(plan, depth="code" if model == "llama3.1-8b" else "memory")
     assert report.fits and not report.host_bytes, (start, report)

@@ -29,9 +29,10 @@ import numpy as np
 import optax
 import psutil
 
+import jaxmem
 import llamem
-from llamem.course.baseline import lean_loss
-from llamem.memory.report import GiB
+from jaxmem.report import GiB
+from llamem_course.baseline import lean_loss
 
 HERE = Path(__file__).resolve().parent
 VOCAB = 128_256
@@ -91,7 +92,7 @@ def jax_runs(arrays: tuple[Any, Any, Any]) -> tuple[dict[str, Callable[[], Any]]
     steps["the three products alone"] = products
     runs, peaks = {}, {}
     for name, step in steps.items():
-        report = llamem.compile_report(step, *arrays)
+        report = jaxmem.compile_report(step, *arrays)
         peaks[name] = report.peak_bytes / GiB
         if report.peak_bytes < 0.8 * (report.capacity_bytes or psutil.virtual_memory().total):
             runs[name] = partial(timed, jax.jit(step), *arrays)
@@ -184,7 +185,7 @@ def measure_times(token_counts: list[int], width: int, dtypes: list[str], rounds
 
 def measure_peaks(token_counts: list[int], width: int, targets: list[str]) -> list[dict[str, Any]]:
     rows = []
-    for target in filter(llamem.available, targets):
+    for target in filter(jaxmem.available, targets):
         for tokens in token_counts:
             shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((tokens, width), (VOCAB, width))]
             labels = jax.ShapeDtypeStruct((tokens,), jnp.int32)
@@ -192,7 +193,7 @@ def measure_peaks(token_counts: list[int], width: int, targets: list[str]) -> li
                 fn = jax.value_and_grad(loss, argnums=(0, 1))
                 row: dict[str, Any] = {"target": target, "tokens": tokens, "loss": name}
                 try:
-                    report = llamem.compile_report(fn, *shapes, labels, chip=target)
+                    report = jaxmem.compile_report(fn, *shapes, labels, chip=target)
                     row |= {"GiB": report.peak_bytes / GiB, "fits": report.fits}
                 except RuntimeError as error:
                     row |= {"error": str(error).strip().splitlines()[-1][-60:]}
@@ -236,7 +237,7 @@ def figure(rows: list[dict[str, Any]], group: str, key: str, label: str, file: P
     """One panel per group: the value against the number of tokens, a line for each loss."""
     import matplotlib.pyplot as plt
 
-    from llamem.course import plots
+    from llamem_course import plots
 
     groups = list(dict.fromkeys(row[group] for row in rows))
     fig, axes = plt.subplots(1, len(groups), figsize=(5 * len(groups), 4), sharey=True, squeeze=False)

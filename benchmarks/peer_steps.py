@@ -36,7 +36,7 @@ import tunix.models.llama3.model as tunix_llama  # pyrefly: ignore[missing-impor
 import tunix.sft.peft_trainer  # pyrefly: ignore[missing-import]
 from flax import nnx
 
-import llamem
+import jaxmem
 
 TABLE = Path(__file__).with_suffix(".md")
 CHIPS = ("v5e-1", "t4", "h100")
@@ -110,11 +110,11 @@ class MaxText:
                 model = nnx.merge(graphs[how], params, rest)
                 return maxtext.trainers.pre_train.train.loss_fn(model, configs[how], dict(batch), None, None)[0]
 
-            return llamem.verify_remat(loss_fn, params, batch, remat="full", baseline="minimal")
+            return jaxmem.verify_remat(loss_fn, params, batch, remat="full", baseline="minimal")
 
     def wrong(self) -> Any:
         """Ask a GPU for the step with a TPU's attention."""
-        llamem.compile_report(*self.step(2048), donate_argnums=self.donated, chip="h100")
+        jaxmem.compile_report(*self.step(2048), donate_argnums=self.donated, chip="h100")
 
 
 class Tunix:
@@ -172,12 +172,12 @@ class Tunix:
             frozen, tokens_BT = batch
             return self.loss(nnx.merge(graphs[how], params, frozen), tokens_BT)
 
-        return llamem.verify_remat(loss_fn, params, (rest, tokens_BT), remat="DECODER", baseline="NONE")
+        return jaxmem.verify_remat(loss_fn, params, (rest, tokens_BT), remat="DECODER", baseline="NONE")
 
     def wrong(self) -> Any:
         """Hand over the optimizer alone, with the model closed over."""
         step, model, *rest = self.step(128)
-        llamem.compile_report(lambda *rest: step(model, *rest), *rest, chip="v5e-1")
+        jaxmem.compile_report(lambda *rest: step(model, *rest), *rest, chip="v5e-1")
 
 
 def in_bf16(leaf: Any) -> Any:
@@ -188,13 +188,13 @@ def in_bf16(leaf: Any) -> Any:
 def peak_and_seconds(case: Any, chip: str, **how: Any) -> str:
     """Return the peak of a step in GiB, by the chip's compiler, and the seconds to that answer."""
     start = time.perf_counter()
-    report = llamem.compile_report(*case.step(case.tokens, chip, **how), donate_argnums=case.donated, chip=chip)
+    report = jaxmem.compile_report(*case.step(case.tokens, chip, **how), donate_argnums=case.donated, chip=chip)
     return f"{report.peak_bytes / 2**30:.2f} ({time.perf_counter() - start:.0f} s)"
 
 
 def fitting(case: Any) -> str:
     """Return the first of its own ways that fits a v5e, its peak, and how many were asked for."""
-    found = llamem.find_fitting(llamem.options(case.step, **case.ways), "v5e-1", donate_argnums=case.donated)
+    found = jaxmem.find_fitting(jaxmem.options(case.step, **case.ways), "v5e-1", donate_argnums=case.donated)
     return f"{found.name}: {found.report.peak_bytes / 2**30:.2f}, {len(found.answers)} asked"
 
 

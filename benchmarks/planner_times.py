@@ -40,7 +40,7 @@ def find(model: str, chip: str, seq_len: int) -> dict[str, float | int]:
 
 def redraw(model: str, chip: str, seq_len: int) -> dict[str, float]:
     """Seconds of a redraw of the explorer after a control was moved: the median and the longest of twenty."""
-    from llamem.course.explorer import Explorer
+    from llamem_course.explorer import Explorer
 
     page, seconds = Explorer(model=model, chip=chip, seq_len=seq_len), []
     for turn in range(20):

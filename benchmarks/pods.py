@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+import jaxmem
 import llamem
 
 TABLE = Path(__file__).with_suffix(".md")
@@ -33,14 +34,14 @@ ROWS = (
 )
 
 
-def report(model: str, chip: str, mesh: dict[str, int], batch_size: int, seq_len: int) -> llamem.Report:
+def report(model: str, chip: str, mesh: dict[str, int], batch_size: int, seq_len: int) -> jaxmem.Report:
     """An AdamW step with everything in bfloat16, its state donated."""
     config = llamem.LlamaConfig.from_name(
         f"llama3.1-{model.lower()}", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16
     )
     settings = llamem.TrainSettings(batch_size=batch_size, seq_len=seq_len)
     step, state, batch = llamem.abstract_step(config, settings, llamem.Plan(mesh=mesh))
-    return llamem.compile_report(step, state, batch, chip=chip, donate_argnums=(0,))
+    return jaxmem.compile_report(step, state, batch, chip=chip, donate_argnums=(0,))
 
 
 def line(model: str, chip: str, mesh: dict[str, int], batch_size: int, seq_len: int) -> str:

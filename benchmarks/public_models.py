@@ -26,7 +26,7 @@ import optax
 from flax import nnx
 from public_model_cases import CASES
 
-import llamem
+import jaxmem
 
 TABLE = Path(__file__).with_suffix(".md")
 CHIPS = ("v5e-1", "t4", "h100")
@@ -62,7 +62,7 @@ def make_step(case: Any, batch: int, remat: str | None = "nothing", stacked: boo
 def peak_and_seconds(case: Any, chip: str, stacked: bool) -> str:
     """Return the peak of a step in GiB, by the chip's compiler, and the seconds to that answer."""
     start, step = time.perf_counter(), make_step(case, case.batch, stacked=stacked)
-    report = llamem.compile_report(*step, donate_argnums=(0, 1), chip=chip)
+    report = jaxmem.compile_report(*step, donate_argnums=(0, 1), chip=chip)
     return f"{report.peak_bytes / 2**30:.2f} ({time.perf_counter() - start:.0f} s)"
 
 
@@ -88,7 +88,7 @@ def both_ways(case: Any) -> tuple[str, str]:
 
     small, found = jax.value_and_grad(small_loss)(stacked, data)
     apart = [jnp.abs(a - b).max() / jnp.abs(a).max() for a, b in zip(expected, jax.tree.leaves(found), strict=True)]
-    verification = llamem.verify_remat(small_loss, stacked, data, remat="nothing")
+    verification = jaxmem.verify_remat(small_loss, stacked, data, remat="nothing")
     verdict = "holds" if verification.holds else f"fails: {'; '.join(map(str, verification.failed))}"
     return f"{abs(loss - small) / loss:.0e}, {jnp.nanmax(jnp.array(apart)):.0e}", verdict
 
@@ -96,8 +96,8 @@ def both_ways(case: Any) -> tuple[str, str]:
 def fitting(case: Any) -> str:
     """Return the fastest of ten ways that fits a v5e, its peak, and how many were asked for."""
     batches = [times * case.batch for times in (16, 8, 4, 2, 1)]
-    ways = llamem.options(partial(make_step, case), batch=batches, remat=[None, "nothing"])
-    found = llamem.find_fitting(ways, "v5e-1", donate_argnums=(0, 1), progress=None)
+    ways = jaxmem.options(partial(make_step, case), batch=batches, remat=[None, "nothing"])
+    found = jaxmem.find_fitting(ways, "v5e-1", donate_argnums=(0, 1), progress=None)
     return f"{found.name}: {found.report.peak_bytes / 2**30:.2f}, {len(found.answers)} asked"
 
 

@@ -17,8 +17,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jaxmem
 import llamem
-from llamem.memory import Chip
+from jaxmem import Chip
 
 TABLE = Path(__file__).with_suffix(".md")
 CHIPS = ("v5e-1", "v6e-1", "v5p-1", "v5e-8")
@@ -115,8 +116,8 @@ PROGRAMS: dict[str, Callable[[Chip], Program]] = {
 
 def compared(name: str, chip: str) -> tuple[str, float]:
     """A line of the table, and by how many percent the two peaks differ."""
-    fn, shapes, donated = PROGRAMS[name](llamem.find_chip(chip))
-    compiling = functools.partial(llamem.compile_report, fn, *shapes, chip=chip, donate_argnums=donated, cache=False)
+    fn, shapes, donated = PROGRAMS[name](jaxmem.find_chip(chip))
+    compiling = functools.partial(jaxmem.compile_report, fn, *shapes, chip=chip, donate_argnums=donated, cache=False)
     quick, whole = compiling(depth="memory"), compiling(depth="code")
     assert quick.fits == whole.fits and quick.refused == whole.refused, (name, chip)
     difference = 100 * (quick.peak_bytes / whole.peak_bytes - 1)

@@ -20,13 +20,14 @@ from unittest import mock
 import jax.numpy as jnp
 from timeline_programs import PROGRAMS
 
+import jaxmem
 import llamem
-from llamem.course import plots
-from llamem.course.timeline_html import Page
-from llamem.memory import compiling, dump
-from llamem.memory.report import Report
-from llamem.memory.show import size_text
-from llamem.memory.timeline import Timeline
+from jaxmem import compiling, dump
+from jaxmem.printing import size_text
+from jaxmem.report import Report
+from jaxmem.timeline import Timeline
+from llamem_course import plots
+from llamem_course.timeline_html import Page
 
 TABLE = Path(__file__).with_suffix(".md")
 CHIPS = ("local", "v5e-1", "v6e-1", "a100-40", "h100")
@@ -54,7 +55,7 @@ its peak, and for the page; the page's size, and when Chromium first shows it.
 def compared(name: str, chip: str) -> tuple[str, bool]:
     """A line of the table, and whether the books close: in use <= set aside = the report's peak."""
     program = PROGRAMS[name]()
-    report = llamem.compile_report(program.fn, *program.args, donate_argnums=program.donate_argnums, chip=chip)
+    report = jaxmem.compile_report(program.fn, *program.args, donate_argnums=program.donate_argnums, chip=chip)
     one = timeline_of(report)
     closes = one.peak_bytes <= one.assigned_bytes == report.peak_bytes
     cells = [f"{size / MiB:.1f}" for size in (one.assigned_bytes, one.peak_bytes)]
@@ -85,7 +86,7 @@ def one_step(chip: str) -> str:
     reading = mock.patch.object(dump, "read_schedule", timed("read", dump.read_schedule))
     making = mock.patch.object(compiling.Timeline, "from_schedule", timed("make", Timeline.from_schedule))
     with reading, making:
-        report = llamem.compile_report(step, state, batch, donate_argnums=(0,), chip=chip, cache=False)
+        report = jaxmem.compile_report(step, state, batch, donate_argnums=(0,), chip=chip, cache=False)
     one = timeline_of(report)
     start = time.perf_counter()
     at_peak = one.at_peak()

@@ -20,7 +20,9 @@ import jax
 import jax.numpy as jnp
 
 import llamem
-from llamem.train import Tokenizer, load_chats, load_corpus, train
+from llamem.runs import train
+from llamem.text import Tokenizer
+from llamem.train import load_chats, load_corpus
 
 REFUSED, INTERRUPTED = 2, 75
 

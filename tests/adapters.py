@@ -9,7 +9,7 @@ import reference
 from flax import nnx
 
 from llamem import Adapters, LoraConfig
-from llamem.llama import IN_LAYERS, TARGET_MODULES
+from llamem.adapters import IN_LAYERS, TARGET_MODULES
 
 PARAMETERS = {"q": "wq", "k": "wk", "v": "wv", "o": "wo", "gate": "w_gate", "up": "w_up", "down": "w_down"}
 MIXED = LoraConfig(ranks=(3, 5, 1), alphas=(6, 2.5, 4), target_modules=TARGET_MODULES)

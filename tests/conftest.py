@@ -25,9 +25,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 # the time of tests/llama and tests/layers.
 gc.set_threshold(200_000, 100, 100)
 # No noise of JAX's, as for `import llamem`, which itself is imported later, under the run-time type checks.
-runpy.run_path(str(ROOT / "src" / "llamem" / "_startup.py"))
+runpy.run_path(str(ROOT / "src" / "jaxmem" / "_startup.py"))
 # The chips' compilers are where they were fetched to, also for tests with a cache of their own.
-cache_folder = runpy.run_path(str(ROOT / "src" / "llamem" / "_files.py"))["cache_folder"]
+cache_folder = runpy.run_path(str(ROOT / "src" / "jaxmem" / "files.py"))["cache_folder"]
 os.environ.setdefault("LLAMEM_COMPILERS", str(cache_folder("compilers")))
 
 import jax
@@ -105,7 +105,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_runtest_setup(item):
     """Skip what needs the compiler of an absent chip where it is not installed."""
     for mark, chip in (("tpu_compile", "v5e-1"), ("gpu_compile", "h100")):
-        if item.get_closest_marker(mark) and not importlib.import_module("llamem").available(chip):
+        if item.get_closest_marker(mark) and not importlib.import_module("jaxmem").available(chip):
             pytest.skip(f"no compiler for {chip} here")
 
 

@@ -4,86 +4,79 @@ The picture is a diagram in CONTRIBUTING.md, between two marks, made from the im
 """
 
 import ast
-import re
+from collections.abc import Collection
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "src" / "llamem"
+SOURCE = ROOT / "src"
+PACKAGES = ("jaxmem", "llamem", "llamem_course")
 # Bottom first. A folder imports from lower floors only, never from one beside it; a new folder takes its place here.
 FLOORS = (
-    {
-        "_startup": "no noise on import",
-        "_extras": "optional packages",
-        "_files": "caches, files that appear whole",
-        "_checks": "checks of arguments",
-    },
-    {"memory": "any program: traced, compiled for any chip"},
-    {"layers": "anyone's layers in less memory", "verify": "proofs, for anyone's loss"},
-    {"losses": "cross-entropy without the logits", "llama": "the plain Llama"},
-    {"train": "the plain step, data, snapshots"},
-    {"quantized": "frozen matrices in few bits"},
-    {"mesh": "a device's part of a step", "host": "what waits in the host's memory"},
-    {"places": "which of them a plan asks for"},
-    {"adapters": "low-rank adapters, many at once"},
-    {"files": "open models in and out"},
-    {"runs": "one run, as a plan says"},
-    {"planner": "before a run: what will it cost, what is best"},
-    {"course": "what only notebooks use"},
-    {"llamem": "the public names"},
-    {"__main__": "the command"},
+    {"jaxmem": "the instrument: any program, traced, compiled for any chip, proved"},
+    {"llamem.layers": "anyone's layers in less memory"},
+    {"llamem.losses": "cross-entropy without the logits", "llamem.llama": "the plain Llama"},
+    {"llamem.text": "text to tokens and back"},
+    {"llamem.train": "the plain step, data, snapshots"},
+    {"llamem.quantized": "frozen matrices in few bits"},
+    {"llamem.mesh": "a device's part of a step", "llamem.host": "what waits in the host's memory"},
+    {"llamem.runs.places": "which of them a plan asks for"},
+    {"llamem.adapters": "low-rank adapters, many at once"},
+    {"llamem.files": "open models in and out"},
+    {"llamem.runs": "one run, as a plan says"},
+    {"llamem.planner": "before a run: what will it cost, what is best"},
+    {"llamem_course": "what only notebooks use"},
+    {"llamem.__main__": "the command"},
 )
-# Modules that stand on a higher floor than the other ones of their folder, the folders' surfaces among them.
-ABOVE = {
-    **dict.fromkeys(("llama", "llama.pretrained", "llama.gguf_weights", "llama.weights_in"), "files"),
-    **dict.fromkeys(("train", "train.planned", "train.tasks", "train.loop", "train.run"), "runs"),
-}
+CORE = ("llamem.layers", "llamem.losses", "llamem.llama", "llamem.text", "llamem.train")
 FLOOR_OF = {room: i for i, floor in enumerate(FLOORS) for room in floor}
 START, END = "<!-- floors: drawn by `make floors` -->", "<!-- end of floors -->"
 
 
 def module_name(path: Path) -> str:
-    """`layers.stack` for src/llamem/layers/stack.py; `layers` for its `__init__`; "" for the package's own."""
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    """`llamem.layers.stack` for src/llamem/layers/stack.py; `llamem.layers` for its `__init__`, the folder's door."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
     return ".".join(part for part in parts if part != "__init__")
 
 
-MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {module_name(path): path for package in PACKAGES for path in sorted((SOURCE / package).rglob("*.py"))}
+# Doors import a folder's public names when they are asked for: they stand on no floor, and no module goes through them.
+DOORS = {module for module, path in MODULES.items() if path.name == "__init__.py"}
 
 
 def room(module: str) -> str:
-    """The folder of a module, or the module's own name beside the folders; `llamem` for the public names."""
-    return ABOVE.get(module) or module.split(".")[0] or "llamem"
+    """The folder of a module of llamem, the whole package of the others; a module that has a floor of its own."""
+    return module if module in FLOOR_OF else ".".join(module.split(".")[: 2 if module.startswith("llamem.") else 1])
 
 
-def imports(text: str, modules: dict[str, Path] = MODULES) -> set[str]:
-    """Modules of the package that a source text imports, wherever in it, by their names without `llamem.`."""
+def imports(text: str, modules: Collection[str] = MODULES) -> set[str]:
+    """Modules of the three packages that a source text imports, wherever in it."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"line {node.lineno}: write a relative import as one from llamem"
+            assert not node.level, f"line {node.lineno}: write a relative import as one from its package"
             base = node.module or ""
             inner = [f"{base}.{alias.name}" for alias in node.names]
-            names = [name if name.removeprefix("llamem.") in modules else base for name in inner]
+            names = [name if name in modules else base for name in inner]
         else:
             continue
-        found |= {name.removeprefix("llamem").removeprefix(".") for name in names if re.match(r"llamem(\.|$)", name)}
+        found |= {name for name in names if name.split(".")[0] in PACKAGES}
     return found
 
 
 def graph() -> dict[str, set[str]]:
-    """Every module of the package, and what it imports of it."""
-    return {module: imports(path.read_text()) for module, path in MODULES.items()}
+    """Every module that is no door, and what it imports of the three packages."""
+    return {module: imports(path.read_text()) for module, path in MODULES.items() if module not in DOORS}
 
 
 def closure(module: str, edges: dict[str, set[str]]) -> set[str]:
-    """A module and all that it imports, directly or not, without folders' surfaces."""
+    """A module and all that it imports, directly or not, without doors."""
     seen: set[str] = set()
     todo = [module]
     while todo:
         one = todo.pop()
-        if one not in seen and (one == module or MODULES[one].name != "__init__.py"):
+        if one not in seen and one not in DOORS:
             seen.add(one)
             todo += edges[one]
     return seen
@@ -108,8 +101,8 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
 
 def picture() -> str:
     """The folders and their imports as a Mermaid diagram, which GitHub draws; the ground floor last."""
-    arrows = {(room(module), room(other)) for module, others in graph().items() for other in others}
-    rooms = {room(module) for module in MODULES} - {"llamem"}
+    arrows = {(room(module), room(other)) for module, others in graph().items() for other in others - DOORS}
+    rooms = {room(module) for module in MODULES if module not in DOORS}
     lines = ["```mermaid", "flowchart TD"]
     for i, floor in reversed(list(enumerate(FLOORS))):
         names = [name for name in floor if name in rooms]
@@ -117,7 +110,7 @@ def picture() -> str:
             lines.append(f"  subgraph floor{i}[ ]")
             lines += [f'    {name}["<b>{name}</b><br>{floor[name]}"]' for name in names]
             lines.append("  end")
-    lines += [f"  {a} --> {b}" for a, b in sorted(arrows) if a != b and "llamem" not in (a, b)]
+    lines += [f"  {a} --> {b}" for a, b in sorted(arrows) if a != b]
     return "\n".join([*lines, "```"])
 
 

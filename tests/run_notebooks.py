@@ -4,6 +4,7 @@ Without one all of them, those of docs/ as well. A notebook that fails keeps its
 build/ for a look.
 """
 
+import ast
 import datetime
 import os
 import re
@@ -19,7 +20,7 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from llamem.memory import stored_answers
+from jaxmem import stored_answers
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -71,7 +72,7 @@ def run(path: Path) -> str:
         with tempfile.TemporaryDirectory() as answers:
             os.environ["LLAMEM_RECORD_ANSWERS"] = answers
             client.execute()
-            store_answers(path, Path(answers))
+            store_answers(path, Path(answers), parameters_of(notebook))
     except CellExecutionError as error:
         (ROOT / "build").mkdir(exist_ok=True)
         nbformat.write(notebook, ROOT / "build" / path.name)
@@ -84,12 +85,20 @@ def run(path: Path) -> str:
     return f"{path.name}: {seconds:.0f} s, peak {peak:.1f} GiB, {path.stat().st_size / 2**20:.2f} MiB"
 
 
-def store_answers(path: Path, answers: Path) -> None:
+def parameters_of(notebook: Any) -> dict[str, Any]:
+    """The parameters of a notebook, by name: what its cell tagged `parameters` assigns."""
+    cells = [cell.source for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    assignments = [line for cell in cells for line in ast.parse(cell).body if isinstance(line, ast.Assign)]
+    return {ast.unparse(line.targets[0]): ast.literal_eval(line.value) for line in assignments}
+
+
+def store_answers(path: Path, answers: Path, parameters: dict[str, Any]) -> None:
     """Store what the chips' compilers answered in a notebook of the course, for where there is no compiler."""
-    if (answers := answers / path.stem).is_dir():
+    if path.parent.name == "notebooks":
+        answers = answers / path.stem
         today = datetime.date.today()
-        stored = ROOT / "src" / "llamem" / "course" / "answers" / f"{path.stem}.json.xz"
-        count, alike = stored_answers.pack(answers, stored, f"{today.day} {today:%B %Y}")
+        stored = ROOT / "src" / "llamem_course" / "answers" / f"{path.stem}.json.xz"
+        count, alike = stored_answers.pack(answers, stored, f"{today.day} {today:%B %Y}", parameters)
         print(f"{stored.name}: {count} answers, {alike} questions that look alike, {stored.stat().st_size:,} bytes")
 
 

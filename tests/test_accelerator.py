@@ -11,7 +11,7 @@ import pytest
 from accelerator_programs import programs
 from measured import Measurement
 
-import llamem
+import jaxmem
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "accelerator.py"
 
@@ -66,7 +66,7 @@ def test_a_small_run_writes_its_table_and_figure(tmp_path):
     assert (tmp_path / "accelerator_cpu.png").stat().st_size > 5000
     row = next(line for line in text.splitlines() if line.startswith("| the loss's three products alone"))
     program = programs(small=True)["the loss's three products alone"]
-    report = llamem.compile_report(program.fn, *program.shapes)
+    report = jaxmem.compile_report(program.fn, *program.shapes)
     assert f"| {report.peak_bytes / 2**30:.3f} |" in row and re.search(r"\| \d+\.\d \| [\d,]+ \|", row)
 
 

@@ -13,7 +13,7 @@ from flax import nnx
 from models import SMALL, model_of
 from norms import errors_by_name
 
-from llamem.train import loss_fn
+from llamem.runs import loss_fn
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 

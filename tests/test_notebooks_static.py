@@ -20,15 +20,16 @@ SLUG = PROJECT["urls"]["Repository"].removeprefix("https://github.com/")
 TAG = f"v{PROJECT['version']}"
 BOOTSTRAP = f"""\
 try:
-    import llamem
+    from llamem_course import notebook
 except ImportError:  # Colab, Kaggle: leaves the jax and numpy found there alone
     %pip install -q "llamem[notebooks,train] @ git+https://github.com/{SLUG}@{TAG}"
-    import llamem
-from llamem.course import notebook
+    from llamem_course import notebook
 
 notebook.begin("NAME")  # Colab, Kaggle: fetches the chips' compilers, 560 MB, half a minute"""
 MAX_MIB = 3
-MAX_CELLS, MAX_LINES, MEDIAN_LINES = 36, 40, 9
+MAX_CELLS, MAX_LINES, MEDIAN_LINES = 36, 40, 9  # beside the folded cells that check
+MAX_WIDTH, MAX_WORDS, LONG_ONES = 100, 2400, {"05": 2800, "12": 2800}
+FOURTH = False  # until every notebook is of the fourth edition, only those are held to its rules that have such cells
 
 Notebook = dict[str, Any]
 
@@ -82,8 +83,11 @@ def problems(notebook: Notebook, name: str, lock: str) -> Iterator[str]:
     yield from _prose(notebook)
     yield from _code(notebook)
     yield from _outputs(notebook)
-    if len(notebook["cells"]) > MAX_CELLS:
-        yield f"{len(notebook['cells'])} cells, more than {MAX_CELLS}: what bores, what is told twice?"
+    read = [cell for cell in notebook["cells"] if "check" not in tags(cell)]
+    if len(read) > MAX_CELLS:
+        yield f"{len(read)} cells, more than {MAX_CELLS}: what bores, what is told twice?"
+    if FOURTH or len(read) < len(notebook["cells"]):
+        yield from _fourth_edition(notebook, name)
     if len(json.dumps(notebook)) > MAX_MIB * 2**20:
         yield f"larger than {MAX_MIB} MiB: draw fewer or smaller figures"
 
@@ -161,8 +165,32 @@ def _code(notebook: Notebook) -> Iterator[str]:
         }.items():
             if re.search(bad, source(cell)):
                 yield f"code cell {number} uses {bad}: {why}"
+    code = [cell for cell in code if "check" not in tags(cell)]
     if code and statistics.median(map(code_lines, code)) > MEDIAN_LINES:
         yield f"the median code cell has more than {MEDIAN_LINES} lines"
+
+
+def _fourth_edition(notebook: Notebook, name: str) -> Iterator[str]:
+    """Code as a reader would write it; what checks the text is folded, at the end of a section; solutions apart."""
+    words = len(re.sub(r"<details>.*?</details>", "", prose(notebook), flags=re.DOTALL).split())
+    if words > LONG_ONES.get(name[:2], MAX_WORDS):
+        yield f"{words} words of prose: which sentence would nobody miss?"
+    stubs = [cell for cell in code_cells(notebook) if "exercise" in tags(cell)]
+    solutions = [cell for cell in notebook["cells"] if "solution" in tags(cell)]
+    if len(stubs) < 3 or len(solutions) != len(stubs):
+        yield f"{len(stubs)} exercises and {len(solutions)} solutions: expected three or more, each with its own"
+    for number, cell in enumerate(code_cells(notebook), 1):
+        long = [line for line in source(cell).splitlines() if len(line) > MAX_WIDTH and "%pip" not in line]
+        if long and not {"bootstrap", "parameters"} & set(tags(cell)):
+            yield f"code cell {number} has a line of more than {MAX_WIDTH} characters: {long[0][:60]} ..."
+        if "check" in tags(cell):
+            folded = cell["metadata"].get("jupyter", {}).get("source_hidden") and cell["metadata"].get("cellView")
+            if not source(cell).startswith("# @title Check: ") or folded != "form":
+                yield f"code cell {number} is tagged check, and is not folded: see CONTRIBUTING.md"
+        elif re.search(r"^\s*(assert |claim\()", source(cell), re.MULTILINE) and "exercise" not in tags(cell):
+            yield f"code cell {number} asserts: put it into the cell, tagged check, at the end of its section"
+        if re.search(r"\(\w+ := .*\bfor\b|\bfor\b.*:=", source(cell)):
+            yield f"code cell {number} has a walrus in a comprehension"
 
 
 def _outputs(notebook: Notebook) -> Iterator[str]:

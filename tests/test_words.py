@@ -35,12 +35,25 @@ def claims(notebook: dict[str, Any]) -> Iterator[str]:
         text = re.split(AFTERWARDS, test_claims.prose(cell))[0]
         text = re.sub(r"^#+ .*$", "", text, flags=re.MULTILINE)
         before = [one for one in cells[:i] if one["cell_type"] == "code"][-1:]
-        after = [one for one in cells[i + 1 :] if one["cell_type"] == "code"][:2]
+        following = [one for one in cells[i + 1 :] if one["cell_type"] == "code"]
+        after = following[:2] + [one for one in _rest_of_section(cells[i + 1 :]) if "check" in _tags(one)]
         if any(re.search(r"\b(assert|claim\()", "".join(one["source"])) for one in before + after):
             continue
         for sentence in re.split(r"(?<=[.?!:])\s+", text):
             if ORDER.search(sentence) and not sentence.rstrip().endswith("?"):
                 yield " ".join(sentence.split())
+
+
+def _tags(cell: dict[str, Any]) -> list[str]:
+    return cell.get("metadata", {}).get("tags", [])
+
+
+def _rest_of_section(cells: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The cells before the next heading of a section."""
+    for cell in cells:
+        if cell["cell_type"] == "markdown" and re.search(r"^## ", "".join(cell["source"]), re.MULTILINE):
+            return
+        yield cell
 
 
 @pytest.mark.quick

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from llamem.memory.provenance import Category
-from llamem.memory.timeline import Loop, Pass, Span, Timeline
+from jaxmem.provenance import Category
+from jaxmem.timeline import Loop, Pass, Span, Timeline
 
 MiB = 2**20
 

@@ -1,98 +1,30 @@
-"""Llama 3 in less memory: rematerialised layer stacks, tiled losses, and the truth about what they cost."""
+"""Llama 3 in less memory: rematerialised layer stacks, tiled losses, and the powers that put other weights in place."""
 
-from llamem import _startup as _startup  # isort: split
+from typing import TYPE_CHECKING
 
-from llamem.layers import POLICIES, Policy, apply_stack, stack_layers, tiled_map, tiled_sum, unstack_layers
-from llamem.llama import (
-    PRESETS,
-    Adapters,
-    Llama,
-    LlamaConfig,
-    LoraConfig,
-    Plan,
-    generate,
-    generate_text,
-    load_adapters,
-    load_pretrained,
-    merge_adapter,
-    save_adapter,
-    save_pretrained,
-)
-from llamem.losses import (
-    group_advantages,
-    tiled_cross_entropy,
-    tiled_dpo_loss,
-    tiled_logprobs,
-    tiled_policy_loss,
-    tiled_token_loss,
-)
-from llamem.memory import (
-    CHIPS,
-    Report,
-    available,
-    compare,
-    compile_report,
-    fetch_compilers,
-    find_chip,
-    saved_residuals,
-)
-from llamem.planner import (
-    NothingFits,
-    estimate,
-    find_fitting,
-    find_plan,
-    largest,
-    longest_context,
-    options,
-)
-from llamem.train import TrainSettings, abstract_lora_step, abstract_step
-from llamem.verify import assert_remat, verify_remat
+import jaxmem as jaxmem  # isort: split
 
-__all__ = [
-    "CHIPS",
-    "POLICIES",
-    "PRESETS",
-    "Adapters",
-    "Llama",
-    "LlamaConfig",
-    "LoraConfig",
-    "NothingFits",
-    "Plan",
-    "Policy",
-    "Report",
-    "TrainSettings",
-    "abstract_lora_step",
-    "abstract_step",
-    "apply_stack",
-    "assert_remat",
-    "available",
-    "compare",
-    "compile_report",
-    "estimate",
-    "fetch_compilers",
-    "find_chip",
-    "find_fitting",
-    "find_plan",
-    "generate",
-    "generate_text",
-    "group_advantages",
-    "largest",
-    "load_adapters",
-    "load_pretrained",
-    "longest_context",
-    "merge_adapter",
-    "options",
-    "save_adapter",
-    "save_pretrained",
-    "saved_residuals",
-    "stack_layers",
-    "tiled_cross_entropy",
-    "tiled_dpo_loss",
-    "tiled_logprobs",
-    "tiled_map",
-    "tiled_policy_loss",
-    "tiled_sum",
-    "tiled_token_loss",
-    "unstack_layers",
-    "verify_remat",
-]
+from jaxmem._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from llamem.adapters.lora import Adapters, LoraConfig, merge_adapter
+    from llamem.adapters.step import abstract_lora_step
+    from llamem.files.peft import load_adapters, save_adapter
+    from llamem.files.pretrained import load_pretrained, save_pretrained
+    from llamem.layers.remat import POLICIES, Policy
+    from llamem.layers.stack import apply_stack, stack_layers, unstack_layers
+    from llamem.layers.tiling import tiled_map, tiled_sum
+    from llamem.llama.config import PRESETS, LlamaConfig
+    from llamem.llama.model import Llama
+    from llamem.llama.plan import Plan
+    from llamem.llama.sample import generate
+    from llamem.losses.cross_entropy import tiled_cross_entropy, tiled_logprobs
+    from llamem.losses.rewards_and_preferences import group_advantages, tiled_dpo_loss, tiled_policy_loss
+    from llamem.losses.token_loss import tiled_token_loss
+    from llamem.planner.estimates import estimate
+    from llamem.planner.search import find_plan, longest_context
+    from llamem.runs.steps import abstract_step
+    from llamem.text.completion import generate_text
+    from llamem.train.settings import TrainSettings
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -3,7 +3,7 @@
 import pytest
 from timelines import handmade
 
-from llamem.course import plots
+from llamem_course import plots
 
 
 @pytest.fixture(params=["light", "dark"])

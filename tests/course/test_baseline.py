@@ -7,8 +7,9 @@ import optax
 import pytest
 
 import llamem
-from llamem.course.baseline import abstract_step_with, exact_loss, lean_loss, relative_error
-from llamem.train import TrainSettings, abstract_step
+from llamem.runs import abstract_step
+from llamem.train import TrainSettings
+from llamem_course.baseline import abstract_step_with, exact_loss, lean_loss, relative_error
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 0.01)])

@@ -23,7 +23,7 @@ def exercises_of(path: Path) -> list[SimpleNamespace]:
     """The stub, its name, the line that checks it and the folded solution of each exercise of a notebook."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     texts = ["".join(cell["source"]) for cell in cells]
-    (topic,) = set(re.findall(r"from llamem\.course\.exercises import (\w+) as exercises", "\n".join(texts))) or {None}
+    (topic,) = set(re.findall(r"from llamem_course\.exercises import (\w+) as exercises", "\n".join(texts))) or {None}
     found = []
     for i, cell in enumerate(cells):
         if "exercise" not in cell["metadata"].get("tags", []):
@@ -45,7 +45,7 @@ ALL = [
 
 def run(exercise: SimpleNamespace, code: str) -> None:
     namespace: dict[str, Any] = {"jax": jax, "jnp": jnp, "np": np, "llamem": llamem}
-    namespace["exercises"] = importlib.import_module(f"llamem.course.exercises.{exercise.topic}")
+    namespace["exercises"] = importlib.import_module(f"llamem_course.exercises.{exercise.topic}")
     exec(f"{code}\n{exercise.check}", namespace)
 
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 import llamem
-from llamem.course import explorer, plots
-from llamem.course.explorer import Explorer, bars_html, estimate_bars, estimate_bars_alt
-from llamem.memory import GiB
+from jaxmem import GiB
+from llamem_course import explorer, plots
+from llamem_course.explorer import Explorer, bars_html, estimate_bars, estimate_bars_alt
 
 
 def test_the_controls_are_the_plan_and_every_change_is_drawn():

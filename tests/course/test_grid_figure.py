@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from matplotlib.collections import FillBetweenPolyCollection
 
-from llamem.course import grid_figure as grids
-from llamem.course.widgets import explore
+from llamem_course import grid_figure as grids
+from llamem_course.widgets import explore
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
 
-import llamem
-from llamem.course import mesh_figure, plots, training_figures
-from llamem.course.price_figure import tool_prices
-from llamem.course.tile_figure import ledger_drawn
+import jaxmem
+from llamem_course import mesh_figure, plots, training_figures
+from llamem_course.price_figure import tool_prices
+from llamem_course.tile_figure import ledger_drawn
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_a_figure_without_words_is_refused(shown):
 
 def test_bars_add_up_to_the_peak():
     shape = jax.ShapeDtypeStruct((2048, 1024), "float32")
-    report = llamem.compile_report(lambda a: a @ a.T, shape)
+    report = jaxmem.compile_report(lambda a: a @ a.T, shape)
     fig = plots.report_bars({"product": report})
     width = sum(bar.get_bbox().width for bar in fig.axes[0].patches if isinstance(bar, Rectangle))
     assert width == pytest.approx(report.peak_bytes / 2**30)
@@ -58,7 +58,7 @@ def test_loss_curves_show_each_step_and_name_their_bars():
 
 def test_peak_bars_add_up_to_the_peak_and_name_their_parts():
     shape = jax.ShapeDtypeStruct((2048, 1024), "float32")
-    report = llamem.compile_report(lambda a: a @ a.T, shape)
+    report = jaxmem.compile_report(lambda a: a @ a.T, shape)
     for one in (report, dataclasses.replace(report, timeline=None)):  # the second as from older compilers
         fig = training_figures.peak_bars({"product": one})
         width = sum(bar.get_bbox().width for bar in fig.axes[0].patches if isinstance(bar, Rectangle))

@@ -9,9 +9,9 @@ import numpy as np
 from flax import nnx
 
 import llamem
-from llamem.course.policy_figure import READERS, readers, readers_alt
+from jaxmem.residuals import saved_residuals
 from llamem.llama import ACTIVATIONS
-from llamem.memory.residuals import saved_residuals
+from llamem_course.policy_figure import READERS, readers, readers_alt
 
 
 def test_jax_keeps_of_all_names_those_that_have_a_reader():

@@ -5,10 +5,10 @@ import dataclasses
 import matplotlib.pyplot as plt
 import pytest
 
-from llamem.course import streamed_figure
+from jaxmem.timeline import Loop, Span, Timeline
 from llamem.llama.config import LlamaConfig
-from llamem.memory.timeline import Loop, Span, Timeline
 from llamem.planner.roofline import Seconds
+from llamem_course import streamed_figure
 
 MIB = 2**20
 

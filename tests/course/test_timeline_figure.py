@@ -10,9 +10,9 @@ import pytest
 from matplotlib.collections import PolyCollection
 from timelines import MiB, handmade
 
-from llamem.course import plots
-from llamem.course.timeline_figure import COLOURS, largest_made
-from llamem.memory.timeline import CATEGORIES
+from jaxmem.timeline import CATEGORIES
+from llamem_course import plots
+from llamem_course.timeline_figure import COLOURS, largest_made
 
 
 @pytest.fixture

@@ -14,10 +14,11 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+import jaxmem
 import llamem
-from llamem.course.exercises.checkpoint_policies import priced
-from llamem.course.grid_figure import play
-from llamem.memory.compiling import matmul_flops
+from jaxmem.compiling import matmul_flops
+from llamem_course.exercises.checkpoint_policies import priced
+from llamem_course.grid_figure import play
 
 # By module and check: what no hint may hold, and the wrong answers by the mistake that they make.
 WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
@@ -71,7 +72,7 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "twice": "lambda f, *a: 2 * size(kept(f, *a))",
             "the largest alone": "lambda f, *a: max((size(leaf) for leaf in kept(f, *a)), default=0)",
             "how many": "lambda f, *a: len(kept(f, *a))",
-            "no arguments": "lambda f, *a: llamem.saved_residuals(lambda *a: f(*a).sum(), *a).bytes",
+            "no arguments": "lambda f, *a: jaxmem.saved_residuals(lambda *a: f(*a).sum(), *a).bytes",
             "the gradients": "lambda f, *a: size(jax.eval_shape(jax.grad(lambda *a: f(*a).sum()), *a))",
             "computed": "lambda f, *a: size(jax.vjp(f, *[jnp.ones(x.shape, x.dtype) for x in a])[1])",
             "only shapes were given": "lambda f, *a: size(jax.vjp(f, *a)[1])",
@@ -335,7 +336,7 @@ def by_hand(layer, twice=True):
 
 def compiled(c, sequences, length):
     step, state, batch = llamem.abstract_step(c, llamem.TrainSettings(batch_size=sequences, seq_len=length))
-    return llamem.compile_report(step, state, batch, chip="h100").peak_bytes
+    return jaxmem.compile_report(step, state, batch, chip="h100").peak_bytes
 
 
 def alternate(layer, w, x):
@@ -464,7 +465,7 @@ CASES = [
 
 @pytest.mark.parametrize(("topic", "check", "answer", "given_away"), CASES)
 def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, answer, given_away):
-    module = importlib.import_module(f"llamem.course.exercises.{topic}")
+    module = importlib.import_module(f"llamem_course.exercises.{topic}")
     names = {"jax": jax, "jnp": jnp, "llamem": llamem, "policies": jax.checkpoint_policies, "replace": replace}
     with pytest.raises(AssertionError) as error:
         getattr(module, check)(eval(answer, names | globals()))
@@ -488,7 +489,7 @@ NAMED = {
 def test_a_hint_names_the_mistake(check, mistake):
     (topic,) = (topic for topic, other in WRONG if other == check)
     answer = WRONG[topic, check][1][mistake]
-    module = importlib.import_module(f"llamem.course.exercises.{topic}")
+    module = importlib.import_module(f"llamem_course.exercises.{topic}")
     with pytest.raises(AssertionError, match=NAMED[check, mistake]):
         getattr(module, check)(eval(answer, {"jax": jax, "jnp": jnp, "llamem": llamem, **globals()}))
 
@@ -530,7 +531,7 @@ def test_a_hint_names_the_mistake(check, mistake):
         (
             "where_the_memory_goes",
             "check_kept_bytes",
-            "lambda f, *a: sum(row.bytes for row in llamem.saved_residuals(lambda *a: f(*a).sum(), *a).rows)",
+            "lambda f, *a: sum(row.bytes for row in jaxmem.saved_residuals(lambda *a: f(*a).sum(), *a).rows)",
         ),
         (
             "where_the_memory_goes",
@@ -570,7 +571,7 @@ def test_a_hint_names_the_mistake(check, mistake):
     ],
 )
 def test_right_answers_in_other_words_are_accepted(topic, check, answer, capsys):
-    module = importlib.import_module(f"llamem.course.exercises.{topic}")
+    module = importlib.import_module(f"llamem_course.exercises.{topic}")
     getattr(module, check)(
         eval(answer, {"jax": jax, "jnp": jnp, "np": np, "play": play, "llamem": llamem, **globals()})
     )
@@ -578,7 +579,7 @@ def test_right_answers_in_other_words_are_accepted(topic, check, answer, capsys)
 
 
 def test_a_last_layer_without_a_checkpoint_is_told_what_it_keeps(capsys):
-    module = importlib.import_module("llamem.course.exercises.checkpoint_basics")
+    module = importlib.import_module("llamem_course.exercises.checkpoint_basics")
     module.check_rematerialised_stack(lambda f, w, x: f(w[-1], loop(jax.checkpoint(f), w[:-1], x)))
     assert "of the last one, which has no checkpoint" in capsys.readouterr().out
 
@@ -598,7 +599,7 @@ def test_the_table_of_notebook_02_says_what_saved_names_keep_and_spare(names):
             return jnp.sum(nnx.merge(graphdef, params).hidden(tokens_BT))
 
         flops = matmul_flops(jax.make_jaxpr(jax.grad(loss))(params, tokens_BT).jaxpr)
-        return flops, llamem.saved_residuals(loss, params, tokens_BT).bytes
+        return flops, jaxmem.saved_residuals(loss, params, tokens_BT).bytes
 
     nothing, saved = flops_and_bytes("nothing"), flops_and_bytes(llamem.Policy(save=names))
     n_bytes, spared = (total(priced(config, 40), names, column) for column in (0, 1))

@@ -13,8 +13,8 @@ import pytest
 from answers import Answers, refuse
 
 from llamem import apply_stack
-from llamem.course.exercises import scan_vs_unrolled as stacks
-from llamem.course.exercises import vocabulary_tiling as tiles
+from llamem_course.exercises import scan_vs_unrolled as stacks
+from llamem_course.exercises import vocabulary_tiling as tiles
 
 
 def loop(layer, w, x):

@@ -11,7 +11,7 @@ import pytest
 from answers import Answers, refuse
 from jax import lax
 
-from llamem.course.exercises import vocabulary_tiling_on_a_mesh as mesh
+from llamem_course.exercises import vocabulary_tiling_on_a_mesh as mesh
 
 
 def merged(m, s, mix, axis, *, scale=lambda m, top: jnp.exp(m - top), meet=lax.psum):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from answers import Answers, refuse
 
-from llamem.course.exercises import llama3, train_llama3
+from llamem_course.exercises import llama3, train_llama3
 
 
 def slowed(angle_p, factor, old, low=1.0, high=4.0, wave=2 * np.pi, of: Any = lambda turns_p: turns_p, clip=True):

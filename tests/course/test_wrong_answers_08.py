@@ -7,7 +7,7 @@ from answers import Answers, refuse
 
 import llamem
 from llamem import Plan
-from llamem.course.exercises import long_context
+from llamem_course.exercises import long_context
 
 
 def one_tile(w, x_TD):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from answers import Answers, refuse
 
-from llamem.course.exercises import lora_and_rl as rl
+from llamem_course.exercises import lora_and_rl as rl
 
 
 def adapted(x, w, down, up, scale, adapter):

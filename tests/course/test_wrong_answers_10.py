@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import llamem
-from llamem.course.exercises import suspects
-from llamem.course.exercises import trust_but_verify as exercises
-from llamem.memory import matmul_flops
-from llamem.verify import Title
+from jaxmem import Title, matmul_flops
+from llamem_course.exercises import suspects
+from llamem_course.exercises import trust_but_verify as exercises
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 OFF = {Title.CHECKPOINTS, Title.RUNS, Title.MEMORY}

@@ -5,7 +5,7 @@ import math
 import pytest
 from answers import Answers, refuse
 
-from llamem.course.exercises import scale_out
+from llamem_course.exercises import scale_out
 
 
 def hosts_at(step, hosts_from):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from answers import Answers, refuse
 
-from llamem.course.exercises import larger_than_the_chip
+from llamem_course.exercises import larger_than_the_chip
 
 
 def take(stack, i):

@@ -10,6 +10,7 @@ import pytest
 import reference
 from norms import relative_errors
 
+import jaxmem
 import llamem
 from llamem.layers.attention import SPLASH_BLOCK, causal_attention
 from llamem.layers.remat import checkpoint
@@ -112,7 +113,7 @@ def temporaries(implementation, T, chip="cpu", heads=4, kv_heads=4, size=16, dty
     def loss(q, k, v):
         return jnp.sum(causal_attention(q, k, v, implementation=implementation).astype(jnp.float32) ** 2)
 
-    return llamem.compile_report(jax.grad(loss, argnums=(0, 1, 2)), q, k, k, chip=chip).parts["temporaries"]
+    return jaxmem.compile_report(jax.grad(loss, argnums=(0, 1, 2)), q, k, k, chip=chip).parts["temporaries"]
 
 
 def test_tiled_attention_stores_no_square():
@@ -127,7 +128,7 @@ def test_tiled_attention_stores_no_square():
 )
 def test_tiled_attention_of_llama_3_on_real_chips(chip):
     """At 8,192 tokens at most an eighth of XLA's temporaries, with the heads of Llama 3 8B."""
-    if not llamem.available(chip):
+    if not jaxmem.available(chip):
         pytest.skip(f"no compiler for {chip} here")
     shape = {"chip": chip, "heads": 32, "kv_heads": 8, "size": 128, "dtype": jnp.bfloat16}
     assert temporaries("tiled", 8192, **shape) < temporaries("xla", 8192, **shape) / 8
@@ -141,7 +142,7 @@ def test_only_tiles_below_the_diagonal_are_computed():
         def fn(q, k, v):
             return causal_attention(q, k, v, implementation="tiled", **options)
 
-        return llamem.compile_report(fn, q, q, q).matmul_flops
+        return jaxmem.compile_report(fn, q, q, q).matmul_flops
 
     square = 2 * 2 * T * T * 2 * 8
     assert flops(q_positions=jnp.arange(T)) == square

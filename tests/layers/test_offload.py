@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxmem
 import llamem
+from jaxmem.arguments import on_host
+from jaxmem.jaxprs import equations, names_in, scan_parts
 from llamem.layers.offload import name_in_pieces
 from llamem.layers.stack import group_count
-from llamem.memory.jaxprs import equations, names_in, scan_parts
-from llamem.memory.shapes import on_host
 
 
 @pytest.mark.parametrize(("most", "pieces"), [(2**32, 1), (840, 1), (839, 2), (300, 4), (100, 10)])
@@ -64,5 +65,5 @@ def test_layer_inputs_of_four_gib_go_to_the_host():
         policy = llamem.Policy(offload=("block_in",))
         return jnp.sum(llamem.apply_stack(layer, scales, x, remat=policy).astype(jnp.float32))
 
-    report = llamem.compile_report(jax.grad(loss), scales, shape, chip="v5p-1", depth="code")
+    report = jaxmem.compile_report(jax.grad(loss), scales, shape, chip="v5p-1", depth="code")
     assert report.host_bytes >= 2 * 2**32

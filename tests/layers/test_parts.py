@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from norms import relative_errors
 
-from llamem.layers.parts import sum_parts
+from jaxmem.compiling import matmul_flops
+from llamem.layers.partial_sums import sum_parts
 from llamem.layers.tiling import tiled_map
-from llamem.memory.compiling import matmul_flops
 
 N, D, F, H = 1000, 12, 20, 6
 

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+import jaxmem
 import llamem
+from jaxmem.residuals import saved_residuals
 from llamem import POLICIES, Policy
 from llamem.layers import remat
-from llamem.memory.residuals import saved_residuals
 
 X = jax.random.normal(jax.random.key(0), (2, 6, 5))
 W = {name: jax.random.normal(jax.random.key(i), shape) for i, (name, shape) in enumerate(
@@ -115,6 +116,6 @@ def test_bad_policies_are_refused(as_a_user, make, message):
 
 
 def test_offload_that_stays_is_said_aloud():
-    report = llamem.compile_report(jax.grad(loss(Policy(offload=("up",)))), W, X, C)
+    report = jaxmem.compile_report(jax.grad(loss(Policy(offload=("up",)))), W, X, C)
     assert any("in the host's memory count as the device's" in warning for warning in report.warnings)
-    assert not llamem.compile_report(jax.grad(loss(Policy(save=("up",)))), W, X, C).warnings
+    assert not jaxmem.compile_report(jax.grad(loss(Policy(save=("up",)))), W, X, C).warnings

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+import jaxmem
 import llamem
 from llamem import Policy, apply_stack, stack_layers, unstack_layers
 from llamem.layers.stack import group_count
@@ -293,5 +294,5 @@ def test_layers_of_two_kinds_in_turn():
     for name in params:
         error = np.linalg.norm((grads[name] - wanted[name]).reshape(12, -1), axis=1)
         assert (error < 1e-2 * np.linalg.norm(wanted[name].reshape(12, -1), axis=1)).all(), (name, error)
-    kept = [row for row in llamem.saved_residuals(stack, params).rows if not row.argument]
+    kept = [row for row in jaxmem.saved_residuals(stack, params).rows if not row.argument]
     assert sum(row.bytes for row in kept) <= 4 * 12 * 9 * 6 + 4 * 9 * 6 + 64

@@ -9,6 +9,7 @@ import pytest
 from compilers import not_of_old_compilers
 from flax import nnx
 
+import jaxmem
 import llamem
 
 WIDTH, TOKENS = 1024, 16_384
@@ -39,7 +40,7 @@ ON = [
 
 @pytest.fixture
 def chip(request):
-    if not llamem.available(request.param):
+    if not jaxmem.available(request.param):
         pytest.skip(f"no compiler for {request.param} here")
     return request.param
 
@@ -52,7 +53,7 @@ def test_one_more_scanned_layer_costs_one_more_x(chip):
     x = jax.ShapeDtypeStruct(X.shape, dtype)
 
     def temporaries(depth) -> int:
-        report = llamem.compile_report(jax.grad(partial(loss, remat="nothing")), stacked(depth, dtype), x, chip=chip)
+        report = jaxmem.compile_report(jax.grad(partial(loss, remat="nothing")), stacked(depth, dtype), x, chip=chip)
         return report.parts["temporaries"]
 
     assert (temporaries(16) - temporaries(8)) / 8 == pytest.approx(x.size * x.dtype.itemsize, rel=0.02)
@@ -72,7 +73,7 @@ def test_a_llamas_layers_cost_one_x_each_and_save_what_they_should(chip):
             return jnp.sum(nnx.merge(graphdef, p).hidden(t).astype(jnp.float32) ** 2)
 
         tokens_BT = jax.ShapeDtypeStruct((1, 2048), jnp.int32)
-        return llamem.compile_report(jax.grad(number), params, tokens_BT, chip=chip)
+        return jaxmem.compile_report(jax.grad(number), params, tokens_BT, chip=chip)
 
     low, high = report(8, "nothing"), report(16, "nothing")
     slope = (high.parts["temporaries"] - low.parts["temporaries"]) / 8
@@ -108,7 +109,7 @@ def test_a_transform_inside_a_layer_costs_no_copy_of_the_weights(chip, inside):
             return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
 
         x_ND = jax.ShapeDtypeStruct((2048, WIDTH), jnp.float32)
-        return llamem.compile_report(step, params, x_ND, donate_argnums=(0,), chip=chip).peak_bytes
+        return jaxmem.compile_report(step, params, x_ND, donate_argnums=(0,), chip=chip).peak_bytes
 
     assert peak(lambda layer, x: inside(Feed.__call__)(layer, x)) < 1.01 * peak(lambda layer, x: layer(x))
 

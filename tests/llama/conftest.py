@@ -1,7 +1,8 @@
 import pytest
 
 import llamem
-from llamem.llama import Tokenizer, smollm2_file
+from llamem.files import smollm2_file
+from llamem.text import Tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from llamem.course.golden import transformers_llama
+from llamem_course.golden import transformers_llama
 
 GOLDEN = Path(__file__).parent / "golden"
 COMMON = {

@@ -1,7 +1,7 @@
 """Where a `config.json` says RoPE's angles: `(fields beside the architecture's, theta and factor)`, or how refused."""
 
 from llamem import PRESETS
-from llamem.llama import config_to_hf
+from llamem.files import config_to_hf
 
 NO_ROPE = {k: v for k, v in config_to_hf(PRESETS["llama3.2-1b"]).items() if not k.startswith("rope")}
 BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

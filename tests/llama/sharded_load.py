@@ -12,7 +12,7 @@ jax.config.update("jax_platforms", "cpu")
 import llamem  # noqa: E402
 from llamem.llama import MeshShape  # noqa: E402
 from llamem.mesh.specs import parameter_specs  # noqa: E402
-from llamem.train import loss_fn  # noqa: E402
+from llamem.runs import loss_fn  # noqa: E402
 
 
 def main(folder: str, expected: str) -> None:

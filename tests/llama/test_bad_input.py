@@ -46,7 +46,7 @@ def test_tokens_that_are_none_are_refused_everywhere(model, tokens, error, words
 
 def test_a_prompt_of_another_model_s_tokenizer_is_refused_by_its_name(model):
     with pytest.raises(ValueError, match=r"the token 128000 of .*tokenizer.model, '<\|begin_of_text\|>', is beyond"):
-        llamem.generate_text(model, llamem.llama.Tokenizer(), ["Hi"], 2)
+        llamem.generate_text(model, llamem.text.Tokenizer(), ["Hi"], 2)
 
 
 @pytest.mark.parametrize("wrong", [-1, V, 2**31 - 1])

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from templates import CHAT, PUBLISHED, every
 
-from llamem.llama import Tokenizer, smollm2_file
+from llamem.files import smollm2_file
+from llamem.text import Tokenizer
 
 ENDS = {"smollm2": "<|im_end|>", "llama3": "<|eot_id|>"}
 

@@ -7,7 +7,8 @@ from flax import nnx
 from rope_spellings import NO_ROPE, READ, REFUSED
 
 from llamem import PRESETS, Llama, LlamaConfig, Plan
-from llamem.llama import RopeScaling, config_from_hf, config_to_hf
+from llamem.files import config_from_hf, config_to_hf
+from llamem.llama import RopeScaling
 
 PUBLISHED = {
     "llama3.2-1b": 1_235_814_400,

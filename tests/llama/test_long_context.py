@@ -13,7 +13,7 @@ from norms import errors_by_name
 
 import llamem
 from llamem import Plan
-from llamem.train import loss_fn
+from llamem.runs import loss_fn
 
 OFFLOAD: dict[str, Any] = {"offload": ("block_in",)}
 # Large enough for sums over many tiles: 768 tokens in 128 of them, six at a time.

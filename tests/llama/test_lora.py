@@ -15,12 +15,12 @@ from models import in_float64, model_of, tokens_of
 from norms import errors_by_name
 
 import llamem
+from jaxmem import matmul_flops
+from jaxmem.jaxprs import equations
 from llamem import TrainSettings
+from llamem.adapters import IN_LAYERS, TARGET_MODULES
 from llamem.adapters.step import losses_and_grads
-from llamem.llama import IN_LAYERS, TARGET_MODULES
-from llamem.memory import matmul_flops
-from llamem.memory.jaxprs import equations
-from llamem.train import loss_fn
+from llamem.runs import loss_fn
 from llamem.train.batch_loss import summed_loss
 
 # Without their types: some of what is passed is wrong on purpose.

@@ -9,7 +9,7 @@ from adapters import adapters_of
 from models import SMALL, model_of
 
 from llamem import LoraConfig, load_adapters, save_adapter
-from llamem.llama import TARGET_MODULES
+from llamem.adapters import TARGET_MODULES
 
 safetensors = pytest.importorskip("safetensors.numpy")
 

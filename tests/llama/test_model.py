@@ -13,7 +13,7 @@ from norms import errors_by_name
 from llamem import generate
 from llamem.llama import ACTIVATIONS
 from llamem.llama.sample import _generate, pick_token
-from llamem.train import loss_fn
+from llamem.runs import loss_fn
 
 pytestmark = pytest.mark.accelerator
 
@@ -85,7 +85,7 @@ def test_hidden_states_are_those_of_shorter_models(plan):
 
 
 def test_activation_names_are_those_of_the_block():
-    from llamem.memory.jaxprs import names_in
+    from jaxmem.jaxprs import names_in
 
     graphdef, params = nnx.split(model_of(SMALL))
     jaxpr = jax.make_jaxpr(lambda p: nnx.merge(graphdef, p)(tokens_of(SMALL)))(params)

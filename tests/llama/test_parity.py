@@ -13,7 +13,8 @@ from templates import CHAT, PUBLISHED
 from test_pretrained import assert_same_numbers
 
 import llamem
-from llamem.llama import Tokenizer, config_from_hf, smollm2_file
+from llamem.files import config_from_hf, smollm2_file
+from llamem.text import Tokenizer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

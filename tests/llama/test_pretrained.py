@@ -17,9 +17,9 @@ from make_golden import MODELS, golden
 from models import VARIANTS, model_of, tokens_of
 
 import llamem
-from llamem.llama.safetensors_files import Stored
-from llamem.llama.tensor_names import tensors_of
-from llamem.train import loss_fn
+from llamem.files.safetensors import Stored
+from llamem.files.tensor_names import tensors_of
+from llamem.runs import loss_fn
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
@@ -117,7 +117,7 @@ def rewrite(folder, change):
 )
 def test_tensors_that_do_not_fit_are_named_before_anything_is_allocated(folder, monkeypatch, change, words):
     rewrite(folder, change)
-    monkeypatch.setattr("llamem.llama.pretrained.fill", lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr("llamem.files.pretrained.fill", lambda *_: pytest.fail("allocated"))
     with pytest.raises(ValueError, match=words):
         llamem.load_pretrained(folder)
 
@@ -206,7 +206,7 @@ def test_a_model_is_saved_with_the_tokens_that_end_its_texts(folder, tmp_path):
         llamem.save_pretrained(kept, twice)
         assert json.loads((twice / "generation_config.json").read_text()) == ids | own
         assert json.loads((twice / "config.json").read_text()).items() >= (ids | {"eos_token_id": [7, 5]}).items()
-    llamem.llama.Tokenizer().save(twice)
+    llamem.text.Tokenizer().save(twice)
     theirs = {"bos_token_id": 128_000, "eos_token_id": [128_009, 128_008, 128_001], "pad_token_id": 3}
     assert json.loads((twice / "generation_config.json").read_text()) == own | theirs
     assert json.loads((twice / "config.json").read_text()).items() >= (theirs | {"model_type": "llama"}).items()

@@ -12,11 +12,13 @@ from gguf_models import model_file
 from models import SMALL, model_of
 from norms import errors_by_name
 
+import jaxmem
 import llamem
+from jaxmem.compiling import matmul_flops
+from llamem.adapters import IN_LAYERS, Adapters
 from llamem.adapters.step import losses_and_grads
-from llamem.llama import IN_LAYERS, Adapters, check_trainable, dequantize, quantize
-from llamem.llama.gguf_weights import GgufTensor
-from llamem.memory.compiling import matmul_flops
+from llamem.files.gguf import GgufTensor
+from llamem.quantized import check_trainable, dequantize, quantize
 from llamem.quantized.blocks import KINDS, dequantize_rows, quantize_rows
 from llamem.train import TrainSettings
 
@@ -138,7 +140,7 @@ def test_what_has_no_blocks_or_only_blocks_is_refused(tmp_path):
     for call, words in (
         (lambda: untyped.quantize(model, "q3"), r"quantize='q3': expected one of 'q4_0', 'q4_1', 'q8_0'"),
         (lambda: quantize(small, "q4_0"), "quantised already"),
-        (lambda: llamem.save_pretrained(small, tmp_path / "s"), r"pass llamem.llama.dequantize\(model\)"),
+        (lambda: llamem.save_pretrained(small, tmp_path / "s"), r"pass llamem.quantized.dequantize\(model\)"),
         (lambda: check_trainable(small), "have no gradient: it can carry adapters"),
         (lambda: llamem.merge_adapter(small, one, 0), "dequantize"),
     ):
@@ -157,7 +159,7 @@ def test_no_program_holds_a_dequantised_stack(chip):
     config = llamem.LlamaConfig.from_name("llama3.1-8b", n_layers=4, vocab_size=4096, **compute)
     settings, lora = TrainSettings(batch_size=1, seq_len=512), llamem.LoraConfig(ranks=(16,))
     step, *shapes = llamem.abstract_lora_step(config, settings, llamem.Plan(), lora, quantize="q4_0")
-    report = llamem.compile_report(step, *shapes, donate_argnums=(0,), chip=chip)
+    report = jaxmem.compile_report(step, *shapes, donate_argnums=(0,), chip=chip)
     matrix = 4096 * 14_336 * 2
     assert report.temp_bytes < 5 * matrix, report  # of four layers there are twelve of this size
     assert all(buffer.bytes <= matrix for buffer in report.buffers if "argument" not in buffer.operation), (
@@ -182,7 +184,7 @@ def test_8b_over_four_bits_on_small_chips(chip, gib):
     config = llamem.LlamaConfig.from_name("llama3.1-8b", param_dtype=dtype, compute_dtype=dtype)
     settings, lora = TrainSettings(batch_size=1, seq_len=8192), llamem.LoraConfig(ranks=(16,))
     step, *shapes = llamem.abstract_lora_step(config, settings, llamem.Plan(), lora, quantize="q4_0")
-    report = llamem.compile_report(step, *shapes, donate_argnums=(0,), chip=chip, depth="code")
+    report = jaxmem.compile_report(step, *shapes, donate_argnums=(0,), chip=chip, depth="code")
     assert report.fits and report.peak_bytes < gib * 2**30 and not report.host_bytes, report
 
 

@@ -7,8 +7,9 @@ import pytest
 from flax import nnx
 
 import llamem
-from llamem.llama import Adapters, smollm2_file
-from llamem.train import Run, loss_fn
+from llamem.adapters import Adapters
+from llamem.files import smollm2_file
+from llamem.runs import Run, loss_fn
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -75,6 +76,7 @@ def test_the_folders_of_a_run(smollm2, smollm2_tokenizer, theirs, ids, tmp_path)
     adapted = peft.PeftModel.from_pretrained(again, run.save(tmp_path / "adapters"))
     with torch.no_grad():
         expected = adapted(torch.from_numpy(ids)).logits.numpy()
+    assert run.adapters is not None
     got = np.asarray(run.adapters.on(smollm2)(jnp.asarray(ids)))
     np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
     assert np.abs(got - np.asarray(smollm2(jnp.asarray(ids)))).max() > 0.1

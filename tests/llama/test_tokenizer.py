@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from gguf_models import VOCABULARY, write_gguf
 
-from llamem.llama import Tokenizer, smollm2_file
-from llamem.llama.byte_level import LLAMA3_PATTERN
-from llamem.llama.gguf_files import open_gguf
-from llamem.llama.gguf_weights import config_of
+from llamem.files import smollm2_file
+from llamem.files.gguf import config_of
+from llamem.text import Tokenizer
+from llamem.text.byte_level import LLAMA3_PATTERN
+from llamem.text.gguf_reader import open_gguf
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

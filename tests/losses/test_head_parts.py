@@ -9,8 +9,8 @@ import pytest
 from loss_reference import BIAS, COTANGENT, HEAD, HIDDEN, OPTIONS, TARGETS, D, N, V, reference
 from norms import relative_error, relative_errors
 
+from jaxmem.compiling import matmul_flops
 from llamem import tiled_cross_entropy
-from llamem.memory.compiling import matmul_flops
 
 CUTS = [11, 13]  # columns of the head: parts of 11, 2 and 3
 BOTH_AXES = pytest.mark.parametrize("axis", ["tokens", "vocab"])

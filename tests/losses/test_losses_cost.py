@@ -11,11 +11,10 @@ import numpy as np
 import optax
 import pytest
 
-from llamem import available, compile_report
-from llamem.losses import choice
-from llamem.losses.choice import choose_tiles
+from jaxmem import available, compile_report, matmul_flops
+from llamem.losses import tile_choice
 from llamem.losses.cross_entropy import tiled_cross_entropy
-from llamem.memory import matmul_flops
+from llamem.losses.tile_choice import choose_tiles
 
 N, D, V = 53, 16, 300
 KEYS = jax.random.split(jax.random.key(0), 5)
@@ -173,8 +172,8 @@ def test_auto_never_has_all_logits_at_once_nor_more_for_more_tiles():
 
 def test_an_unknown_card_is_judged_by_its_own_memory(monkeypatch):
     card = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 24 << 30})
-    monkeypatch.setattr(choice, "compiling_for", lambda: "NVIDIA RTX 5000 Ada Generation")
-    monkeypatch.setattr(choice.jax, "local_devices", lambda: [card])
+    monkeypatch.setattr(tile_choice, "compiling_for", lambda: "NVIDIA RTX 5000 Ada Generation")
+    monkeypatch.setattr(tile_choice.jax, "local_devices", lambda: [card])
     found, h100 = choose_tiles(8192, 4096, 128_256), choose_tiles(8192, 4096, 128_256, chip="h100")
     budget = int(re.findall(r"budget (\d+) MiB", found.reason)[0])
     assert 0.9 * 1536 < budget <= 1536 and "5000 Ada" in found.reason

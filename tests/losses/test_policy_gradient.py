@@ -13,13 +13,11 @@ from compilers import not_of_old_compilers
 from norms import relative_errors
 from policy_reference import ADVANTAGES, HEAD, HIDDEN, MASK, OLD, REF, TARGETS, B, D, T, V, logprobs, reference
 
-from llamem import compile_report
-from llamem.losses.choice import choose_tiles
+from jaxmem import compile_report, matmul_flops
 from llamem.losses.cross_entropy import tiled_cross_entropy, tiled_logprobs
-from llamem.losses.policy_gradient import group_advantages, tiled_policy_loss
-from llamem.losses.preferences import tiled_dpo_loss
+from llamem.losses.rewards_and_preferences import group_advantages, tiled_dpo_loss, tiled_policy_loss
+from llamem.losses.tile_choice import choose_tiles
 from llamem.losses.token_loss import tiled_token_loss
-from llamem.memory import matmul_flops
 
 N = B * T
 X, W, IDS = jnp.asarray(HIDDEN, jnp.float32), jnp.asarray(HEAD, jnp.float32), jnp.asarray(TARGETS)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import llamem
-from llamem.layers.parts import sum_parts
+from llamem.layers.partial_sums import sum_parts
 
 RNG = np.random.default_rng(0)
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import llamem
-from llamem import LlamaConfig, LoraConfig, NothingFits, Plan, TrainSettings, estimate, find_plan, longest_context
+from jaxmem import NothingFits
+from llamem import LlamaConfig, LoraConfig, Plan, TrainSettings, estimate, find_plan, longest_context
 from llamem.planner.roofline import received
 from llamem.planner.sizes import Sizes
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 from compilers import not_of_old_compilers
 
+import jaxmem
 import llamem
 from llamem import LlamaConfig, Plan
 
@@ -35,7 +36,7 @@ CASES = {
 @pytest.mark.parametrize("case", [pytest.param(name, marks=case[-1], id=name) for name, case in CASES.items()])
 def test_the_peak_is_the_compilers_within_15_percent(case):
     model, dtype, chip, seq_len, batch_size, plan, how, _ = CASES[case]
-    if not llamem.available(chip):
+    if not jaxmem.available(chip):
         pytest.skip(f"no compiler for {chip} here")
     config = model.replace(param_dtype=dtype, compute_dtype=BF16)
     found = llamem.estimate(config, plan, chip, seq_len=seq_len, batch_size=batch_size, **how)
@@ -51,7 +52,7 @@ def test_the_peak_is_the_compilers_within_15_percent(case):
 @pytest.mark.tpu_compile
 @pytest.mark.slow
 def test_a_plan_is_found_that_the_compiler_accepts_and_found_again():
-    if not llamem.available("v5e-1"):
+    if not jaxmem.available("v5e-1"):
         pytest.skip("no compiler for v5e-1 here")
     config = LlamaConfig.from_name("llama3.2-1b", param_dtype=BF16, compute_dtype=BF16)
     first, again = (llamem.find_plan(config, "v5e-1", seq_len=8192, progress=None) for _ in range(2))

@@ -10,7 +10,7 @@ import pytest
 
 from llamem import LlamaConfig, Plan, Policy, TrainSettings, estimate
 from llamem.planner.sizes import Sizes
-from llamem.train import abstract_state
+from llamem.runs import abstract_state
 
 BF16 = {"param_dtype": jnp.bfloat16, "compute_dtype": jnp.bfloat16}
 ONE_B = LlamaConfig.from_name("llama3.2-1b", **BF16)

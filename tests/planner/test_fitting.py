@@ -5,12 +5,11 @@ The notebooks under docs/ ask real compilers.
 
 import pytest
 
-import llamem
-from llamem import NothingFits, find_fitting, largest, options
-from llamem.planner import fitting
+import jaxmem
+from jaxmem import NothingFits, find_fitting, fitting, largest, options
 
 MiB = 2**20
-V5E = llamem.CHIPS["v5e-1"]
+V5E = jaxmem.CHIPS["v5e-1"]
 
 
 @pytest.fixture
@@ -23,7 +22,7 @@ def asked(monkeypatch):
         said.append(size)
         if not size:
             raise RuntimeError("the compiler died\nof something")
-        return llamem.Report(V5E, 0, 0, 0, 0, int(size * 2**30), 0, 0, 0.0)
+        return jaxmem.Report(V5E, 0, 0, 0, 0, int(size * 2**30), 0, 0, 0.0)
 
     monkeypatch.setattr(fitting, "compile_report", compile_report)
     monkeypatch.setattr(fitting, "find_chip", lambda name: V5E)

@@ -7,8 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+import jaxmem
 import llamem
-from llamem import LlamaConfig, NothingFits, Plan, Policy, find_plan, longest_context
+from jaxmem import NothingFits
+from llamem import LlamaConfig, Plan, Policy, find_plan, longest_context
 from llamem.planner import search
 from llamem.planner.estimates import estimate_plan
 from llamem.planner.sizes import Question
@@ -78,10 +80,10 @@ def compiler(monkeypatch):
             if len(asked) in dies:
                 raise RuntimeError("the compiler died with signal 11")
             peak = (factor(plan) if callable(factor) else factor) * estimate_plan(question, plan).peak_bytes
-            return llamem.Report(question.chip, 0, 0, 0, 0, int(peak), 0, 0, 0.0)
+            return jaxmem.Report(question.chip, 0, 0, 0, 0, int(peak), 0, 0, 0.0)
 
         monkeypatch.setattr(Question, "compile", compile_one)
-        monkeypatch.setattr(search, "find_chip", lambda name: llamem.CHIPS[name])
+        monkeypatch.setattr(search, "find_chip", lambda name: jaxmem.CHIPS[name])
         return asked
 
     return install
@@ -196,9 +198,9 @@ def test_hosts_hold_no_more_than_a_gpus_pool_or_a_container_lets_them(monkeypatc
     found = find_plan(EIGHT_B, "l4", seq_len=8192, host_bytes=256 * 2**30, clip="layer", **QUIETLY)
     assert found.estimate.host_bytes > 64 * 2**30
     monkeypatch.setattr(search, "host_memory_limit", lambda: 3_000_000_000)
-    here = llamem.CHIPS["v5e-1"]
+    here = jaxmem.CHIPS["v5e-1"]
     assert search.host_limit(here, 2**40)[0] == 2**40  # a chip that is elsewhere has another host
-    at_hand = llamem.memory.Chip("local", "tpu", "TPU v5 lite", 2**34, absent=False)
+    at_hand = jaxmem.Chip("local", "tpu", "TPU v5 lite", 2**34, absent=False)
     assert search.host_limit(at_hand, 2**40)[0] == 3_000_000_000
 
 

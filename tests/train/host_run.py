@@ -17,7 +17,7 @@ asked = json.loads(sys.argv[1])
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", asked.get("devices", 1))
 
-from llamem import _files
+from jaxmem import files
 from llamem.train import hosts
 
 
@@ -26,7 +26,7 @@ def refused(*args):
 
 
 if asked.get("no_locks"):
-    _files.fcntl.flock = refused
+    files.fcntl.flock = refused
 if "other_code" in asked:
     hosts._code = lambda: asked["other_code"]
 time.sleep(asked.get("late", 0))
@@ -37,8 +37,8 @@ hosts.initialize(timeout_seconds=asked.get("timeout", 120))
 from test_loop import CONFIG, SETTINGS, corpus, losses
 
 import llamem
+from llamem.runs.loop import train
 from llamem.train.batches import Batches
-from llamem.train.loop import train
 from llamem.train.snapshots import Snapshots
 
 rows_read = []

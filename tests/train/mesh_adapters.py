@@ -16,7 +16,7 @@ from models import SMALL, model_of, tokens_of  # noqa: E402
 from norms import errors_by_name  # noqa: E402
 
 from llamem import Plan, TrainSettings, abstract_lora_step  # noqa: E402
-from llamem.train import init_lora_state, make_lora_step  # noqa: E402
+from llamem.adapters import init_lora_state, make_lora_step  # noqa: E402
 
 CONFIG = SMALL.replace(vocab_size=324, d_model=48, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=80)
 IDS = np.array([2, 0, 2, 1, 0, 0, 2, 2])

@@ -14,11 +14,11 @@ from jax.flatten_util import ravel_pytree
 from models import SMALL, model_of, tokens_of
 from norms import errors_by_name
 
-from llamem import Adapters, Llama, LoraConfig, Plan, TrainSettings, abstract_lora_step, compile_report
+from jaxmem import compile_report
+from jaxmem.compiling import matmul_flops
+from llamem import Adapters, Llama, LoraConfig, Plan, TrainSettings, abstract_lora_step
+from llamem.adapters import IN_LAYERS, TARGET_MODULES, init_lora_state, make_lora_step
 from llamem.adapters.step import losses_and_grads
-from llamem.llama import IN_LAYERS, TARGET_MODULES
-from llamem.memory.compiling import matmul_flops
-from llamem.train import init_lora_state, make_lora_step
 
 CONFIG = SMALL.replace(n_layers=1)
 SETTINGS = TrainSettings(steps=9, batch_size=4, seq_len=8, learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)

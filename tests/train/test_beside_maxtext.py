@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import pytest
 from compilers import not_of_old_compilers
 
+import jaxmem
 import llamem
 from llamem import LlamaConfig, Plan
 from llamem.train import TrainSettings
@@ -27,10 +28,10 @@ ROWS = [
 @pytest.mark.parametrize(("model", "seq_len", "plan", "theirs"), ROWS)
 def test_no_more_memory_than_maxtext(model, seq_len, plan, theirs):
     chip = f"v5e-{plan.mesh.devices}"
-    if not llamem.available(chip):
+    if not jaxmem.available(chip):
         pytest.skip(f"no compiler for {chip} here")
     config = LlamaConfig.from_name(model, param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
     settings = TrainSettings(batch_size=plan.mesh.devices, seq_len=seq_len)
     step, state, batch = llamem.abstract_step(config, settings, plan)
-    report = llamem.compile_report(step, state, batch, donate_argnums=(0,), chip=chip)
+    report = jaxmem.compile_report(step, state, batch, donate_argnums=(0,), chip=chip)
     assert report.peak_bytes <= theirs * 2**30, str(report.timeline)

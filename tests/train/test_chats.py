@@ -12,7 +12,9 @@ from models import SMALL, model_of
 from norms import errors_by_name
 
 from llamem import LoraConfig, Plan, TrainSettings
-from llamem.train import Tokenizer, load_chats, load_corpus, loss_fn, train
+from llamem.runs import loss_fn, train
+from llamem.text import Tokenizer
+from llamem.train import load_chats, load_corpus
 from llamem.train.chats import Chat, Chats, PackedBatches
 from llamem.train.data import Corpus
 

@@ -3,7 +3,7 @@ import sys
 import numpy as np
 import pytest
 
-from llamem.llama.tokenizer import Tokenizer
+from llamem.text.tokenizer import Tokenizer
 from llamem.train.batches import AdapterBatches
 from llamem.train.chats import load_chats
 from llamem.train.data import Batches, load_corpus, read_documents, unigram_entropy

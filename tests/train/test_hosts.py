@@ -17,7 +17,8 @@ import pytest
 import test_loop
 from test_loop import losses, wait_for_rows
 
-from llamem.train import hosts, train
+from llamem.runs import train
+from llamem.train import hosts
 from llamem.train.hosts import GONE
 
 HERE = Path(__file__).parent

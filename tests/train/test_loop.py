@@ -21,11 +21,11 @@ from flax import nnx
 from norms import errors_by_name
 
 from llamem import LlamaConfig, TrainSettings, abstract_step
-from llamem.train import init_state, loop, loss_fn, make_model, make_train_step
+from llamem.runs import init_state, loop, loss_fn, make_train_step
+from llamem.runs.loop import interruptible, train
+from llamem.train import make_model
 from llamem.train.batches import Batches
 from llamem.train.data import Corpus
-from llamem.train.interrupts import interruptible
-from llamem.train.loop import train
 from llamem.train.snapshots import Snapshots
 
 CONFIG = LlamaConfig(
@@ -66,7 +66,7 @@ def child(folder, **changes):
 import sys; sys.path[:0] = {sys.path!r}
 import jax, dataclasses; jax.config.update("jax_platforms", "cpu")
 from test_loop import CONFIG, SETTINGS, corpus
-from llamem.train.loop import train
+from llamem.runs.loop import train
 from llamem.train.snapshots import Snapshots
 run = train(CONFIG, corpus(), dataclasses.replace(SETTINGS, **{changes!r}), {str(folder)!r}, progress=False)
 print("finished", run.finished, flush=True)

@@ -11,8 +11,9 @@ from models import SMALL, tokens_of
 
 import llamem
 from llamem import Llama, LoraConfig
-from llamem.llama import dequantize, quantize
-from llamem.train import Run, Tokenizer
+from llamem.quantized import dequantize, quantize
+from llamem.runs import Run
+from llamem.text import Tokenizer
 
 CONFIG = SMALL.replace(d_model=64, n_layers=2, n_heads=4, head_dim=16, d_ff=96)  # blocks are of 32 numbers
 TOKENS = tokens_of(CONFIG, T=7)
@@ -51,6 +52,7 @@ def test_adapters_one_and_several(model, tmp_path):
         assert "library_name: peft\nbase_model: me/mine\n" in card and "| steps | 2, not finished |" in card
         folders = [folder] if count == 1 else [folder / "adapter_0", folder / "adapter_1"]
         again, rows = llamem.load_adapters(model, folders), jnp.arange(2) % count
+        assert run.adapters is not None
         found, expected = (one.on(model, rows)(TOKENS) for one in (again, run.adapters))
         np.testing.assert_allclose(found, expected, rtol=1e-6)
 
@@ -60,6 +62,7 @@ def test_an_adapter_is_added_into_the_numbers_of_blocks(model, tmp_path):
     run = Run(blocks, ROWS, True, adapters(1))
     folder = run.save(tmp_path / "merged", merge=True)
     assert "| what | weights, adapters added |" in (folder / "README.md").read_text()
+    assert run.adapters is not None
     expected = run.adapters.on(dequantize(blocks))(TOKENS)
     np.testing.assert_allclose(llamem.load_pretrained(folder)(TOKENS), expected, rtol=1e-4, atol=1e-5)
     assert np.abs(np.asarray(expected - blocks(TOKENS))).max() > 0.01

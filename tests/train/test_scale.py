@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 import llamem
-from llamem.llama import smollm2_file
-from llamem.train import Tokenizer
+from llamem.files import smollm2_file
+from llamem.text import Tokenizer
 
 SCALE = Path(__file__).resolve().parents[2] / "scale"
 

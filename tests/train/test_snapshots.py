@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from llamem import _files
+from jaxmem import files
 from llamem.train.snapshots import Snapshots
 
 MODEL, SETTINGS = {"model d_model": "16"}, {"steps": 4, "learning_rate": 0.1}
@@ -113,7 +113,7 @@ with files.locked(files.Path(sys.argv[2]) / "run.lock", "why"):
 
 
 def test_a_second_process_is_refused_and_a_killed_one_lets_go(folder):
-    command = [sys.executable, "-c", HOLD, _files.__file__, str(folder)]
+    command = [sys.executable, "-c", HOLD, files.__file__, str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
     with pytest.raises(BlockingIOError, match=rf"{folder} is in use by process {process.pid} on .*mix their metrics"):
@@ -127,7 +127,7 @@ def test_a_file_system_without_locks_is_told_and_used(folder, monkeypatch):
     def refuse(*args):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(_files.fcntl, "flock", refuse)
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
     with pytest.warns(UserWarning, match="has no locks .*see to it that no other process uses this folder"):
         assert_same(restore(folder), state_of())
 

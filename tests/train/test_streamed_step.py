@@ -14,16 +14,17 @@ from norms import errors_by_name
 from stopping import stopped_after
 from test_loop import assert_same_model, corpus, losses
 
+import jaxmem
 import llamem
+from jaxmem.arguments import on_host
+from jaxmem.hlo import optimised_text, parse
+from jaxmem.hlo_counts import compiled_matmul_flops
+from jaxmem.jaxprs import equations
 from llamem import Plan, TrainSettings
 from llamem.adapters.step import init_lora_state, make_lora_step
 from llamem.host.memory import host_place, same_places, waits_on_host
-from llamem.memory.hlo import optimised_text, parse
-from llamem.memory.hlo_counts import compiled_matmul_flops
-from llamem.memory.jaxprs import equations
-from llamem.memory.shapes import on_host
-from llamem.train import abstract_step, init_state, make_train_step
-from llamem.train.loop import train
+from llamem.runs import abstract_step, init_state, make_train_step
+from llamem.runs.loop import train
 
 SETTINGS = TrainSettings(batch_size=2, seq_len=16, steps=10, learning_rate=1e-3, warmup_steps=1, clip_norm=0.5)
 LAYERS = {"clip": "layer"}
@@ -253,7 +254,7 @@ def test_adapters_of_llama_8b_train_on_131072_tokens_on_one_v5e_and_30_gib_of_ho
     plan = Plan(weights="host", offload=("block_in",), mode="nested", head_groups=8, mlp_tiles=32)
     settings = TrainSettings(batch_size=1, seq_len=131_072)
     step, *shapes = llamem.abstract_lora_step(config, settings, plan, llamem.LoraConfig(ranks=(16,)))
-    report = llamem.compile_report(step, *shapes, donate_argnums=(0,), chip="v5e-1")
+    report = jaxmem.compile_report(step, *shapes, donate_argnums=(0,), chip="v5e-1")
     assert report.fits and report.peak_bytes <= 13.3 * 2**30 and report.host_bytes <= 30 * 2**30
 
 
@@ -264,7 +265,7 @@ def test_llama_8b_trains_in_f32_on_131072_tokens_on_one_v5e():
     plan = Plan(head_groups=8, mlp_tiles=32, **STREAMED)
     settings = TrainSettings(batch_size=1, seq_len=131_072, clip="layer")
     step, state, batch = abstract_step(config, settings, plan)
-    report = llamem.compile_report(step, state, batch, donate_argnums=(0,), chip="v5e-1")
+    report = jaxmem.compile_report(step, state, batch, donate_argnums=(0,), chip="v5e-1")
     assert report.fits and report.peak_bytes <= 13.0 * 2**30
     expected = llamem.estimate(config, plan, "v5e-1", seq_len=131_072, clip="layer")
     assert report.host_bytes == pytest.approx(expected.host_bytes, rel=0.02)
@@ -280,5 +281,5 @@ def test_llama_1b_trains_on_1048576_tokens_on_one_v6e():
     settings = TrainSettings(batch_size=1, seq_len=2**20, clip="layer", rounding="stochastic")
     plan = Plan(head_groups=8, mlp_tiles=32, **STREAMED)
     step, *shapes = abstract_step(config.replace(max_seq_len=2**20), settings, plan)
-    report = llamem.compile_report(step, *shapes, donate_argnums=(0,), chip="v6e-1", depth="memory")
+    report = jaxmem.compile_report(step, *shapes, donate_argnums=(0,), chip="v6e-1", depth="memory")
     assert report.fits and report.peak_bytes <= 30 * 2**30

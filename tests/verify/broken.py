@@ -41,7 +41,7 @@ from programs import (
 )
 
 import llamem
-from llamem.verify import Title
+from jaxmem import Title
 
 # Policies and options.
 

@@ -15,9 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec  # noqa: E402
 from models import model_of, tokens_of  # noqa: E402
 from programs import KEYS, WEIGHTS, L, X, dropout, layer, scanned, with_dropout  # noqa: E402
 
+import jaxmem  # noqa: E402
 import llamem  # noqa: E402
-from llamem.train import loss_fn  # noqa: E402
-from llamem.verify.proofs import PROOFS  # noqa: E402
+from jaxmem.verify.proofs import PROOFS  # noqa: E402
+from llamem.runs import loss_fn  # noqa: E402
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
 
@@ -57,7 +58,7 @@ def inside_shard_map(check_vma: bool) -> None:
 
         return mapped(jax.checkpoint(whole) if how else whole, w, x, check_vma=check_vma)
 
-    verification = llamem.verify_remat(right, WEIGHTS, x, **options)
+    verification = jaxmem.verify_remat(right, WEIGHTS, x, **options)
     assert verification.holds and all(proof.holds for proof in verification.proofs), verification
     seen = seen_of(verification)
     assert seen["the layer runs again in the backward pass"].seen.startswith(f"{L} products"), verification
@@ -66,9 +67,9 @@ def inside_shard_map(check_vma: bool) -> None:
         int(word.replace(",", "")) for word in seen["the compiler leaves them"].seen.split() if word[0].isdigit()
     )
     assert 0.9 < left / asked < 1.1, seen["the compiler leaves them"]
-    failed = [proof.name for proof in llamem.verify_remat(kept, WEIGHTS, x, **options).failed]
+    failed = [proof.name for proof in jaxmem.verify_remat(kept, WEIGHTS, x, **options).failed]
     assert "the layer runs again in the backward pass" in failed, failed
-    failed = [proof.name for proof in llamem.verify_remat(around, WEIGHTS, x, **options).failed]
+    failed = [proof.name for proof in jaxmem.verify_remat(around, WEIGHTS, x, **options).failed]
     assert failed == ["memory falls"], failed
 
 
@@ -95,10 +96,10 @@ def draws_inside_shard_map() -> None:
         return jax.shard_map(local, mesh=MESH, check_vma=False, **specs)(w, batch["x"], batch["key"])
 
     batch = {"x": jnp.tile(X, (8, 1)), "key": KEYS[7]}
-    fresh = llamem.verify.Title.RANDOMNESS
+    fresh = jaxmem.Title.RANDOMNESS
     skip = {title for title in PROOFS if title != fresh}
     for fn, right in [(loss, True), (partial(loss, own=False), False), (replicated, False)]:
-        verification = llamem.verify_remat(fn, WEIGHTS, batch, remat=True, baseline=False, skip=skip)
+        verification = jaxmem.verify_remat(fn, WEIGHTS, batch, remat=True, baseline=False, skip=skip)
         (proof,) = [proof for proof in verification.proofs if proof.name == fresh]
         assert proof.holds is right, (fn, str(verification))
 
@@ -118,11 +119,11 @@ def the_model_with_a_mesh() -> None:
             return loss_fn(nnx.graphdef(model), params, tokens_BT[:, :-1], tokens_BT[:, 1:])
 
         evaluate = partial(loss, training=False)
-        verification = llamem.verify_remat(loss, params, tokens, evaluate=evaluate)
+        verification = jaxmem.verify_remat(loss, params, tokens, evaluate=evaluate)
         assert verification.holds, verification
         seen = seen_of(verification)
         assert all(proof.holds for name, proof in seen.items() if name != "memory falls"), verification
-        still_training = llamem.verify_remat(loss, params, tokens, evaluate=loss)
+        still_training = jaxmem.verify_remat(loss, params, tokens, evaluate=loss)
         assert "evaluation is untouched" in [proof.name for proof in still_training.failed]
 
 
@@ -135,10 +136,10 @@ def main(which: str = "layers") -> None:
         inside_shard_map(check_vma)
     w = {"up": share(WEIGHTS["up"], None, "data", "model"), "down": share(WEIGHTS["down"], None, "model", "data")}
     batch = {"x": share(jnp.tile(X, (8, 1)), "data"), "key": KEYS[7]}
-    verification = llamem.verify_remat(with_dropout, w, batch)
+    verification = jaxmem.verify_remat(with_dropout, w, batch)
     assert verification.holds, verification
     draws_inside_shard_map()
-    assert [proof.name for proof in llamem.verify_remat(a_lost_gradient, w, batch["x"]).failed] == [
+    assert [proof.name for proof in jaxmem.verify_remat(a_lost_gradient, w, batch["x"]).failed] == [
         "every gradient is the same"
     ]
 

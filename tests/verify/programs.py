@@ -10,9 +10,10 @@ import numpy as np
 from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
+import jaxmem
 import llamem
-from llamem.verify import Proof, Title
-from llamem.verify.proofs import PROOFS
+from jaxmem import Proof, Title
+from jaxmem.verify.proofs import PROOFS
 
 POLICIES = jax.checkpoint_policies
 L, N, D = 6, 512, 32
@@ -184,6 +185,6 @@ def proved(
 ) -> Proof:
     """One proof alone, or the failure that stands in its place."""
     others = set(PROOFS) - {title}
-    answer = llamem.verify_remat(loss, params, batch, remat=remat, baseline=baseline, skip=others, **more)
+    answer = jaxmem.verify_remat(loss, params, batch, remat=remat, baseline=baseline, skip=others, **more)
     (proof,) = (one for one in answer.proofs if not one.skipped)
     return proof

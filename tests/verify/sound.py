@@ -38,8 +38,8 @@ from programs import (
 )
 
 import llamem
+from jaxmem import Title
 from llamem import Policy
-from llamem.verify import Title
 
 FRESH = {"skip": {Title.RANDOMNESS}}
 SAVE_H = Policy(save=("h",))

@@ -28,9 +28,9 @@ from programs import (
 )
 from sound import SOUND, a_fixed_random_projection
 
-from llamem import assert_remat, stack_layers, unstack_layers, verify_remat
-from llamem.verify import Title
-from llamem.verify.proofs import PROOFS
+from jaxmem import Title, assert_remat, verify_remat
+from jaxmem.verify.proofs import PROOFS
+from llamem import stack_layers, unstack_layers
 
 NEWER_CPU = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
 SOME = ["two dropouts and dropped layers", "a scaled loss in float16", "raw keys", "linen's transforms", "nested"]

@@ -11,13 +11,13 @@ from models import SMALL, VARIANTS, model_of, tokens_of
 from programs import NOISY, NOISY_CASE, WEIGHTS, D, L, N, X, by_policy, in_mode, layer, offloaded, proved
 from sound import SOUND, donated_buffers, through
 
+import jaxmem
 import llamem
-from llamem import assert_remat, verify_remat
-from llamem.train import loss_fn
-from llamem.verify import Title
-from llamem.verify.placement import find_checkpoints, work_again
-from llamem.verify.proofs import PROOFS
-from llamem.verify.ways import BothWays
+from jaxmem import Title, assert_remat, verify_remat
+from jaxmem.verify.checkpoints import find_checkpoints, work_again
+from jaxmem.verify.proofs import PROOFS
+from jaxmem.verify.with_and_without import BothWays
+from llamem.runs import loss_fn
 
 
 def model_config(name):
@@ -62,7 +62,7 @@ def test_models_and_experts_are_proved(name):
 @pytest.mark.gpu_compile
 @pytest.mark.parametrize("name", ["layer", pytest.param("qwen3", marks=pytest.mark.weekly)])
 def test_on_a_chip_that_is_not_there_unrolled_layers_are_proved(name):
-    if not llamem.available("a100-40"):
+    if not jaxmem.available("a100-40"):
         pytest.skip("no compiler for a100-40 here")
     if name == "layer":
         assert_remat(in_mode("unroll"), WEIGHTS, jnp.tile(X, (16, 1)), chip="a100-40")
@@ -72,7 +72,7 @@ def test_on_a_chip_that_is_not_there_unrolled_layers_are_proved(name):
 
 @pytest.mark.tpu_compile
 def test_toys_are_not_judged_by_a_chip_whose_on_chip_memory_holds_them():
-    if not llamem.available("v5e-1"):
+    if not jaxmem.available("v5e-1"):
         pytest.skip("no compiler for v5e-1 here")
     proof = proved(Title.MEMORY, in_mode("unroll"), WEIGHTS, jnp.tile(X, (2, 1)), chip="v5e-1")
     assert proof.holds is not False, proof
@@ -81,7 +81,7 @@ def test_toys_are_not_judged_by_a_chip_whose_on_chip_memory_holds_them():
 @pytest.mark.tpu_compile
 @pytest.mark.parametrize("place", ["pinned_host", "unpinned_host"])
 def test_offloaded_bytes_arrive_or_are_missed(place):
-    if not llamem.available("v5e-1"):
+    if not jaxmem.available("v5e-1"):
         pytest.skip("no compiler for v5e-1 here")
     case = by_policy(offloaded(place)), WEIGHTS, jnp.tile(X, (16, 1)), True, False
     proof = proved(Title.OFFLOAD, *case, chip="v5e-1")

@@ -1,4 +1,4 @@
-"""Low-rank adapters over one frozen model: any number of them, each sequence of a batch with its own.
+"""One adapter added into the weights: a plain model, which computes what the adapted one did.
 
 Where a matrix `W` is adapted, `x W` becomes `x W + scale (x A') B`, with `A` `[r, in]` and `B` `[r, out]`.
 Source: LoRA (Hu et al. 2021, arXiv 2106.09685); initial values are those of Hugging Face's PEFT.
@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from llamem._checks import check_number, check_one_of, check_whole
-from llamem.adapters.weights import IN_LAYERS, put_on
+from jaxmem.checks import check_number, check_one_of, check_whole
+from llamem.adapters.weights import IN_LAYERS, PARAMETERS, put_on
+from llamem.llama.checked_inputs import check_ids, check_of_sequences
 from llamem.llama.config import LlamaConfig
-from llamem.llama.inputs import check_ids, check_of_sequences
 from llamem.llama.model import Llama
+from llamem.quantized.model import is_quantized
 
 TARGET_MODULES = (*IN_LAYERS, "head")
 
@@ -27,7 +28,7 @@ class LoraConfig:
     """Which adapters there are: one rank and one alpha for each, and what all of them adapt.
 
     An adapter's scale is `alpha / rank`; without alphas every scale is 1. `target_modules`: any of
-    `llamem.llama.TARGET_MODULES`: the seven projections of a layer, and "head".
+    `llamem.adapters.TARGET_MODULES`: the seven projections of a layer, and "head".
 
     Raises ValueError, when it is made, for a rank that is no whole number of at least 1, for an alpha that is not above
     0, for another number of alphas than of ranks, and for targets that are unknown, twice there, or none.
@@ -201,3 +202,43 @@ def _widened(array: Any, like: Any, axis: int, count: int, width: int) -> Any:
     if array.ndim < 3 + axis:  # scales and ranks
         return array
     return jnp.pad(array, [(0, 0)] * (array.ndim - 2) + [(0, width - array.shape[-2]), (0, 0)])
+
+
+def merge_adapter(model: Llama, adapters: Adapters, i: int) -> Llama:
+    """Return a new model with weights `W + scale A' B` of adapter `i`, rounded to the weights' type once.
+
+    An adapted head that was tied to the embedding is untied: they are two matrices then. Raises ValueError for an
+    adapter that is not there, and for adapters of another model.
+    """
+    if is_quantized(model):
+        raise ValueError(
+            "merge_adapter adds to numbers, and this model's matrices are in blocks of four or eight bits: pass "
+            "llamem.quantized.dequantize(model)."
+        )
+    one = adapters.select([i])
+    check_adapters(one, None, model.config)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    params["blocks"] = dict(params["blocks"])
+    for target in one.a:
+        a, b, scale = one.a[target], one.b[target], one.scale[target]
+        if target in IN_LAYERS:
+            blocks, name = params["blocks"], PARAMETERS[target]
+            blocks[name] = _sum_by_layer(blocks[name], a[:, 0], b[:, 0], scale[:, 0])
+        else:
+            params["untied_head"] = _sum(model.head, b[0], a[0], scale[0])  # stored as [out, in]
+    config = model.config.replace(tied_head="untied_head" not in params)
+    abstract = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0), plan=model.plan))
+    graphdef, state = nnx.split(abstract)
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graphdef, state)
+
+
+@jax.jit
+def _sum(w: Any, a_rI: Any, b_rO: Any, scale: Any) -> Any:
+    product_IO = scale * jnp.einsum("rI,rO->IO", a_rI, b_rO)
+    return (w.astype(jnp.promote_types(w.dtype, product_IO.dtype)) + product_IO.reshape(w.shape)).astype(w.dtype)
+
+
+@jax.jit
+def _sum_by_layer(*stacked: Any) -> Any:
+    return jax.lax.map(lambda layer: _sum(*layer), stacked)  # one layer's product alive at a time

@@ -1,5 +1,9 @@
-"""One update of many adapters at once: each as if it were trained alone, and the model under them frozen."""
+"""One update of many adapters at once: each as if it were trained alone, and the model under them frozen.
 
+Of A of "o" and "down", and of B of all others, that is its heads, its part of F or its rows: a part of the last axis.
+"""
+
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -8,26 +12,56 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from llamem.adapters.lora import Adapters, LoraConfig, check_adapters
-from llamem.adapters.on_mesh import own_part_of, summed_over
 from llamem.adapters.weights import IN_LAYERS, put_on
 from llamem.host.memory import host_sharding, of_matrices
 from llamem.layers.offload import is_on_host
 from llamem.llama.config import LlamaConfig
-from llamem.llama.plan import Plan
+from llamem.llama.plan import MeshShape, Plan
 from llamem.mesh.specs import parameter_specs
 from llamem.mesh.step import batch_spec, check_sizes, on_mesh, placed_shapes, sum_over
-from llamem.places import place_of
 from llamem.quantized.blocks import BlockKind, check_kinds, with_blocks
 from llamem.quantized.model import graphdef_of
+from llamem.runs.places import place_of
 from llamem.train.batch_loss import IGNORED, loss_and_grads, summed_loss
 from llamem.train.optimizers import make_optimizer, norm_of, within
 from llamem.train.place import OneDevice
 from llamem.train.settings import TrainSettings
 from llamem.train.step import TrainState, make_model
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnPart:
+    """Cuts out, inside `shard_map`, what of one target's A or B a device of `axis` meets."""
+
+    axis: str
+    cuts_a: bool
+
+    def __call__(self, a: Array, b: Array) -> tuple[Array, Array]:
+        """Return both, one of them cut."""
+        return (self._own(a), b) if self.cuts_a else (a, self._own(b))
+
+    def _own(self, array: Array) -> Array:
+        size = array.shape[-1] // lax.axis_size(self.axis)
+        return lax.dynamic_slice_in_dim(array, lax.axis_index(self.axis) * size, size, axis=-1)
+
+
+def own_part_of(mesh: MeshShape) -> Callable[[str], OwnPart | None]:
+    """Return what cuts out a target's part, by the target; None where every device meets all."""
+    return lambda target: OwnPart(mesh.tensor_axis, target in ("o", "down")) if mesh.tensor_axis else None
+
+
+def summed_over(path: tuple[Any, ...], mesh: MeshShape) -> tuple[str, ...]:
+    """Return the mesh axes whose devices have summands of this gradient each: on the others all have the same."""
+    part, target = (entry.key for entry in path[-2:])
+    # In a layer devices of "tensor" compute for their heads and their part of F, and B of the head meets their rows.
+    in_parts = target in IN_LAYERS or (part, target) == ("b", "head")
+    return mesh.over("batch", "sequence") + ((mesh.tensor_axis,) if in_parts and mesh.tensor_axis else ())
+
 
 # inputs [B, T], targets [B, T], the adapter of each sequence [B], perhaps segments [B, T]
 AdapterBatch = tuple[Any, ...]
@@ -94,7 +128,7 @@ def abstract_lora_step(
 ) -> tuple[Callable[..., Any], TrainState, Any, AdapterBatch]:
     """Return the step of adapters over a model that is never built, with the shapes of its arguments.
 
-    `(step, state, base, batch)` are for `llamem.compile_report(step, state, base, batch, donate_argnums=(0,),
+    `(step, state, base, batch)` are for `jaxmem.compile_report(step, state, base, batch, donate_argnums=(0,),
     chip=...)`. With a mesh in the plan the shapes say how they lie on it. `quantize`: the kind of blocks that the
     frozen matrices are in, such as `"q4_0"`. Raise ValueError for sizes that do not divide.
     """

@@ -5,8 +5,8 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from llamem.host.streaming import fetch
 from llamem.layers.offload import to_device
-from llamem.layers.streaming import fetch
 from llamem.llama.model import Llama
 from llamem.llama.weights import MATRICES, Matrix, Table
 from llamem.quantized.blocks import QuantizedMatrix, RowMatrix

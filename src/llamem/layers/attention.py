@@ -11,8 +11,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jaxmem.chips import compiling_for
 from llamem.layers.tiled_attention import flash_attention
-from llamem.memory.chips import compiling_for
 
 Implementation = Literal["auto", "xla", "tiled", "splash", "cudnn"]
 

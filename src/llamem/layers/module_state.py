@@ -10,8 +10,7 @@ import jax
 from flax import nnx
 from jax.extend import core as jex_core
 
-from llamem.memory.control_flow import Call
-from llamem.memory.jaxprs import control_flow, inputs_passed_on
+from jaxmem.jaxprs import Call, control_flow, inputs_passed_on
 
 
 class Watch:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from llamem.memory.jaxprs import names_when_differentiated
+from jaxmem.jaxprs import names_when_differentiated
 
 _JAX = jax.checkpoint_policies
 

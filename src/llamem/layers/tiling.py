@@ -15,7 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, PyTree
 
-from llamem._checks import check_whole
+from jaxmem.checks import check_whole
 from llamem.layers.trees import add_to, cast_like, vjp_of, wide_zeros, with_rule
 from llamem.layers.varying import axes_of, explicit_mesh, partitioned, vary, vary_together
 

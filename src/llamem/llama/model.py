@@ -16,11 +16,18 @@ from jaxtyping import Array, Float, Int
 
 from llamem.layers.attention import Implementation, causal_attention
 from llamem.layers.offload import name_in_pieces
-from llamem.layers.parts import order_gradients, sum_parts
+from llamem.layers.partial_sums import order_gradients, sum_parts
 from llamem.layers.stack import apply_stack
 from llamem.layers.tiling import tiled_map
+from llamem.llama.checked_inputs import (
+    check_cache,
+    check_heads,
+    check_length,
+    check_model,
+    check_segments,
+    check_tokens,
+)
 from llamem.llama.config import LlamaConfig
-from llamem.llama.inputs import check_cache, check_heads, check_length, check_model, check_segments, check_tokens
 from llamem.llama.plan import Plan
 from llamem.llama.weights import MATRICES, Matrix, Norm, Table, linear_together, whole_logits
 

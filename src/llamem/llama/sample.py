@@ -10,10 +10,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from llamem._checks import check_number, check_whole, show
-from llamem.llama.inputs import check_tokens
+from jaxmem.checks import check_number, check_whole, show
+from llamem.llama.checked_inputs import check_tokens
 from llamem.llama.model import KVCache, Llama
-from llamem.llama.tokenizer import Tokenizer
 
 LEAST_PLACES = 64  # sizes are rounded up to powers of two from here on, so that few of them are compiled
 
@@ -73,35 +72,6 @@ def generate(
     cache = model.empty_cache(B, places)
     tokens_BS = _generate(graphdef, how, state, prompt_BT, length_B, max_new_tokens, cache, key, numbers)
     return jnp.take_along_axis(tokens_BS, length_B[:, None] + jnp.arange(max_new_tokens), axis=1)
-
-
-def generate_text(
-    model: Llama, tokenizer: Tokenizer, prompts: Sequence[Any], max_new_tokens: int, **options: Any
-) -> list[str]:
-    """Return a text for each prompt, up to the token that ends it.
-
-    A prompt is a string, which is continued, or a chat, a list of `{"role": ..., "content": ...}`, which is answered by
-    the tokenizer's template, after the very tokens that stand before an answer in training (`Tokenizer.chat`).
-    `options`: see `generate`; by default nothing is drawn, and `tokenizer.stop_ids` end. Raise ValueError for a token
-    beyond the model's table, and as `generate` and `Tokenizer.apply_chat_template`.
-    """
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
-        raise TypeError(f"generate_text(prompts={show(prompts)}): expected a list of strings or of chats.")
-    ids = [
-        tokenizer.encode(prompt, bos=True)
-        if isinstance(prompt, str)
-        else tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
-        for prompt in prompts
-    ]
-    for row in ids:
-        tokenizer.check_table(row, model.config.vocab_size)
-    stop_ids = options.pop("stop_ids", tokenizer.stop_ids)
-    options = {"temperature": 0, **options}
-    texts = []
-    for row in np.asarray(generate(model, ids, max_new_tokens, stop_ids=stop_ids, **options)):
-        ends = np.flatnonzero(np.isin(row, stop_ids))
-        texts.append(tokenizer.decode(row[: ends[0]] if ends.size else row))
-    return texts
 
 
 def _side_by_side(prompts: Any) -> tuple[Any, Array]:

@@ -1,18 +1,13 @@
-"""Cross-entropy, log-probabilities, policy gradients and preferences without the logits."""
+"""Losses over a vocabulary without its logits."""
 
-from llamem.losses.choice import TileChoice, choose_tiles
-from llamem.losses.cross_entropy import tiled_cross_entropy, tiled_logprobs
-from llamem.losses.policy_gradient import group_advantages, tiled_policy_loss
-from llamem.losses.preferences import tiled_dpo_loss
-from llamem.losses.token_loss import tiled_token_loss
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "TileChoice",
-    "choose_tiles",
-    "group_advantages",
-    "tiled_cross_entropy",
-    "tiled_dpo_loss",
-    "tiled_logprobs",
-    "tiled_policy_loss",
-    "tiled_token_loss",
-]
+from jaxmem._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from llamem.losses.cross_entropy import tiled_cross_entropy, tiled_logprobs
+    from llamem.losses.rewards_and_preferences import group_advantages, tiled_dpo_loss, tiled_policy_loss
+    from llamem.losses.tile_choice import TileChoice, choose_tiles
+    from llamem.losses.token_loss import tiled_token_loss
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

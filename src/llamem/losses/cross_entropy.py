@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Integer
 
-from llamem._checks import check_one_of, check_whole
+from jaxmem.checks import check_one_of, check_whole
 from llamem.layers.varying import partitioned
 from llamem.losses.arguments import check_batch, check_head, static_number
-from llamem.losses.choice import choose_for
-from llamem.losses.rows import Rows, Softmax, quiet
+from llamem.losses.tile_choice import choose_for
+from llamem.losses.vocab_tiles import Rows, Softmax, quiet
 from llamem.losses.weighted_sum import reduce_losses
 
 __all__ = ["tiled_cross_entropy", "tiled_logprobs"]

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
-from llamem._checks import check_one_of, check_whole
+from jaxmem.checks import check_one_of, check_whole
 from llamem.layers.varying import partitioned
 from llamem.losses.arguments import check_batch, check_head, static_number
-from llamem.losses.choice import choose_for
 from llamem.losses.cross_entropy import Head, Scalar
-from llamem.losses.rows import Rows, Softmax
+from llamem.losses.tile_choice import choose_for
+from llamem.losses.vocab_tiles import Rows, Softmax
 from llamem.losses.weighted_sum import reduce_losses
 
 __all__ = ["tiled_token_loss"]

@@ -8,23 +8,157 @@ The gradient needs the finished sum, so a trained head makes its logits twice:
 | not differentiated | rows | - | 1 |
 | head trained | rows | logits again, gradients | 4 |
 | head frozen | rows, gradient of logsumexp | scaling | 2; 3 where the entropy is differentiated |
+
+This is the whole computation on the token side, where a tile of tokens sees all of the vocabulary, and what
+`vocab_tiles.py` computes a tile of the vocabulary at a time.
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from llamem.layers.tiling import fold_tiles
 from llamem.layers.trees import flags_of, mark, with_zeros
-from llamem.layers.varying import axes_of, vary, varying_axes
-from llamem.losses.rows import Rows, Softmax, make_logits, matrices_of, power_of_two, slope, target_logits
+from llamem.layers.varying import axes_of, vary, vary_together, varying_axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Softmax:
+    """How logits are made, and which rows a loss needs. Hashable: it keys the jit cache."""
+
+    dtype: Any  # of the factors of matrix products
+    scale: float = 1.0
+    softcap: float | None = None
+    smoothing: float = 0.0  # the share of a target that is spread over all ids
+    with_entropy: bool = False
+
+    @property
+    def wide(self) -> Any:
+        """The type of logits, losses and sums: float32, or wider where the factors are."""
+        return jnp.promote_types(jnp.float32, self.dtype)
+
+
+class Rows(NamedTuple):
+    """What a loss needs to know of each token's logits, `[N]` each."""
+
+    logsumexp: Array
+    target: Array  # the logit of the token's target, or where labels are smoothed the mean logit of the targets
+    entropy: Array | None = None  # of the softmax, in nats; None where it was not asked for
+
+    @property
+    def logprob(self) -> Array:
+        """The target's log-probability, in nats."""
+        return self.target - self.logsumexp
+
+
+def matrices_of(head: list) -> list:
+    """Return the head's matrices `[V, D_i]`, which side by side are one `[V, D]`; a bias `[V]` may follow them."""
+    return [leaf for leaf in head if leaf.ndim == 2]
+
+
+def make_logits(softmax: Softmax, x_TD: Array, head: list) -> Array:
+    """Return the logits `[T, V]`: the product with each part of the head, bias, scale and soft-cap."""
+    matrices = matrices_of(head)
+    parts = jnp.split(x_TD, np.cumsum([m.shape[1] for m in matrices])[:-1].tolist(), axis=1)
+    with jax.named_scope("logits"):  # the timeline knows them by this name
+        products = [
+            _product(*vary_together(x.astype(softmax.wide), m.astype(softmax.wide)), softmax.dtype)
+            for x, m in zip(parts, matrices, strict=True)
+        ]
+        z_TV = functools.reduce(operator.add, products)
+    for bias_V in head[len(matrices) :]:
+        z_TV = z_TV + bias_V
+    if softmax.scale != 1.0:
+        z_TV = z_TV * softmax.scale
+    return z_TV if softmax.softcap is None else softmax.softcap * jnp.tanh(z_TV / softmax.softcap)
+
+
+def slope(softmax: Softmax, z: Array) -> Array | float:
+    """Return the derivative of a logit `z` for its raw product."""
+    return softmax.scale if softmax.softcap is None else softmax.scale * (1 - (z / softmax.softcap) ** 2)
+
+
+def rows_of(softmax: Softmax, z_TV: Array, targets_T: Array) -> Rows:
+    """Return the rows of whole logits."""
+    hit_TV = jnp.arange(z_TV.shape[1]) == targets_T[:, None]
+    target_T = jnp.sum(target_logits(softmax, z_TV, hit_TV, z_TV.shape[1]), -1)
+    logsumexp_T = jax.nn.logsumexp(z_TV, -1)
+    entropy_T = None
+    if softmax.with_entropy:
+        finite_TV = jnp.where(jnp.isneginf(z_TV), 0, z_TV)  # an id that a bias took out has a probability of 0
+        entropy_T = logsumexp_T - jnp.sum(jax.nn.softmax(z_TV) * finite_TV, -1)
+    return Rows(logsumexp_T, target_T, entropy_T)
+
+
+def target_logits(softmax: Softmax, z_TV: Array, hit_TV: Array, vocab: int) -> Array:
+    """Return logits times the target distribution, of whose ids `hit_TV` says which is the label."""
+    of_label_TV = jnp.where(hit_TV, z_TV, 0)
+    if not softmax.smoothing:
+        return of_label_TV
+    return (1 - softmax.smoothing) * of_label_TV + softmax.smoothing / vocab * z_TV
+
+
+def quiet(rows: Rows, weights_N: Array) -> Rows:
+    """Return the rows with 0 for those that are not finite and have a weight of 0, which add nothing to a sum."""
+    return jax.tree.map(lambda r_N: jnp.where((weights_N == 0) & ~jnp.isfinite(r_N), 0, r_N), rows)
+
+
+def power_of_two(softmax: Softmax, *weights_N: Array) -> Array | float:
+    """Return what brings the largest weight near 1 without rounding it, in float16; 1.0 for other types.
+
+    A mean over 65,536 tokens has weights of 1.5e-5, and float16 nothing below 6e-8.
+    """
+    if softmax.dtype != jnp.float16:
+        return 1.0
+    largest = jnp.max(jnp.abs(lax.stop_gradient(jnp.stack(weights_N))), initial=0)
+    return jnp.ldexp(jnp.ones((), softmax.wide), -jnp.frexp(largest)[1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _product(x_TD: Array, w_VD: Array, dtype: Any) -> Array:
+    """Return `x @ w.T` with factors of `dtype`, in the type of x and w, and its gradients likewise.
+
+    Autodiff would multiply the float32 gradient of the logits by a head in bfloat16, which is made float32 for it.
+    """
+    return _dot(x_TD, w_VD, (1, 1), dtype, x_TD.dtype)
+
+
+def _product_forward(x, w, dtype):
+    z_TV = _dot(x.value, w.value, (1, 1), dtype, x.value.dtype)
+    # What no gradient needs is not kept. Its place is: see `llamem.layers.trees.mark`.
+    return z_TV, (x.value if w.perturbed else x.value[:0], w.value if x.perturbed else w.value[:0])
+
+
+def _product_backward(dtype, residuals, d_TV):
+    x_TD, w_VD = residuals
+    if isinstance(d_TV, SymbolicZero):
+        return None, None
+    wide, d_TV = d_TV.dtype, d_TV.astype(dtype)
+    x_TD, w_VD = (kept if len(kept) else None for kept in (x_TD, w_VD))
+    if x_TD is not None and w_VD is not None:
+        d_TV = lax.optimization_barrier(d_TV)  # made once for both products, and not beside a float32 one
+    dx_TD = None if w_VD is None else _dot(d_TV, w_VD, (1, 0), dtype, wide)
+    dw_VD = None if x_TD is None else _dot(d_TV, x_TD, (0, 0), dtype, wide)
+    return with_zeros((dx_TD, dw_VD), residuals)
+
+
+_product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
+
+
+def _dot(a: Array, b: Array, contract: tuple[int, int], dtype: Any, wide: Any) -> Array:
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a.astype(dtype), b.astype(dtype), dims, preferred_element_type=wide)
+
 
 # A TPU's compiler lays the whole head out anew, in a copy, where tiles are no multiple of this.
 _ALIGN = 128

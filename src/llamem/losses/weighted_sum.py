@@ -11,8 +11,7 @@ from llamem.layers.tiling import scaled, tiled_sum
 from llamem.layers.trees import combine, with_rule
 from llamem.layers.varying import vary_together
 from llamem.losses.arguments import Batch
-from llamem.losses.rows import Rows, Softmax, make_logits, power_of_two, rows_of
-from llamem.losses.vocab_tiles import Tiles, vocab_rows
+from llamem.losses.vocab_tiles import Rows, Softmax, Tiles, make_logits, power_of_two, rows_of, vocab_rows
 
 RowLoss = Callable[[Rows, Array, Any], Array]  # the rows of some tokens, their weights and extras, to losses `[T]`
 

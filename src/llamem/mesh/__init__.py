@@ -1,1 +1,1 @@
-"""Many devices: who holds what, and the weights and sums of one device's part of a step."""
+"""A device's part of a step: who holds what, split weights, tensor and context parallelism."""

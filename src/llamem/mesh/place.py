@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from llamem.llama.mesh_shape import MeshShape
 from llamem.llama.model import Llama
+from llamem.llama.plan import MeshShape
 from llamem.llama.weights import PARAMETERS, parameter_name
 from llamem.mesh.step import global_norm, sum_gradients, sum_over
 from llamem.mesh.weights import split

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from llamem.llama.mesh_shape import MeshShape
+from llamem.llama.plan import MeshShape
 from llamem.llama.weights import PARAMETERS, parameter_name
 from llamem.quantized.blocks import is_in_blocks
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from llamem.llama.mesh_shape import MeshShape
+from llamem.llama.plan import MeshShape
 from llamem.llama.weights import PARAMETERS, parameter_name
 from llamem.mesh.specs import READ_IN_PARTS, shardings
 from llamem.train.settings import TrainSettings

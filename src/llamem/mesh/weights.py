@@ -10,11 +10,11 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from llamem.layers.collectives import enter, gather, leave, look_up
-from llamem.layers.context import context_attention, local_positions
-from llamem.llama.mesh_shape import MeshShape
 from llamem.llama.model import Attend, Llama
+from llamem.llama.plan import MeshShape
 from llamem.llama.weights import MATRICES, PARAMETERS, Matrix, Norm, Table
+from llamem.mesh.collectives import enter, gather, leave, look_up
+from llamem.mesh.context import context_attention, local_positions
 from llamem.quantized.blocks import QuantizedMatrix
 
 

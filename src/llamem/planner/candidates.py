@@ -7,8 +7,7 @@ from typing import Any
 
 from llamem.layers.remat import Policy
 from llamem.llama.config import LlamaConfig
-from llamem.llama.mesh_shape import MeshShape
-from llamem.llama.plan import Plan
+from llamem.llama.plan import MeshShape, Plan
 from llamem.planner.estimates import Estimate, estimate_plan
 from llamem.planner.sizes import Question
 

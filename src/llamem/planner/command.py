@@ -9,15 +9,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxmem.chip_names import chip_called
+from jaxmem.chips import CHIPS
+from jaxmem.fitting import NothingFits
+from jaxmem.printing import Table
+from jaxmem.report import GiB
 from llamem.adapters.lora import LoraConfig
+from llamem.files.hf_config import config_from_hf
 from llamem.llama.config import LlamaConfig
-from llamem.llama.hf_config import config_from_hf
-from llamem.memory import fetch_command
-from llamem.memory.chip_names import chip_called
-from llamem.memory.chips import CHIPS
-from llamem.memory.report import GiB
-from llamem.memory.show import Table
-from llamem.planner.fitting import NothingFits
 from llamem.planner.found import SPEEDS, speeds_shown
 from llamem.planner.search import Found, find_plan, longest_context
 
@@ -32,8 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command is None:
         parser.print_help()
         return FITS
-    if given.command == "compilers":
-        return fetch_command.run(given)
     if given.chip == ["all"]:  # of single ones for blocks, which are not split
         given.chip = [name for name, chip in CHIPS.items() if given.quantize is None or chip.devices == 1]
     short = {chip: f"{chip.lower()}-1" for chip in given.chip if f"{chip.lower()}-1" in CHIPS}
@@ -79,7 +76,7 @@ def _program(model: str, found: Found) -> str:
         return f"import llamem\n\n{found.code}"  # the model comes with its weights
     config = found.estimate.question.config
     types = f"param_dtype={config.param_dtype.name!r}, compute_dtype={config.compute_dtype.name!r}"
-    made_by = "llamem.llama.config_from_hf" if model.endswith(".json") else "llamem.LlamaConfig.from_name"
+    made_by = "llamem.files.config_from_hf" if model.endswith(".json") else "llamem.LlamaConfig.from_name"
     return f"import llamem\n\nconfig = {made_by}({model!r}, {types})\n{found.code}"
 
 
@@ -102,8 +99,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m llamem", description="Llama 3 in less memory.")
     parser.add_argument("--version", action="version", version=f"llamem {metadata.version('llamem')}")
     commands = parser.add_subparsers(dest="command")
-    fetch = commands.add_parser("compilers", help="fetch the compilers of chips that are not there")
-    fetch_command.add_arguments(fetch)
     plan = commands.add_parser(
         "plan",
         help="find how to train a model on a chip",

@@ -1,22 +1,22 @@
 """What a step will need and how long it will take, in closed form: bytes line by line, seconds part by part.
 
-Bytes are three sums and a margin (`llamem.planner.sums`). Seconds are a roofline with assumed efficiencies
+Bytes are three sums and a margin (`llamem.planner.memory_sums`). Seconds are a roofline with assumed efficiencies
 (`llamem.planner.roofline`): they rank plans and are no measurement.
 """
 
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+from jaxmem.chip_names import chip_called
+from jaxmem.chips import Chip
+from jaxmem.printing import Shown, Table
+from jaxmem.report import GiB, Report
 from llamem.adapters.lora import LoraConfig
 from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import Plan
-from llamem.memory.chip_names import chip_called
-from llamem.memory.chips import Chip
-from llamem.memory.report import GiB, Report
-from llamem.memory.show import Shown, Table
+from llamem.planner.memory_sums import Line, on_host, three_sums
 from llamem.planner.roofline import Seconds, seconds_of
 from llamem.planner.sizes import Question, Sizes
-from llamem.planner.sums import Line, on_host, three_sums
 from llamem.quantized.blocks import BlockKind
 from llamem.train.optimizers import check_update
 from llamem.train.settings import Clip, TrainSettings
@@ -63,7 +63,7 @@ class Estimate(Shown):
         return self.question.batch_size * self.question.seq_len / self.seconds.total
 
     def compile(self) -> Report:
-        """Return what the chip's own compiler says of this step. See `llamem.compile_report`."""
+        """Return what the chip's own compiler says of this step. See `jaxmem.compile_report`."""
         return self.question.compile(self.plan)
 
     def parts_shown(self) -> Iterable[str | Table]:

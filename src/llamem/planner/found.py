@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from llamem._extras import import_extra
+from jaxmem.checks import import_extra
+from jaxmem.printing import Shown, Table
+from jaxmem.report import GiB, Report
 from llamem.layers.remat import Policy
 from llamem.llama.plan import Plan
-from llamem.memory.report import GiB, Report
-from llamem.memory.show import Shown, Table
 from llamem.planner.estimates import Estimate, estimate_plan
 from llamem.planner.sizes import has_cudnn
 
@@ -57,14 +57,14 @@ class Found(Shown):
         if q.lora is None:
             return settings + (
                 "text = llamem.train.load_corpus('your text.txt')\n"
-                "llamem.train.train(config, text, settings, 'run', plan=plan)"
+                "llamem.runs.train(config, text, settings, 'run', plan=plan)"
             )
         types = f"dtype={q.config.param_dtype.name!r}, compute_dtype={q.config.compute_dtype.name!r}"
         return settings + (
             f"model = llamem.load_pretrained('your model', {types}, quantize={q.quantize!r}, plan=plan)\n"
-            "chats = llamem.train.load_chats('your chats.jsonl', llamem.train.Tokenizer('your model'))\n"
+            "chats = llamem.train.load_chats('your chats.jsonl', llamem.text.Tokenizer('your model'))\n"
             f"lora = llamem.{q.lora}\n"
-            "llamem.train.train(model.config, chats, settings, 'run', init=model, lora=lora, plan=plan)"
+            "llamem.runs.train(model.config, chats, settings, 'run', init=model, lora=lora, plan=plan)"
         )
 
     def parts_shown(self) -> Iterable[str | Table]:

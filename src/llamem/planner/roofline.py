@@ -7,11 +7,10 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from llamem._checks import check_one_of
+from jaxmem.checks import check_one_of
+from jaxmem.chips import CHIPS
 from llamem.llama.config import LlamaConfig
-from llamem.llama.mesh_shape import MeshShape
-from llamem.llama.plan import Plan
-from llamem.memory.chips import CHIPS
+from llamem.llama.plan import MeshShape, Plan
 from llamem.planner.sizes import Question, Sizes, has_cudnn
 
 # Assumptions, each a share of the chip's peak, and where it comes from. They make no plan fit; they rank plans.
@@ -19,7 +18,7 @@ PRODUCTS = 0.60  # well-fed matrix products: MaxText reports 55 to 65 % of peak 
 ATTENTION = 0.50  # flash attention with a head dimension of 128: FlashAttention-2's paper (50 to 73 % on an A100)
 TRAFFIC = 0.80  # of the memory's bandwidth, for what streams through it: common results of STREAM-like tests
 
-# By family, "v5e" or "a100": facts of `llamem.memory.Chip`.
+# By family, "v5e" or "a100": facts of `jaxmem.Chip`.
 _FAMILIES = {re.split("[-:]", name)[0]: chip for name, chip in CHIPS.items()}
 HOST_LINK = {family: chip.host_link for family, chip in _FAMILIES.items() if chip.host_link}
 CHIP_LINK = {family: chip.chip_link for family, chip in _FAMILIES.items() if chip.chip_link}

@@ -5,17 +5,15 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from jaxmem.chip_names import chip_called, find_chip
+from jaxmem.chips import PINNED_POOL_BYTES, Chip, host_memory_limit
+from jaxmem.fitting import Answer, NothingFits, Progress, ask
+from jaxmem.report import GiB, Report
 from llamem.adapters.lora import LoraConfig
 from llamem.llama.config import LlamaConfig
-from llamem.llama.mesh_shape import MeshShape
-from llamem.llama.plan import Plan
-from llamem.memory.chip_names import chip_called, find_chip
-from llamem.memory.chips import Chip
-from llamem.memory.host_memory import PINNED_POOL_BYTES, host_memory_limit
-from llamem.memory.report import GiB, Report
+from llamem.llama.plan import MeshShape, Plan
 from llamem.planner.candidates import all_estimates
 from llamem.planner.estimates import Estimate
-from llamem.planner.fitting import Answer, NothingFits, Progress, ask
 from llamem.planner.found import ALIKE, Found, explain
 from llamem.planner.sizes import Question
 from llamem.quantized.blocks import BlockKind
@@ -47,7 +45,7 @@ def find_plan(
     `quantize`: the blocks that its matrices are then in, "q4_0", "q4_1" or "q8_0", as `llamem.load_pretrained` has it.
 
     Every combination of a few settings of each tool is estimated; of those that should fit the fastest is compiled as
-    far as its memory (`llamem.compile_report`). What the compiler says corrects the estimates of the others, up and
+    far as its memory (`jaxmem.compile_report`). What the compiler says corrects the estimates of the others, up and
     down, and the next one is asked about. `mesh` fixes how several chips share the work; None tries ways.
     `compiler=False` trusts the estimate alone, where that chip's compiler is not installed. `progress` is told of each
     question; None for silence.
@@ -58,7 +56,7 @@ def find_plan(
     it is None no plan does that. On GPUs nothing above XLA's pool of host memory is planned.
 
     Raises NothingFits, a ValueError that names what comes closest; ValueError for bad sizes or an unknown chip;
-    ImportError as `llamem.find_chip` does.
+    ImportError as `jaxmem.find_chip` does.
     """
     found, shape = find_chip(chip) if compiler else chip_called(chip), None if mesh is None else MeshShape.of(mesh)
     question = Question(config, found, seq_len, batch_size, shape, clip, host_bytes, lora, quantize)

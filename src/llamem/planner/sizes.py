@@ -5,23 +5,22 @@ import functools
 import math
 from typing import Any
 
-from llamem._checks import check_number, show
+from jaxmem.checks import check_number, show
+from jaxmem.chips import Chip
+from jaxmem.compiling import compile_report
+from jaxmem.report import Depth, Report
 from llamem.adapters.lora import LoraConfig, shape_of
 from llamem.adapters.step import abstract_lora_step, check_adapter_plan
 from llamem.layers.attention import SPLASH_BLOCK, choose_attention
 from llamem.layers.remat import Policy, check_policy
 from llamem.layers.stack import group_count
 from llamem.layers.tiling import tile_size
+from llamem.llama.checked_inputs import check_heads
 from llamem.llama.config import LlamaConfig
-from llamem.llama.inputs import check_heads
-from llamem.llama.mesh_shape import MeshShape
-from llamem.llama.plan import ACTIVATIONS, Plan
-from llamem.losses.choice import choose_tiles
-from llamem.memory.chips import Chip
-from llamem.memory.compiling import compile_report
-from llamem.memory.report import Depth, Report
+from llamem.llama.plan import ACTIVATIONS, MeshShape, Plan
+from llamem.losses.tile_choice import choose_tiles
 from llamem.quantized.blocks import BlockKind, check_kinds
-from llamem.train.planned import abstract_step
+from llamem.runs.steps import abstract_step
 from llamem.train.settings import Clip, TrainSettings
 
 _LANES = 128  # a TPU stores the last axis of an array in rows of 128: Google Cloud's TPU architecture page

@@ -1,1 +1,10 @@
 """Frozen matrices in blocks of four or eight bits."""
+
+from typing import TYPE_CHECKING
+
+from jaxmem._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from llamem.quantized.model import check_trainable, dequantize, is_quantized, quantize
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

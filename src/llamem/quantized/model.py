@@ -51,7 +51,7 @@ def check_trainable(model: Llama) -> None:
     if is_quantized(model):
         raise ValueError(
             "this model's matrices are in blocks of four or eight bits, which have no gradient: it can carry adapters "
-            "(llamem.LoraConfig), or be trained as llamem.llama.dequantize(model)."
+            "(llamem.LoraConfig), or be trained as llamem.quantized.dequantize(model)."
         )
 
 

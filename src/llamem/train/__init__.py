@@ -1,36 +1,16 @@
-"""One run: text or chats, steps, snapshots.
+"""The plain training step, and what a run reads and writes: text, chats, batches, snapshots."""
 
-Names are imported when they are asked for: the plain step then loads none of the powers that a plan may choose.
-"""
+from typing import TYPE_CHECKING
 
-import importlib
-from typing import Any
+from jaxmem._lazy import lazy_names
 
-_MODULES = {
-    "llamem.adapters.step": ("abstract_lora_step", "init_lora_state", "lora_losses", "make_lora_step"),
-    "llamem.host.memory": ("same_places",),
-    "llamem.llama.tokenizer": ("Tokenizer",),
-    "llamem.train.batches": ("Batches",),
-    "llamem.train.chats": ("Chats", "load_chats"),
-    "llamem.train.data": ("Corpus", "load_corpus", "unigram_entropy"),
-    "llamem.train.hosts": ("LostHost", "initialize"),
-    "llamem.train.loop": ("train",),
-    "llamem.train.optimizers": ("stochastically_rounded",),
-    "llamem.train.planned": ("abstract_state", "abstract_step", "init_state", "loss_fn", "make_train_step"),
-    "llamem.train.run": ("Run",),
-    "llamem.train.settings": ("TrainSettings",),
-    "llamem.train.step": ("TrainState", "make_model"),
-}
-_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+if TYPE_CHECKING:
+    from llamem.train.batches import Batches
+    from llamem.train.chats import Chats, load_chats
+    from llamem.train.data import Corpus, load_corpus, unigram_entropy
+    from llamem.train.hosts import LostHost, initialize
+    from llamem.train.optimizers import stochastically_rounded
+    from llamem.train.settings import TrainSettings
+    from llamem.train.step import TrainState, make_model
 
-__all__ = sorted(_MODULE_OF)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

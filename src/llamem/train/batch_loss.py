@@ -13,13 +13,13 @@ import optax
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from llamem.layers.parts import order_gradients
+from llamem.layers.partial_sums import order_gradients
 from llamem.layers.trees import add_to, cast_like, wide_zeros
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.weights import whole_logits
-from llamem.losses.choice import choose_tiles
 from llamem.losses.cross_entropy import tiled_cross_entropy
+from llamem.losses.tile_choice import choose_tiles
 from llamem.train.place import ONE_DEVICE, OneDevice
 
 IGNORED = -100  # a target that does not count

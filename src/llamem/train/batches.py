@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32, Integer
 
-from llamem._checks import check_whole
-from llamem.llama.tokenizer import Tokenizer
+from jaxmem.checks import check_whole
+from llamem.text.tokenizer import Tokenizer
 
 
 class Batch(NamedTuple):

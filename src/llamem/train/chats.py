@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32, UInt32
 
-from llamem._checks import check_number, check_whole, show
-from llamem.llama.tokenizer import Tokenizer
+from jaxmem.checks import check_number, check_whole, show
+from llamem.text.tokenizer import Tokenizer
 from llamem.train.batch_loss import IGNORED
 from llamem.train.batches import Shuffled, check_vocabulary, fingerprint
 from llamem.train.data import read_utf8

@@ -13,10 +13,9 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Integer
 
-from llamem._checks import check_number
-from llamem._extras import import_extra
-from llamem._files import cache_folder, whole_folder
-from llamem.llama.tokenizer import Tokenizer
+from jaxmem.checks import check_number, import_extra
+from jaxmem.files import cache_folder, whole_folder
+from llamem.text.tokenizer import Tokenizer
 from llamem.train.batches import Batches, check_vocabulary, fingerprint
 
 STANDARD_LIBRARY = "python-standard-library"

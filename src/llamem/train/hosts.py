@@ -1,6 +1,6 @@
 """One run on several hosts: JAX's multi-controller runtime, one process for each host, all with the same program.
 
-Every process calls `initialize()` before it touches JAX, then the same `llamem.train.train(...)` with a mesh of all
+Every process calls `initialize()` before it touches JAX, then the same `llamem.runs.train(...)` with a mesh of all
 devices. A host that is gone ends the others within a minute: a collective breaks, or JAX's coordination service misses
 heartbeats and ends the process. Here are the words for either case.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from llamem._extras import import_extra
+from jaxmem.checks import import_extra
 from llamem.train.batches import BatchSource
 
 HEARTBEAT_SECONDS = 20  # after as long a silence of a host JAX's runtime ends the others

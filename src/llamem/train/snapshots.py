@@ -17,11 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from llamem._checks import few
-from llamem._extras import import_extra
-from llamem._files import locked, write_whole
+from jaxmem.arguments import on_host
+from jaxmem.checks import few, import_extra
+from jaxmem.files import locked, write_whole
 from llamem.layers.offload import to_device
-from llamem.memory.shapes import on_host
 from llamem.train.hosts import check_folder
 
 OnChange = Literal["refuse", "continue"]

@@ -1,0 +1,20 @@
+"""What any JAX program needs of a chip's memory, by that chip's compiler; proofs of rematerialisation; what fits."""
+
+from typing import TYPE_CHECKING
+
+from jaxmem import _startup as _startup  # isort: split
+
+from jaxmem._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from jaxmem.chip_names import available, chip_called, find_chip
+    from jaxmem.chips import CHIPS, Chip, compiling_for, host_memory_limit
+    from jaxmem.compilers import fetch_compilers
+    from jaxmem.compiling import compile_report, matmul_flops
+    from jaxmem.fitting import Fitting, NothingFits, find_fitting, largest, options
+    from jaxmem.report import Buffer, Collective, Comparison, GiB, Report, compare
+    from jaxmem.residuals import Residuals, saved_residuals
+    from jaxmem.verify.verification import Verification, assert_remat, verify_remat
+    from jaxmem.verify.with_and_without import Proof, Title
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

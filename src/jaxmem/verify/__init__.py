@@ -1,0 +1,1 @@
+"""Proofs that rematerialisation is on and right, for anyone's loss."""

@@ -1,0 +1,261 @@
+"""The proofs that make up `verify_remat`. Each takes `BothWays`; None where a program gives no occasion for it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+from jaxmem.compiling import moved_to_host
+from jaxmem.flops import matmul_flops_again
+from jaxmem.hlo import aliased_arguments, optimised_text
+from jaxmem.jaxprs import CHOICES, DRAWS, host_function, policy_arguments
+from jaxmem.printing import size_text
+from jaxmem.verify.checkpoints import (
+    find_checkpoints,
+    large_results,
+    layers_left_out,
+    operations,
+    option_faults,
+    placements,
+    products_of,
+    stacks_left_out,
+    work_again,
+)
+from jaxmem.verify.comparisons import (
+    evaluation_is_untouched,
+    gradients_are_the_same,
+    loss_is_the_same,
+    results_are_the_same,
+)
+from jaxmem.verify.parameters import parameter_faults
+from jaxmem.verify.random_keys import Keys
+from jaxmem.verify.with_and_without import BothWays, Proof, Title
+
+
+def checkpoints_are_there(both: BothWays) -> Proof:
+    """Check that checkpoints reach the traced program, and most layers of each kind; `seen` counts those left out."""
+    there = len(find_checkpoints(both.mine.traced.jaxpr))
+    extra = there - len(find_checkpoints(both.plain.traced.jaxpr))
+    covered, left_out = layers_left_out(both.mine.traced.jaxpr)
+    forgotten = stacks_left_out(both.mine.gradient.jaxpr, both.params) if extra > 0 else 0
+    seen, cause = f"{there} of them with {both.remat!r}", ""
+    if left_out > 1:  # one alone is the last of unrolled layers
+        seen += f"; {covered} layers are under one, and {left_out} with the same products are not"
+    if there and extra <= 0:
+        seen += f", and {there - extra} with {both.baseline!r}"
+        cause = "The layer is checkpointed whatever the flag says: there is no plain program to compare with."
+    elif extra <= 0:
+        reasons = ["The flag does not reach the layer: filtered by a caller, or the model is in eval mode."]
+        cause = " ".join(reasons + placements(both.mine.traced.jaxpr))
+    elif left_out > covered or forgotten:
+        seen += f"; {forgotten} layers of a stack have none" if forgotten else ""
+        cause = "The flag reaches some of the layers only. " + _if_meant(Title.CHECKPOINTS)
+    return Proof(Title.CHECKPOINTS, not cause, seen, cause)
+
+
+def options_are_sound(both: BothWays) -> Proof:
+    """Check that policies name what is there, options do what they say, and nothing with a side effect runs twice."""
+    wrong = option_faults(both.mine.traced.jaxpr, lambda: both.mine.gradient.jaxpr)
+    return Proof(Title.OPTIONS, not wrong, " ".join(wrong) or "nothing odd")
+
+
+def layer_runs_again(both: BothWays) -> Proof:
+    """Check that the layer runs again in the backward pass, as JAX marks it in the traced gradient, and not without."""
+    (products, values), (products_without, values_without) = (
+        work_again(way.jaxpr) for way in (both.mine.gradient, both.plain.gradient)
+    )
+    products, values = products - products_without, values - values_without
+    seen = f"{products:,} products and {values:,} values of other operations are computed again"
+    holds = products > 0 or values > 0
+    cause = "" if holds else "A policy that saves everything, or a checkpoint around what costs nothing."
+    return Proof(Title.RUNS, holds, seen, cause)
+
+
+def choices_are_the_same(both: BothWays) -> Proof | None:
+    """Check that dropout masks, experts and what host functions answer are the same when the layer runs again."""
+    inside = [one.eqn for one in operations(both.mine.traced.jaxpr) if one.under]
+    asked = [_answers_the_same(eqn) for eqn in inside if host_function(eqn) is not None]
+    drawn = sum(eqn.primitive.name in DRAWS for eqn in inside)
+    chosen = [eqn for eqn in inside if eqn.primitive.name in CHOICES]
+    if not (asked or drawn or chosen):
+        return None
+    if False in asked:
+        cause = "The layer asks the host for something that changes. Pass it as an input of the layer."
+        return Proof(Title.CHOICES, False, "a function on the host answers the same question in two ways", cause)
+    if None in asked:
+        return Proof(Title.CHOICES, None, "a function on the host could not be asked twice, with zeros")
+    coarse = {str(var.aval.dtype) for eqn in chosen for var in eqn.invars if hasattr(var.aval, "dtype")}
+    if coarse & {"bfloat16", "float16"}:
+        seen = f"{len(chosen)} choices among numbers of 16 bits are made again, and rounding may choose otherwise"
+        return Proof(Title.CHOICES, None, f"{seen}. Choose in float32, or save what is chosen")
+    counts = {"draws": drawn, "choices": len(chosen), "questions to the host": len(asked)}
+    seen = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    return Proof(Title.CHOICES, True, f"{seen}, of what enters the layer")
+
+
+def compiler_leaves_them(both: BothWays) -> Proof:
+    """Check that the compiler has not merged the second computation with the first.
+
+    A compiled program has no marks: what it computes again is its products less those of the plain one. That tells
+    only where the traced programs differ by what checkpoints compute again, and by nothing else.
+    """
+    mine, plain = both.mine.report, both.plain.report
+    again = matmul_flops_again(both.mine.gradient.jaxpr) - matmul_flops_again(both.plain.gradient.jaxpr)
+    if again <= 0:
+        return Proof(Title.COMPILER, None, "no matrix product is computed again, and only those are counted")
+    more = mine.matmul_flops - plain.matmul_flops
+    if abs(more - again) > 0.1 * again:
+        seen = f"cannot tell: {again:,} FLOPs are computed again, but the two ways differ by {more:,}"
+        return Proof(Title.COMPILER, None, f"{seen}. They differ in more than checkpoints: make them alike otherwise")
+    if mine.compiled_matmul_flops is None or plain.compiled_matmul_flops is None:
+        return Proof(Title.COMPILER, None, f"products cannot be counted in the program for {mine.chip.name}")
+    left = both.devices * (mine.compiled_matmul_flops - plain.compiled_matmul_flops)
+    undone = left < 0.5 * again
+    cause = (
+        f"The program asked for them, and the compiler of {mine.chip.name} merged both computations: checkpoints "
+        "outside a loop on a CPU, or prevent_cse=False. Scan over the layers, or judge on a TPU or GPU."
+        if undone
+        else ""
+    )
+    return Proof(Title.COMPILER, not undone, f"{left:,} FLOPs of {again:,} in the compiled program", cause)
+
+
+def memory_falls(both: BothWays) -> Proof:
+    """Check that residuals are fewer, and the chip's temporaries fall with them."""
+    mine, plain = both.mine.report, both.plain.report
+    less = both.plain.residuals.bytes - both.mine.residuals.bytes
+    fell = both.devices * (plain.parts["temporaries"] - mine.parts["temporaries"])
+    seen = f"residuals less by {less:,} bytes, temporaries on {mine.chip.name} by {fell:,}"
+    wrong = _kept_for_nothing(both)
+    if less <= 0 or wrong:
+        why = wrong or "The policy saves as much as no policy, or the checkpoint is around what costs nothing."
+        return Proof(Title.MEMORY, False, seen, " ".join([*placements(both.mine.traced.jaxpr), why]))
+    # Compilers recompute cheap residuals by themselves, so that less falls than was kept.
+    if fell > 0.1 * less:
+        return Proof(Title.MEMORY, True, seen)
+    if less < 2**20:
+        seen += ": below 1 MiB a compiler's own workspace decides. Judge with larger shapes"
+        return Proof(Title.MEMORY, None, seen)
+    if why := placements(both.mine.traced.jaxpr):
+        return Proof(Title.MEMORY, False, seen, " ".join(why))
+    seen += ": the peak lies elsewhere, or arrays so small live in on-chip memory. Judge with larger shapes"
+    return Proof(Title.MEMORY, None, seen)
+
+
+def _kept_for_nothing(both: BothWays) -> str:
+    """Return why far more is kept than has to be; "" where nothing is odd."""
+    jaxpr, kept, without = both.mine.traced.jaxpr, both.mine.residuals, both.plain.residuals
+    made = [row for row in kept.rows if not row.argument]
+    around_products = any(products_of(one.call.body) for one in find_checkpoints(jaxpr))
+    if kept.bytes > 0.75 * without.bytes and products_of(jaxpr) and not around_products:
+        name = f"{made[0].dtype}{list(made[0].shape)} of {made[0].operation} in {made[0].source}"
+        return f"The checkpoint is not where the memory is: {name} is kept still, for instance."
+    for row in made:
+        entries = row.shape[1:]
+        each_turn = len(entries) > 1 and row.shape[0] == entries[0] > 1 and 2 * row.bytes > kept.bytes
+        if each_turn and not any(other.shape[1:][-len(entries) :] == entries for other in without.rows):
+            return f"The loop carries an array with an entry for each turn, and each turn keeps all: {list(row.shape)}."
+    handed_out = large_results(jaxpr)
+    if 2 * handed_out > kept.bytes:
+        return f"What leaves a checkpoint is kept: its layers hand out {size_text(handed_out)} beside their result."
+    return ""
+
+
+def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
+    """Check that what a policy offloads lies on the host in the compiled program."""
+    asked = moved_to_host(both.mine.gradient.jaxpr)
+    policies = [policy_arguments(one.call.policy) for one in find_checkpoints(both.mine.traced.jaxpr)]
+    if not asked and not any("offload_dst" in arguments for arguments in policies):
+        return None
+    mine = both.mine.report
+    seen = f"{asked:,} bytes offloaded, {mine.host_bytes:,} on the host of {mine.chip.name}"
+    if mine.chip.platform == "cpu":
+        return Proof(Title.OFFLOAD, None, f"{seen}: cannot tell, a CPU's memory is the host's")
+    arrived = asked > 0 and mine.host_bytes >= 0.9 * asked / both.devices
+    cause = ""
+    if not arrived:
+        cause = (
+            "The compiler kept them on the device. Offload what enters the layer, named inside it."
+            if asked
+            else "The program does not ask for the host: a name that nobody gives, or a place other than 'pinned_host'."
+        )
+    return Proof(Title.OFFLOAD, arrived, seen, cause)
+
+
+def randomness_is_fresh(both: BothWays) -> Proof:
+    """Check that every draw has its own key, fed by the step's key and by its layer's number or inputs."""
+    keys = Keys(both.mine.traced, both.params, both.batch)
+    if keys.faults:
+        return Proof(Title.RANDOMNESS, False, " ".join(keys.faults), _if_meant(Title.RANDOMNESS))
+    if keys.hidden:
+        return Proof(Title.RANDOMNESS, None, f"{keys.hidden} draws are where their keys cannot be followed")
+    seen = f"{len(keys.draws)} draws in the program, each with a key of its own" if keys.draws else "nothing is drawn"
+    return Proof(Title.RANDOMNESS, True, seen)
+
+
+def parameters_are_sound(both: BothWays) -> Proof:
+    """Check that stacked layers differ from one another, and no weight that is trained is there twice."""
+    wrong, unsure = parameter_faults(both.params, lambda: both.plain.results.gradients, both.plain.traced.jaxpr)
+    if wrong:
+        return Proof(Title.PARAMETERS, False, " ".join(wrong + unsure), _if_meant(Title.PARAMETERS))
+    if unsure:
+        return Proof(Title.PARAMETERS, None, " ".join(unsure))
+    return Proof(Title.PARAMETERS, True, "layers differ, nothing is double")
+
+
+def donation_is_used(both: BothWays) -> Proof | None:
+    """Check that each argument that the step donates shares its memory with a result, in the compiled program."""
+    if both.step is None:
+        return None
+    donated = [leaf for leaf in jax.tree.leaves(both.step.args_info) if leaf.donated]
+    given_up = [shape.sizes for shape in aliased_arguments(optimised_text(both.step.compile()))]
+    seen = f"{len(given_up)} of {len(donated)} arrays"
+    if donated and len(given_up) >= len(donated):
+        return Proof(Title.DONATION, True, seen)
+    left = [f"{leaf.dtype}{list(leaf.shape)}" for leaf in donated if tuple(leaf.shape) not in given_up]
+    cause = (
+        f"No result takes the memory of {', '.join(left[:3]) or 'the others'}: return the new value of each donated "
+        "argument, in its shape, type and sharding."
+        if donated
+        else "The step was lowered without donate_argnums."
+    )
+    return Proof(Title.DONATION, False, seen, cause)
+
+
+PROOFS: dict[Title, Callable[[BothWays], Proof | None]] = {
+    Title.CHECKPOINTS: checkpoints_are_there,
+    Title.OPTIONS: options_are_sound,
+    Title.LOSS: loss_is_the_same,
+    Title.RESULTS: results_are_the_same,
+    Title.GRADIENTS: gradients_are_the_same,
+    Title.RUNS: layer_runs_again,
+    Title.CHOICES: choices_are_the_same,
+    Title.COMPILER: compiler_leaves_them,
+    Title.MEMORY: memory_falls,
+    Title.OFFLOAD: offloaded_bytes_arrive,
+    Title.RANDOMNESS: randomness_is_fresh,
+    Title.PARAMETERS: parameters_are_sound,
+    Title.EVALUATION: evaluation_is_untouched,
+    Title.DONATION: donation_is_used,
+}
+
+
+def _if_meant(title: Title) -> str:
+    return f'If that is meant, leave this proof out: skip=["{title}"].'
+
+
+def _answers_the_same(eqn: jex_core.JaxprEqn) -> bool | None:
+    """Return whether a function on the host answers twice alike, asked with zeros; None where it cannot be asked so."""
+    ask: Any = host_function(eqn)
+    try:
+        first, second = (
+            ask(*(np.zeros(var.aval.shape, var.aval.dtype) for var in eqn.invars))  # pyrefly: ignore[missing-attribute]
+            for _ in range(2)
+        )
+        return all(
+            np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True) for a, b in zip(first, second, strict=True)
+        )
+    except Exception:  # what users' functions raise is theirs
+        return None

@@ -1,0 +1,13 @@
+"""Open models and adapters in and out: Hugging Face's folders, GGUF, PEFT."""
+
+from typing import TYPE_CHECKING
+
+from jaxmem._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from llamem.files.hf_config import config_from_hf, config_to_hf
+    from llamem.files.hub import smollm2_file
+    from llamem.files.peft import load_adapters, save_adapter
+    from llamem.files.pretrained import load_pretrained, save_pretrained
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -1,0 +1,76 @@
+"""The tensors of a folder of safetensors: known from the files' headers, each read when it is asked for."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxmem.checks import import_extra
+from jaxmem.files import read_json
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = ("F32", "BF16", "F16", "F64")
+_MAX_INDEX = 100_000_000  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """One tensor of one file."""
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+
+    def read(self) -> np.ndarray:
+        """Return the tensor. The file is mapped for this tensor alone, so that the host holds no second model."""
+        with _open(self.file) as opened:
+            return opened.get_tensor(self.name)
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Return every tensor of the folder by name.
+
+    Raise FileNotFoundError for a missing file, ValueError, which names the file, for one that is cut off, damaged or of
+    another type than floating-point numbers.
+    """
+    if (folder / INDEX).is_file():
+        listed = read_json(folder / INDEX, _MAX_INDEX).get("weight_map")
+        if not isinstance(listed, dict):
+            raise ValueError(
+                f"{folder / INDEX} has no weight_map, which says what file a tensor is in: download it again."
+            )
+        files = {Path(str(name)).name for name in listed.values()}
+        return {name: stored for file in sorted(files) for name, stored in tensors_in(folder / file).items()}
+    if (folder / WEIGHTS).is_file():
+        return tensors_in(folder / WEIGHTS)
+    raise FileNotFoundError(
+        f"{folder} has neither {WEIGHTS} nor {INDEX}. Pickled weights (.bin, .pt) can run any code and are not read: "
+        "let transformers write the model again, with save_pretrained."
+    )
+
+
+def tensors_in(file: Path) -> dict[str, Stored]:
+    """Return every tensor of one file by name, with the errors of `stored_tensors`."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{file} is missing. Download it again.")
+    with _open(file) as opened:
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, no dict
+        kinds = {name: found.get_dtype() for name, found in slices.items()}
+        shapes = {name: tuple(found.get_shape()) for name, found in slices.items()}
+    if other := next((name for name, kind in kinds.items() if kind not in _DTYPES), None):
+        raise ValueError(
+            f"{other} in {file} is stored as {kinds[other]}: expected one of {', '.join(_DTYPES)}. Take the model's "
+            "unquantised original, or its GGUF file."
+        )
+    return {name: Stored(file, name, shape) for name, shape in shapes.items()}
+
+
+def _open(file: Path) -> Any:
+    safetensors = import_extra("safetensors", "files of weights")
+    try:
+        return safetensors.safe_open(file, framework="np")
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            f"{file} is no complete safetensors file: {error}. It is cut off or damaged: download it again."
+        ) from None

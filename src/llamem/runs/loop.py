@@ -1,0 +1,349 @@
+"""The training loop: it can be interrupted anywhere and resumed exactly."""
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+import jax
+from jax.experimental import multihost_utils
+import dataclasses
+import math
+import sys
+import time
+from collections.abc import Sequence
+import jax.numpy as jnp
+import numpy as np
+from jaxmem.checks import show
+from jaxmem.checks import import_extra
+from llamem.adapters.lora import Adapters, LoraConfig
+from llamem.host.memory import host_place
+from llamem.llama.config import LlamaConfig
+from llamem.llama.model import Llama
+from llamem.llama.plan import Plan
+from llamem.mesh.specs import shardings
+from llamem.mesh.step import batch_spec, check_sizes
+from llamem.train.batches import AdapterBatches, BatchSource
+from llamem.train.chats import Chats
+from llamem.train.data import Corpus
+from llamem.train.hosts import agreed, place_batch
+from llamem.train.optimizers import rounding_of
+from llamem.runs.run import Run
+from llamem.train.settings import Rounding, TrainSettings
+from llamem.train.snapshots import OnChange, Snapshots
+from llamem.train.step import TrainState
+from llamem.runs.tasks import Task, train_adapters, train_weights
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Callable[[int], bool]]:
+    """Yield `stop(done)`, to be asked after each step, `done` of them: whether to end here.
+
+    An exception in the middle of a step would lose the state, whose buffers the step was given; so the first Ctrl-C or
+    SIGTERM (a cloud takes its machine back) is only noted. A second one acts as usual. Of several hosts any may be told
+    to stop: they agree on the step after which all do.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda done: False
+    elif jax.process_count() > 1:
+        # JAX's runtime listens for SIGTERM itself, and tells the other hosts.
+        with _noting([signal.SIGINT], lambda: os.kill(os.getpid(), signal.SIGTERM)):
+            yield multihost_utils.reached_preemption_sync_point
+    else:
+        noted = threading.Event()
+        with _noting([signal.SIGINT, signal.SIGTERM], noted.set):
+            yield lambda done: noted.is_set()
+
+
+@contextlib.contextmanager
+def _noting(signals: list[signal.Signals], note: Callable[[], None]) -> Iterator[None]:
+    def once(*_: Any) -> None:
+        restore()
+        note()
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: a handler that was not set from Python
+
+    before = {number: signal.signal(number, once) for number in signals}
+    try:
+        yield
+    finally:
+        restore()
+
+
+Data = Corpus | Chats | Sequence[Corpus | Chats]
+
+
+def train(
+    config: LlamaConfig,
+    corpus: Data,
+    settings: TrainSettings,
+    output_dir: str | os.PathLike,
+    *,
+    plan: Plan = Plan(),
+    init: Llama | None = None,
+    lora: LoraConfig | Adapters | None = None,
+    progress: bool = True,
+    on_change: OnChange = "refuse",
+) -> Run:
+    """Train on text or chats and evaluate on their held-out part, from the newest snapshot in `output_dir` if any.
+
+    Args:
+        config: the model's; of a loaded one `model.config`.
+        corpus: of `load_corpus` or `load_chats`. Several adapters may each have their own: a sequence of as many.
+        settings: steps, sizes, rates.
+        output_dir: gets `metrics.jsonl` (step, loss, val_loss where evaluated, grad_norm, tokens_per_second,
+            memory_bytes), `snapshots/`, training checkpoints by Orbax, and `run.lock`, which keeps other processes out.
+        plan: how a step is computed. It may change from one call to the next.
+        init: a model whose weights the run begins with; without it random ones. It stays as it is, so weights that are
+            trained are in memory twice.
+        lora: train adapters over the frozen `init` instead of its weights: new ones, or given ones. Several share a
+            batch out: row `i` is adapter `i % A`'s; metrics are then means over adapters, with a list of each one's.
+        progress: whether to show a bar.
+        on_change: with other settings, text or base the curve would be another one: "refuse", or "continue" from the
+            snapshot and say so.
+
+    A resumed run continues the very same curve: batches depend on the number of sequences read, and what is trained,
+    moments and step are restored exactly. With another `batch_size` it goes on with the next unread sequence; another
+    text, `seed` or `seq_len` begins another order. Ctrl-C ("interrupt kernel") or SIGTERM finishes the step, saves, and
+    says how to go on. A damaged snapshot is named in a warning, and the one before it taken.
+
+    Raise, before anything is computed: ValueError for a sequence beyond `max_seq_len`, a corpus too short or with ids
+    outside the vocabulary, a mesh of more devices than there are or among which something does not divide, weights of
+    another model, snapshots of another model or other settings or all of them damaged; BlockingIOError for a folder in
+    which another process trains, OSError for one that cannot be written. FloatingPointError when the loss, the gradient
+    or a parameter is not finite; what is not finite is never a snapshot to resume from.
+    """
+    _check_sizes(config, settings, plan)
+    corpora: list[Any] = list(corpus) if isinstance(corpus, list | tuple) else [corpus]
+    if other := [one for one in corpora if not isinstance(one, Corpus | Chats)]:
+        raise TypeError(f"train(corpus={show(other[0])}): expected what load_corpus or load_chats returns.")
+    if not isinstance(init, Llama | None):
+        raise TypeError(f"train(init={show(init)}): expected a model, such as llamem.load_pretrained(folder).")
+    if init is not None:
+        config = config.replace(generation_config=init.config.generation_config)
+    batches, heldout = _batches(config, corpora, settings, lora)
+    if lora is None:
+        task = train_weights(config, settings, plan, init)
+    else:
+        task = train_adapters(config, settings, plan, init, lora)
+    rounding = rounding_of(settings, jnp.float32 if lora else config.param_dtype)
+    model, decides = _identity(config, settings, corpora)
+    decides |= {"rounding": rounding, **task.identity}
+    same = {"configuration": model, "settings": {**decides, **dataclasses.asdict(settings)}, "plan": plan}
+    with agreed(same), Snapshots(output_dir, model, decides) as snapshots:
+        run = _train(task, settings, plan, batches, heldout, snapshots, progress, on_change)
+    data = "; ".join(one.described for one in corpora)
+    described = {"data": data, "settings": str(settings), "plan": str(plan)}
+    if lora is None:
+        described["types"] = _types_in_words(config, rounding)
+    return dataclasses.replace(run, described=described)
+
+
+def _train(
+    task: Task,
+    settings: TrainSettings,
+    plan: Plan,
+    batches: BatchSource,
+    heldout: BatchSource,
+    snapshots: Snapshots,
+    progress: bool,
+    on_change: OnChange,
+) -> Run:
+    done, state = _first_state(task, settings, batches, snapshots, on_change)
+    first, first_host = done, jax.process_index() == 0
+    metrics = snapshots.cut_metrics(up_to=first)
+    where = shardings(batch_spec(plan.mesh), plan.mesh) if plan.mesh.devices > 1 else None
+
+    def validation_loss(state: TrainState) -> dict[str, Any]:
+        count = min(settings.eval_batches, max(1, heldout.num_sequences // settings.batch_size))
+        losses = [
+            np.asarray(task.losses(state.params, *task.frozen, place_batch(heldout, i, where))) for i in range(count)
+        ]
+        return _numbers("val_loss", np.mean(losses, axis=0))
+
+    # Compiled before the clock starts, so that the first step's speed is a step's speed.
+    step = task.compile(state, place_batch(batches, done, where))
+    with interruptible() as interrupted, _progress_bar(first, settings.steps, progress and first_host) as bar:
+        while done < settings.steps and not interrupted(done):
+            start = time.perf_counter()
+            state, values = step(state, place_batch(batches, done, where))
+            done += 1
+            row = {"step": done, **_numbers("loss", values["loss"]), **_numbers("grad_norm", values["grad_norm"])}
+            row["tokens_per_second"] = settings.batch_size * settings.seq_len / (time.perf_counter() - start)
+            row["memory_bytes"] = memory_in_use()
+            if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"]):
+                # The parameters of the step before gave this, finite as they are: from there it would diverge again.
+                snapshots.delete(done - 1)
+                what = f"the loss is {row['loss']} and the gradient's norm {row['grad_norm']}"
+                raise _diverged(what, done, snapshots)
+            if done == settings.steps or (settings.eval_every and done % settings.eval_every == 0):
+                row |= validation_loss(state)
+                if not math.isfinite(row["val_loss"]):
+                    raise _diverged(f"the validation loss is {row['val_loss']}", done, snapshots)
+            metrics.append(row)
+            snapshots.append_metrics(row)
+            if settings.snapshot_every and done % settings.snapshot_every == 0:
+                _save(snapshots, done, state, batches)
+            loss, speed, memory = row["loss"], row["tokens_per_second"], row["memory_bytes"] / 2**30
+            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s, {memory:.1f} GiB")
+            bar.update()
+    if snapshots.latest() != done:
+        _save(snapshots, done, state, batches)
+    if done < settings.steps and first_host:
+        print(f"Interrupted, and saved after step {done} of {settings.steps}. The same call goes on from there.")
+    model, adapters = task.result(state)
+    return Run(model, metrics, finished=done == settings.steps, adapters=adapters)
+
+
+def _first_state(
+    task: Task, settings: TrainSettings, batches: BatchSource, snapshots: Snapshots, on_change: OnChange
+) -> tuple[int, TrainState]:
+    if snapshots.latest() is None:
+        return 0, task.begin()
+    step, state, about = snapshots.restore(task.abstract, on_change)
+    if step > settings.steps:
+        raise ValueError(
+            f"the newest snapshot in {snapshots.folder} is of step {step}, beyond steps={settings.steps}: there is "
+            "nothing left to train. Ask for more steps, or choose another output folder."
+        )
+
+    _go_on_reading(batches, step, about, snapshots.about)
+
+    def put(a: jax.Array) -> jax.Array:  # Orbax read it to where a compiler is told that it lies
+        return jax.device_put(a, host_place()) if a.sharding.memory_kind == "pinned_host" else a
+
+    return step, jax.tree.map(put, state)
+
+
+def _go_on_reading(batches: BatchSource, step: int, stored: dict[str, Any], now: dict[str, Any]) -> None:
+    """Let the batches go on after the sequences that were read, or from the start of another order, and say so."""
+    before, settings = stored["settings"], now["settings"]
+    read = stored.get("read", step * before["batch_size"])
+    changed = [name for name in settings if settings[name] != before.get(name)]
+    words = ""
+    if order := [name for name in changed if name in ("seq_len", "seed") or name.startswith("training data")]:
+        words = (
+            f"With another {', '.join(order)} the sequences come in another order, and from its beginning: of what the "
+            f"{read:,} sequences before held, all comes again."
+        )
+        read = 0
+    elif "batch_size" in changed:
+        words = f"The {read:,} sequences that were read are not read again, and none is left out."
+    batches.continue_after(step, read)
+    if words and jax.process_index() == 0:
+        print(words)
+
+
+def _batches(
+    config: LlamaConfig, corpora: list[Corpus | Chats], settings: TrainSettings, lora: LoraConfig | Adapters | None
+) -> tuple[BatchSource, BatchSource]:
+    """Return the batches to train on, and those held out; adapters that share one text read other parts of it."""
+    count = lora.count if isinstance(lora, Adapters) else len(lora.ranks) if lora is not None else 1
+    if len(corpora) not in (1, count):
+        raise ValueError(f"{len(corpora)} corpora for {count} adapters: give one for all, or one for each.")
+    if settings.batch_size % (count * settings.accumulate):
+        raise ValueError(
+            f"batch_size={settings.batch_size} does not divide among {count} adapters in "
+            f"accumulate={settings.accumulate} parts: choose a multiple of {count * settings.accumulate}."
+        )
+    size = settings.batch_size // count, settings.seq_len
+    pairs = [corpora[i % len(corpora)].batches(*size, settings.seed + i, config.vocab_size) for i in range(count)]
+    for one, (train, heldout) in zip(corpora, pairs, strict=False):
+        _print_cut(train, "")
+        _print_cut(heldout, "Held out: ")
+        note = _rows_without_a_token(one.vocab_size, config.vocab_size)
+        if note and jax.process_index() == 0:
+            print(note)
+    if lora is None:
+        return pairs[0]
+    return AdapterBatches([train for train, _ in pairs]), AdapterBatches([heldout for _, heldout in pairs])
+
+
+def _rows_without_a_token(of_tokenizer: int, of_table: int) -> str:
+    if of_tokenizer >= of_table:
+        return ""
+    return (
+        f"The model's table has {of_table:,} entries and the tokenizer {of_tokenizer:,}: the last "
+        f"{of_table - of_tokenizer:,} are no token. They are padding, or the tokenizer is another model's."
+    )
+
+
+def _print_cut(batches: BatchSource, which: str) -> None:
+    if (cut := getattr(batches, "cut", "")) and jax.process_index() == 0:
+        print(f"{which}{cut}")
+
+
+def _numbers(name: str, value: Any) -> dict[str, Any]:
+    """Return a metric as JSON: its mean over adapters, some perhaps without a token, and that of each of several."""
+    each = np.asarray(value, np.float64)
+    if each.size == 1:
+        return {name: float(each.reshape(()))}
+    return {name: float(np.mean(each)), f"{name}_of_adapters": each.tolist()}
+
+
+def _save(snapshots: Snapshots, done: int, state: TrainState, batches: BatchSource) -> None:
+    try:
+        snapshots.save(done, state, read=batches.read_before(done))
+    except FloatingPointError as error:
+        raise _diverged(str(error).rstrip("."), done, snapshots) from None
+
+
+def _diverged(what: str, done: int, snapshots: Snapshots) -> FloatingPointError:
+    newest = snapshots.latest()
+    if newest is None:
+        where = "There is no good snapshot, so the next call begins at step 0: give it"
+    else:
+        where = f"The newest good snapshot is of step {newest}: go on from it, with on_change='continue' and"
+    return FloatingPointError(f"{what} at step {done}. {where} a learning_rate below today's or more warmup_steps.")
+
+
+def _check_sizes(config: LlamaConfig, settings: TrainSettings, plan: Plan) -> None:
+    if settings.seq_len > config.max_seq_len:
+        raise ValueError(
+            f"seq_len={settings.seq_len} is longer than the model's max_seq_len={config.max_seq_len}: RoPE was not "
+            "set up for such positions. Shorten the sequences or choose a model with a longer context."
+        )
+    mesh = plan.mesh
+    mesh.check_devices()
+    if jax.process_count() > 1 and mesh.devices != jax.device_count():
+        raise ValueError(
+            f"the plan's mesh {mesh.axes} has {mesh.devices} devices, and the {jax.process_count()} hosts have "
+            f"{jax.device_count()} together: some would have nothing to do. Choose a mesh of all of them, such as "
+            f"Plan(mesh={{'fsdp': {jax.device_count()}}})."
+        )
+    check_sizes(mesh, settings)
+
+
+def _types_in_words(config: LlamaConfig, rounding: Rounding) -> str:
+    weights, products = config.param_dtype.name, config.compute_dtype.name
+    lost = ", so that updates below their last bit were lost" if jnp.finfo(config.param_dtype).bits < 32 else ""
+    how = ", rounded stochastically" if rounding == "stochastic" else f", rounded to the nearest{lost}"
+    return f"weights and moments {weights}{how}; products {products}"
+
+
+def memory_in_use() -> int:
+    """Return peak bytes in use on the device so far; without statistics (CPU) bytes of the process now."""
+    stats = jax.local_devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"]
+    return import_extra("psutil", "the process's memory").Process().memory_info().rss
+
+
+def _identity(
+    config: LlamaConfig, settings: TrainSettings, corpora: list[Corpus | Chats]
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return what a snapshot's model is, and what of the rest decides the curve."""
+    model = {f"model {name}": str(value) for name, value in config.architecture.items()}
+    watching = ("eval_every", "snapshot_every")  # when the curve is looked at or stored, not what it is
+    decides: dict[str, Any] = {n: v for n, v in dataclasses.asdict(settings).items() if n not in watching}
+    for i, one in enumerate(corpora):
+        decides |= {f"{name} {i}" if len(corpora) > 1 else name: words for name, words in one.fingerprints().items()}
+    return model, decides
+
+
+def _progress_bar(first: int, steps: int, shown: bool) -> Any:
+    tqdm = import_extra("tqdm", "the progress bar").tqdm  # not tqdm.auto: widgets do not survive on GitHub
+    return tqdm(initial=first, total=steps, unit="step", disable=not shown, file=sys.stdout, mininterval=1.0)

@@ -1,0 +1,123 @@
+"""What a run trains: every weight of a model, or adapters over a frozen one. The loop knows neither from the other."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from llamem.adapters.lora import Adapters, LoraConfig
+from llamem.adapters.step import init_lora_state, lora_losses, make_lora_step
+from llamem.host.memory import host_place, of_matrices, same_places
+from llamem.llama.config import LlamaConfig
+from llamem.llama.model import Llama
+from llamem.llama.plan import Plan
+from llamem.mesh.specs import parameter_specs, shardings
+from llamem.mesh.step import placed_shapes
+from llamem.runs.places import place_of
+from llamem.quantized.model import check_trainable, graphdef_of, plain_params
+from llamem.runs.steps import abstract_state, init_state, loss_fn, make_train_step, plain_graphdef
+from llamem.train.settings import TrainSettings
+from llamem.train.snapshots import checksum
+from llamem.train.step import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """The state of a run before its first step, what changes it and what judges it.
+
+    `identity`: what a snapshot of it belongs to, by name. `abstract`: the state's shapes, and where they lie.
+    `step(state, *frozen, batch)` returns the next state and metrics; `losses(state.params, *frozen, batch)` the mean
+    loss, or that of each adapter. `result(state)`: the model, and adapters where they were trained.
+    """
+
+    identity: dict[str, str]
+    abstract: TrainState
+    begin: Callable[[], TrainState]
+    step: Callable[..., tuple[TrainState, dict[str, Any]]]
+    losses: Callable[..., Any]
+    result: Callable[[TrainState], tuple[Llama, Adapters | None]]
+    frozen: tuple[Any, ...] = ()
+
+    def compile(self, state: TrainState, batch: Any) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+        """Return the compiled `step(state, batch)`, to which the state is given up."""
+        jitted = jax.jit(self.step, donate_argnums=0, out_shardings=same_places(state))
+        compiled = jitted.lower(state, *self.frozen, batch).compile()
+        return lambda state, batch: compiled(state, *self.frozen, batch)
+
+
+def train_weights(config: LlamaConfig, settings: TrainSettings, plan: Plan, init: Llama | None) -> Task:
+    """Return the task of training every weight, of a fresh model or from `init` on."""
+    graphdef, params = plain_graphdef(config, plan), None
+    if init is not None:
+        check_trainable(init)
+        _check_same_model(config, init)
+        params = plain_params(init)
+    return Task(
+        {} if init is None else {"begun from": "given weights"},
+        abstract_state(config, settings, plan),
+        lambda: init_state(config, settings, plan, params=params),
+        make_train_step(config, settings, plan),
+        jax.jit(lambda params, batch: loss_fn(graphdef, params, *batch)),
+        lambda state: (_off_the_mesh(config, plan, state.params), None),
+    )
+
+
+def train_adapters(
+    config: LlamaConfig, settings: TrainSettings, plan: Plan, init: Llama | None, lora: LoraConfig | Adapters
+) -> Task:
+    """Return the task of training adapters, new ones or given ones, over the frozen weights of `init`."""
+    if init is None:
+        raise ValueError(
+            "train(lora=...) without init: adapters of random weights learn nothing. Give the model that they adapt, "
+            "init=llamem.load_pretrained(...)."
+        )
+    _check_same_model(config, init)
+    step = make_lora_step(config, settings, plan)
+    base = _placed(plain_params(init), plan)
+    graphdef = graphdef_of(config, plan, base)
+
+    def begin() -> TrainState:
+        given = lora if isinstance(lora, Adapters) else Adapters.create(config, lora, rngs=nnx.Rngs(settings.seed))
+        state = init_lora_state(jax.tree.map(jnp.copy, given), settings)
+        mesh = plan.mesh
+        return state if mesh.devices == 1 else jax.device_put(state, NamedSharding(mesh.mesh(), PartitionSpec()))
+
+    return Task(
+        {
+            "weights under the adapters": checksum(base),
+            "adapters": repr(lora if isinstance(lora, LoraConfig) else "given"),
+        },
+        placed_shapes(jax.eval_shape(begin), PartitionSpec(), plan.mesh),
+        begin,
+        step,
+        jax.jit(lambda adapters, base, batch: lora_losses(graphdef, base, adapters, batch)),
+        lambda state: (_off_the_mesh(config, plan, base), state.params),
+        (base,),
+    )
+
+
+def _check_same_model(config: LlamaConfig, init: Llama) -> None:
+    """Raise ValueError where the weights are of another model than the config: shapes alone would not tell."""
+    ours, theirs = (c.replace(compute_dtype=config.compute_dtype).architecture for c in (config, init.config))
+    if other := [f"{name}: {theirs[name]}, not {ours[name]}" for name in ours if ours[name] != theirs[name]]:
+        raise ValueError(
+            f"train(config, init=...): the weights are of another model than config says ({'; '.join(other[:4])}). "
+            "Pass the model's own: train(model.config, ..., init=model)."
+        )
+
+
+def _placed(tree: Any, plan: Plan) -> Any:
+    """Return parameters where the plan says: on their part of a mesh, or on the host."""
+    if plan.mesh.devices > 1:
+        return jax.device_put(tree, shardings(parameter_specs(tree, plan.mesh), plan.mesh))
+    return of_matrices(tree, lambda a: jax.device_put(a, host_place())) if plan.weights == "host" else tree
+
+
+def _off_the_mesh(config: LlamaConfig, plan: Plan, params: Any) -> Llama:
+    """Return the model, its parameters where they are: JAX shares out the work of whoever calls it."""
+    plan = plan.replace(mesh={})
+    return place_of(plan).put(nnx.merge(graphdef_of(config, plan, params), params))

