@@ -112,7 +112,7 @@ def hidden_states(config, params, tokens_BT):
     """Return the last layer's output, normed, `[B, T, D]`."""
     x_BTD = params["embedding"].astype(config.compute_dtype)[tokens_BT]
     body = jax.checkpoint(partial(layer, config))
-    x_BTD, _ = jax.lax.scan(lambda x_BTD, one: (body(one, x_BTD), None), x_BTD, params["blocks"])
+    x_BTD, _ = jax.lax.scan(lambda x_BTD, weights: (body(weights, x_BTD), None), x_BTD, params["blocks"])
     return rms_norm(x_BTD, params["norm"], config.norm_eps)
 
 
@@ -216,18 +216,18 @@ def main():
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=3e-3)
-    given = parser.parse_args()
+    options = parser.parse_args()
     config, (train_N, held_out_N) = Config(), read_text()
-    optimizer = make_optimizer(given.learning_rate, given.steps)
+    optimizer = make_optimizer(options.learning_rate, options.steps)
     params = init_params(config, jax.random.key(0))
     state = TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
-    held_out_BT = batch_of(held_out_N, 32, given.seq_len, jax.random.key(1))
+    held_out_BT = batch_of(held_out_N, 32, options.seq_len, jax.random.key(1))
     evaluate = jax.jit(partial(loss_fn, config))
     start = time.perf_counter()
-    for step in range(given.steps):
-        tokens_BT = batch_of(train_N, given.batch_size, given.seq_len, jax.random.fold_in(jax.random.key(2), step))
+    for step in range(options.steps):
+        tokens_BT = batch_of(train_N, options.batch_size, options.seq_len, jax.random.fold_in(jax.random.key(2), step))
         state, loss = train_step(config, optimizer, state, tokens_BT)
-        if step % 20 == 19 or step + 1 == given.steps:
+        if step % 20 == 19 or step + 1 == options.steps:
             held_out = evaluate(state.params, held_out_BT[:, :-1], held_out_BT[:, 1:])
             seconds = time.perf_counter() - start
             print(f"step {step + 1:5}  loss {loss:.3f}  held out {held_out:.3f} nats a byte  {seconds:.0f} s")

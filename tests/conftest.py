@@ -59,6 +59,26 @@ def remat3(request):
         yield
 
 
+@pytest.fixture(scope="session")
+def smollm2():
+    """The real model, dequantised to f32."""
+    llamem = importlib.import_module("llamem")
+    return llamem.load_pretrained(importlib.import_module("llamem.files").smollm2_file(), dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def smollm2_blocks():
+    """The real model in its own four bits, computed in f32."""
+    llamem = importlib.import_module("llamem")
+    return llamem.load_pretrained(importlib.import_module("llamem.files").smollm2_file(), compute_dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer():
+    text, files = (importlib.import_module(f"llamem.{folder}") for folder in ("text", "files"))
+    return text.Tokenizer(files.smollm2_file())
+
+
 def pytest_addoption(parser):
     parser.addoption("--weekly", action="store_true", help="run the tests marked weekly, too")
 

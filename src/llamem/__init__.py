@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from llamem.llama.plan import Plan
     from llamem.llama.sample import generate
     from llamem.losses.cross_entropy import tiled_cross_entropy, tiled_logprobs
-    from llamem.losses.rewards_and_preferences import group_advantages, tiled_dpo_loss, tiled_policy_loss
+    from llamem.losses.rewards_and_preferences import (
+        PolicyObjective,
+        group_advantages,
+        tiled_dpo_loss,
+        tiled_policy_loss,
+    )
     from llamem.losses.token_loss import tiled_token_loss
     from llamem.planner.estimates import estimate
     from llamem.planner.search import find_plan, longest_context

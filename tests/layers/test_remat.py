@@ -61,22 +61,13 @@ def test_jax_other_names_of_policies_are_the_same_policies():
     assert kept["checkpoint_dots"] == kept["dots_saveable"] > kept["nothing"]
 
 
-@pytest.mark.parametrize("also", ["dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable"])
-def test_a_heuristic_beside_names_keeps_both(also):
-    def operations(policy):
-        return {row.operation for row in saved_residuals(loss(policy), W, X, C).rows if not row.argument}
-
-    assert operations(Policy(save=("attn",), also=also)) == operations(also) | {"named 'attn'"}
-
-
 def cannot(policy) -> bool:
     """What remat3 does not understand and would silently treat as "recompute everything"."""
-    beyond = isinstance(policy, Policy) and (policy.offload or policy.also)
-    return bool(beyond) and getattr(jax.config, "jax_remat3", False)
+    return remat.offloads(policy) and getattr(jax.config, "jax_remat3", False)
 
 
 EVERY = [*(name for name in POLICIES if name in ("nothing", "attn") or name.endswith("saveable")), *NAMED]
-EVERY += [Policy(save=("q",), also="dots_saveable"), Policy(save=("q",), offload=("up",))]
+EVERY += [Policy(save=("q",), offload=("up",))]
 
 
 def test_no_policy_changes_a_gradient(remat3):
@@ -103,8 +94,6 @@ def test_names_are_found_inside_checkpoints_and_unknown_ones_refused(remat3, as_
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Policy(also="dots"), r"also='dots'\): expected one of nothing_saveable, everything_saveable"),
-        (lambda: Policy(offload=("q",), also="dots_saveable"), "cannot combine"),
         (lambda: Policy(save=("q",), offload=("q",)), r"\['q'\] cannot be both"),
         (lambda: Policy(save=("q",), save_all_but=("up",)), "save_all_but stands alone"),
         (lambda: remat.checkpoint(layer, "dots"), "'dots'. Known: .*checkpoint_dots, .*None, which keeps everything"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from llamem.layers.tiling import fold_tiles, tiled_map, tiled_sum
+from llamem.layers.trees import WantedGradients
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 X = jax.random.normal(KEYS[0], (13, 5))
@@ -176,3 +177,21 @@ def test_sum_of_float16_under_a_loss_scale():
     grad = jax.grad(fn)(jnp.float16(1))
     assert grad.dtype == jnp.float16
     np.testing.assert_allclose(grad, 1e5 * 2.0**-14, rtol=1e-3)
+
+
+@pytest.mark.quick
+def test_gradients_are_made_for_the_leaves_that_are_asked_for_among_forty():
+    """One size of the empty array that says so holds sixteen of them."""
+    asked = {0: 2.0, 15: 3.0, 16: 4.0, 33: 5.0, 39: 6.0}
+    leaves = {i: jnp.float32(asked.get(i, 1.0)) for i in range(40)}
+    rows = jnp.ones((6, 1))
+
+    def loss(wanted):
+        params = [wanted.get(i, leaves[i]) for i in range(40)]
+        return tiled_sum(lambda params, x: sum(p**2 for p in params) * jnp.sum(x), params, rows, 2)
+
+    gradients = jax.grad(loss)({i: leaves[i] for i in asked})
+    assert gradients == {i: 2 * 6 * leaf for i, leaf in asked.items()}
+    wanted, others = WantedGradients.of(i in asked for i in range(40)).partition(leaves)
+    assert {i for i, leaf in wanted.items() if leaf is not None} == set(asked)
+    assert {i for i, leaf in others.items() if leaf is not None} == set(range(40)) - set(asked)

@@ -21,8 +21,8 @@ RNG = np.random.default_rng(5)
 HIDDEN, HEAD = RNG.normal(size=(N, D)), RNG.normal(size=(V, D))
 TARGETS, COTANGENT = RNG.integers(0, V, N), RNG.normal(size=N)
 TARGETS[[1, 30]] = -100
-OPTIONS: dict[str, Any] = {"label_smoothing": 0.1, "z_loss": 0.01, "logit_softcap": 5.0}
-LOSS, GRADIENTS = reference(HIDDEN, HEAD, 0, TARGETS, COTANGENT, **OPTIONS)
+OPTIONS: dict[str, Any] = {"z_loss": 0.01, "logit_softcap": 5.0}
+LOSS, GRADIENTS = reference(HIDDEN, HEAD, TARGETS, COTANGENT, **OPTIONS)
 X, W, IDS, C = (jnp.asarray(a, t) for a, t in ((HIDDEN, "f4"), (HEAD, "f4"), (TARGETS, "i4"), (COTANGENT, "f4")))
 
 
@@ -107,13 +107,17 @@ def policy_gradients(check_vma: bool) -> None:
     """REINFORCE is cross-entropy weighted by advantages: data parallel, the count of all tokens given, also in bf16."""
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     rows, count = P("data"), float((TARGETS >= 0).sum())
-    loss, gradients = reference(HIDDEN, HEAD, 0, TARGETS, COTANGENT / count)
+    loss, gradients = reference(HIDDEN, HEAD, TARGETS, COTANGENT / count)
 
     for axis, dtype, off in (("tokens", jnp.float32, 1e-5), ("vocab", jnp.float32, 1e-5), ("auto", jnp.bfloat16, 2e-2)):
 
         @partial(jax.shard_map, mesh=mesh, in_specs=(rows, P(), rows, rows), out_specs=P(), check_vma=check_vma)
         def of_part(hidden, head, targets, advantages, axis=axis):
-            options: dict[str, Any] = {"objective": "reinforce", "normalizer": count, "axis": axis}
+            options: dict[str, Any] = {
+                "objective": llamem.PolicyObjective("reinforce"),
+                "normalizer": count,
+                "axis": axis,
+            }
             options |= {} if axis == "auto" else {"num_tiles": 3}
             return jax.lax.psum(llamem.tiled_policy_loss(hidden, head, targets, advantages, **options), "data")
 
@@ -145,7 +149,7 @@ def on_explicit_axes() -> None:
     of_map = jax.jit(jax.grad(lambda p, x: jnp.sum(llamem.tiled_map(lambda p, x: jnp.sin(x @ p), p, x, 3) ** 2)))
     np.testing.assert_allclose(of_map(put(W.T), put(X, "data")), of_map(W.T, X), rtol=1e-4, atol=1e-4)
     given = put(IDS, "data"), put(C, "data")
-    policy: Any = partial(llamem.tiled_policy_loss, objective="reinforce", num_tiles=3)
+    policy: Any = partial(llamem.tiled_policy_loss, objective=llamem.PolicyObjective("reinforce"), num_tiles=3)
     np.testing.assert_allclose(policy(put(X, "data"), W, *given), policy(X, W, IDS, C), rtol=1e-5)
 
 

@@ -27,12 +27,12 @@ OLD = logprobs(HIDDEN, HEAD) + 0.3 * RNG.normal(size=(B, T))
 REF = logprobs(HIDDEN, HEAD) + 0.5 * RNG.normal(size=(B, T))
 
 
-def of_token(logp, entropy, adv, old, ref, objective, clip_low, clip_high, kl, kl_weight, entropy_weight):
+def of_token(logp, entropy, adv, old, ref, kind, clip_low, clip_high, kl_weight, entropy_weight):
     """A token's loss, and its derivatives for log-probability and entropy."""
     ratio = np.exp(logp - (logp if old is None else old))
-    if objective == "reinforce":
+    if kind == "reinforce":
         loss, g = -adv * logp, -adv
-    elif objective == "importance":
+    elif kind == "importance":
         loss, g = -adv * ratio, -adv * ratio
     else:
         clipped = np.clip(ratio, 1 - clip_low, 1 + clip_high)
@@ -40,14 +40,13 @@ def of_token(logp, entropy, adv, old, ref, objective, clip_low, clip_high, kl, k
         loss, g = -np.minimum(ratio * adv, clipped * adv), np.where(free, -adv * ratio, 0)
     if kl_weight:
         r = ref - logp
-        value, slope = {"k1": (-r, 1), "k2": (r**2 / 2, -r), "k3": (np.exp(r) - r - 1, 1 - np.exp(r))}[kl]
-        loss, g = loss + kl_weight * value, g + kl_weight * slope
+        loss, g = loss + kl_weight * (np.exp(r) - r - 1), g + kl_weight * (1 - np.exp(r))
     return loss - entropy_weight * entropy, g, -entropy_weight
 
 
 def reference(
-    hidden, head, *, adv=ADVANTAGES, old=OLD, ref=None, mask=MASK, objective="clip", clip_low=0.2, clip_high=0.2,
-    kl="k3", kl_weight=0.0, entropy_weight=0.0, normalize="tokens", normalizer=None, temperature=1.0, softcap=None,
+    hidden, head, *, adv=ADVANTAGES, old=OLD, ref=None, mask=MASK, kind="clip", clip_low=0.2, clip_high=0.2,
+    kl_weight=0.0, entropy_weight=0.0, normalize="tokens", normalizer=None, temperature=1.0, softcap=None,
 ) -> tuple[float, tuple[np.ndarray, np.ndarray]]:  # fmt: skip
     """The loss, and its gradients for hidden and head."""
     hidden, head = np.asarray(hidden, np.float64), np.asarray(head, np.float64)
@@ -57,7 +56,7 @@ def reference(
     p = np.exp(logp_all)
     entropy = -(p * logp_all).sum(-1)
     logp = np.take_along_axis(logp_all, TARGETS[..., None], -1)[..., 0]
-    loss, g, h = of_token(logp, entropy, adv, old, ref, objective, clip_low, clip_high, kl, kl_weight, entropy_weight)
+    loss, g, h = of_token(logp, entropy, adv, old, ref, kind, clip_low, clip_high, kl_weight, entropy_weight)
     if normalize == "sequences":
         w = mask / np.maximum(mask.sum(-1, keepdims=True), 1) / (len(mask) if normalizer is None else normalizer)
     else:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loss_reference import BIAS, HEAD, HIDDEN, TARGETS, WEIGHTS, N, reference
+from loss_reference import HEAD, HIDDEN, TARGETS, WEIGHTS, N, reference
 from norms import relative_error
 
 from llamem.losses.cross_entropy import tiled_cross_entropy
@@ -43,13 +43,13 @@ def test_no_narrow_id_is_taken_for_another():
 
 
 def value_and_gradients(axis, hidden, targets, weights, **kwargs):
-    def fn(hidden, head, bias, weights):
+    def fn(hidden, head, weights):
         kwargs.setdefault("num_tiles", 3)
-        loss = tiled_cross_entropy(hidden, head, targets, weights=weights, bias=bias, axis=axis, **kwargs)
+        loss = tiled_cross_entropy(hidden, head, targets, weights=weights, axis=axis, **kwargs)
         return jnp.sum(loss * jnp.arange(1.0, N + 1)) if kwargs.get("reduction") == "none" else loss
 
-    arguments = hidden, W, jnp.asarray(BIAS, jnp.float32), jnp.asarray(weights, jnp.float32)
-    return jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2, 3)))(*arguments)
+    arguments = hidden, W, jnp.asarray(weights, jnp.float32)
+    return jax.jit(jax.value_and_grad(fn, argnums=(0, 1, 2)))(*arguments)
 
 
 AXES = [("tokens", "mean"), ("vocab", "mean"), ("vocab", "none")]
@@ -65,7 +65,7 @@ def test_a_token_that_does_not_count_may_be_anything(axis, reduction, bad):
     expected, wanted = value_and_gradients(axis, clean, IDS, WEIGHTS, reduction=reduction)
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     counts = np.delete(np.arange(N), [7])  # the gradient of weight 7 itself is that of a loss that is not there
-    for a, b, rows in zip(grads, wanted, (slice(None),) * 3 + (counts,), strict=True):
+    for a, b, rows in zip(grads, wanted, (slice(None), slice(None), counts), strict=True):
         np.testing.assert_allclose(a[rows], b[rows], rtol=1e-5, atol=1e-6)
     assert not grads[0][jnp.array([*silent, 18])].any()
 
@@ -99,7 +99,7 @@ def test_nothing_counts_under_any_normalizer(axis):
     loss, grads = value_and_gradients(axis, X, nothing, WEIGHTS, normalizer=0)
     assert loss == 0 and not any(g.any() for g in grads)
     loss, grads = value_and_gradients(axis, X, IDS, 0 * WEIGHTS, normalizer=jnp.float32(0))
-    assert loss == 0 and not any(g.any() for g in grads[:3])
+    assert loss == 0 and not any(g.any() for g in grads[:2])
     assert not jnp.isfinite(value_and_gradients(axis, X, IDS, WEIGHTS, normalizer=0)[0])
 
 
@@ -117,7 +117,7 @@ def test_float16_under_a_loss_scale(axis, reduction, trained):
         return jnp.sum(tiled_cross_entropy(hidden, head, IDS, **kwargs)) * share * scale
 
     grads = jax.grad(fn, argnums=(0, 1) if trained else (0,))(hidden, head)
-    _, expected = reference(hidden, head, 0, TARGETS, np.full(N, share * scale))
+    _, expected = reference(hidden, head, TARGETS, np.full(N, share * scale))
     for actual, wanted in zip(grads, expected, strict=False):
         assert actual.dtype == jnp.float16 and relative_error(actual, wanted) < 5e-4
 
@@ -126,7 +126,7 @@ def test_float16_under_a_loss_scale(axis, reduction, trained):
 def test_the_heads_bfloat16_gradient_is_rounded_once(axis):
     """Times 3, which is no power of two, it is off by no more than times 1."""
     hidden, head = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
-    _, (_, expected, _) = reference(hidden, head, 0, TARGETS, np.full(N, 1 / (TARGETS >= 0).sum()))
+    _, (_, expected) = reference(hidden, head, TARGETS, np.full(N, 1 / (TARGETS >= 0).sum()))
 
     def off(outer):
         def fn(head):

@@ -170,6 +170,31 @@ def test_auto_never_has_all_logits_at_once_nor_more_for_more_tiles():
                 assert choose_tiles(tokens, 768, 50_257, chip=chip, axis=axis).num_tiles > 1
 
 
+@pytest.mark.quick
+def test_auto_is_told_whether_the_head_is_trained():
+    """Trained, frozen, or frozen with adapters beside it: the program is that of the tiles chosen for it."""
+    shape = tokens, d_model, vocab = 2048, 32, 32_000
+    hidden, targets = jnp.zeros((tokens, d_model)), jnp.zeros(tokens, int)
+    whole = jnp.zeros((vocab, d_model))
+    beside = whole[:, :24], whole[:, 24:]
+    trained, frozen = choose_tiles(*shape, dtype="float32"), choose_tiles(*shape, dtype="float32", head="frozen")
+    assert trained.num_tiles != frozen.num_tiles and frozen.axis == "vocab"
+    adapted = choose_tiles(*shape, dtype="float32", head="frozen", axis="tokens")
+
+    def program(head, **options: Any) -> str:
+        loss = partial(tiled_cross_entropy, **options)
+        return str(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, head, targets))
+
+    for head, is_trained, chosen in (
+        (whole, True, trained),
+        (beside, True, trained),
+        (whole, False, frozen),
+        (beside, False, adapted),
+    ):
+        given = program(head, axis=chosen.axis, num_tiles=chosen.num_tiles)
+        assert program(head, head_trained=is_trained) == given
+
+
 def test_an_unknown_card_is_judged_by_its_own_memory(monkeypatch):
     card = SimpleNamespace(memory_stats=lambda: {"bytes_limit": 24 << 30})
     monkeypatch.setattr(tile_choice, "compiling_for", lambda: "NVIDIA RTX 5000 Ada Generation")

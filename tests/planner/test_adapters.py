@@ -8,8 +8,11 @@ import jax.numpy as jnp
 import pytest
 
 import llamem
-from jaxmem import NothingFits
+from jaxmem import CHIPS, NothingFits
 from llamem import LlamaConfig, LoraConfig, Plan, TrainSettings, estimate, find_plan, longest_context
+from llamem.layers.tiling import tile_size
+from llamem.losses import cross_entropy, tile_choice
+from llamem.losses.tile_choice import resolve_tiles
 from llamem.planner.roofline import received
 from llamem.planner.sizes import Sizes
 
@@ -48,6 +51,30 @@ def test_a_frozen_base_needs_no_gradients_of_its_own_and_less_time():
     on_mesh = estimate(EIGHT_B, Plan(mesh={"fsdp": 8}), "v5e-8", seq_len=4096, batch_size=8, lora=SIXTEEN)
     layers = EIGHT_B.n_params - 2 * 128_256 * 4096 - 65 * 4096
     assert received(Sizes(on_mesh.question, on_mesh.plan))["fsdp"] == 7 / 8 * 2 * (2 * layers + 128_256 * 4096)
+
+
+def test_the_tiles_of_the_loss_are_those_of_the_step(monkeypatch):
+    """Few tokens, for which a frozen head alone is cut along the vocabulary: with adapters beside it along tokens."""
+    settings, asked = TrainSettings(batch_size=1, seq_len=512), []
+
+    def watched(*args: Any, **options: Any) -> Any:
+        asked.append(resolve_tiles(*args, **options))
+        return asked[-1]
+
+    monkeypatch.setattr(cross_entropy, "resolve_tiles", watched)
+    monkeypatch.setattr(tile_choice, "compiling_for", lambda: CHIPS["h100"].device_kind)
+    axes = []
+    for targets in (("q",), ("q", "head")):
+        lora = LoraConfig(ranks=(16,), target_modules=targets)
+        step, *shapes = llamem.abstract_lora_step(ONE_B, settings, Plan(), lora)
+        jax.eval_shape(step, *shapes)
+        (axis, count), *others = set(asked)
+        sizes = Sizes(estimate(ONE_B, Plan(), "h100", seq_len=512, lora=lora).question, Plan())
+        tile = (tile_size(512, count), 128_256) if axis == "tokens" else (512, tile_size(128_256, count, 128))
+        assert not others and (sizes.loss_axis, sizes.loss_rows, sizes.loss_columns) == (axis, *tile)
+        axes.append(axis)
+        asked.clear()
+    assert axes == ["vocab", "tokens"]
 
 
 def test_adapters_are_planned_and_the_code_runs_them():

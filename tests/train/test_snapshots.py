@@ -90,6 +90,19 @@ def test_other_settings_are_named_and_refused_until_the_word_is_said(folder, cap
     assert "continue" not in str(error.value), "another model cannot be continued"
 
 
+def test_a_state_of_another_layout_is_refused_by_its_names_and_stays(folder):
+    """As an older version of the package would have written it: it is no damage, and nothing is put aside."""
+    params = state_of()["params"]
+    state = {**state_of(), "params": {"matrix": {"wide": params["wide"]}, "half": params["half"]}}
+    with Snapshots(folder, MODEL, SETTINGS) as snapshots:
+        snapshots.save(2, state, read=8)
+    with pytest.raises(ValueError, match="hold a training state of another layout") as error:
+        restore(folder)
+    assert "it lacks: ['params']['wide']; it holds" in str(error.value)
+    assert "not known here: ['params']['matrix']['wide']. Go on with the version" in str(error.value)
+    assert {path.name for path in (folder / "snapshots").iterdir()} >= {"1", "2"}
+
+
 def test_what_is_not_finite_is_not_saved(folder):
     ruined = state_of()
     ruined["params"]["half"] = ruined["params"]["half"].at[3].set(jnp.inf)

@@ -6,9 +6,7 @@ import jax
 import jax.numpy as jnp
 import larger_than_the_chip
 import models
-import numpy as np
 import pytest
-from adapters import IDS, adapters_of
 from compilers import with_host_memory
 from norms import errors_by_name
 from stopping import stopped_after
@@ -21,7 +19,6 @@ from jaxmem.hlo import optimised_text, parse
 from jaxmem.hlo_counts import compiled_matmul_flops
 from jaxmem.jaxprs import equations
 from llamem import Plan, TrainSettings
-from llamem.adapters.step import init_lora_state, make_lora_step
 from llamem.host.memory import host_place, same_places, waits_on_host
 from llamem.runs import abstract_step, init_state, make_train_step
 from llamem.runs.loop import train
@@ -199,29 +196,6 @@ def test_a_run_stops_and_goes_on_bit_by_bit_or_with_its_state_elsewhere(tmp_path
     # A model whose weights are on the host also answers.
     logits = parts.model(jnp.asarray([[1, 2, 3]], jnp.int32))
     assert logits.shape == (1, 3, 96) and bool(jnp.isfinite(logits).all())
-
-
-def adapted(config, **plan):
-    """Adapters after three steps over a frozen model, and the metrics of the first."""
-    base = init_state(config, SETTINGS, Plan(**plan)).params
-    state = init_lora_state(adapters_of(config), SETTINGS)
-    step = jax.jit(make_lora_step(config, SETTINGS, Plan(**plan)))
-    batch = *batch_of(config, B=4), jnp.asarray(IDS)
-    state, first = step(state, base, batch)
-    for _ in range(2):
-        state, _ = step(state, base, batch)
-    return state.params.weights, first
-
-
-def test_adapters_over_weights_on_the_host():
-    config = models.ON_HOST["tied, 101 rows"]
-    expected, mine = adapted(config, **TILES), adapted(config, weights="host", offload=("block_in",), **TILES)
-    far = errors_by_name(mine[0], expected[0])
-    assert max(far.values()) < 1e-6, far
-    fresh = errors_by_name(mine[0], adapters_of(config).weights)
-    assert min(fresh.values()) > 1e-4, fresh  # every leaf has moved
-    for metric in ("loss", "grad_norm"):
-        np.testing.assert_allclose(expected[1][metric], mine[1][metric], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -175,11 +175,11 @@ def check_adapters(adapters: "Adapters", adapter_B: Any, config: LlamaConfig) ->
     A = adapters.count
     for target in adapters.a:
         layers, n_in, n_out = shape_of(config, target)
-        found, r = (adapters.a[target].shape, adapters.b[target].shape), adapters.a[target].shape[-2]
+        shapes, r = (adapters.a[target].shape, adapters.b[target].shape), adapters.a[target].shape[-2]
         expected = ((*layers, A, r, n_in), (*layers, A, r, n_out))
-        if found != expected:
+        if shapes != expected:
             raise ValueError(
-                f"adapters of another model: A and B of {target!r} have the shapes {found}, and this model needs "
+                f"adapters of another model: A and B of {target!r} have the shapes {shapes}, and this model needs "
                 f"{expected}. Take the model that they were made for."
             )
     if adapter_B is None and A == 1:
@@ -215,12 +215,12 @@ def merge_adapter(model: Llama, adapters: Adapters, i: int) -> Llama:
             "merge_adapter adds to numbers, and this model's matrices are in blocks of four or eight bits: pass "
             "llamem.quantized.dequantize(model)."
         )
-    one = adapters.select([i])
-    check_adapters(one, None, model.config)
+    adapter = adapters.select([i])
+    check_adapters(adapter, None, model.config)
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     params["blocks"] = dict(params["blocks"])
-    for target in one.a:
-        a, b, scale = one.a[target], one.b[target], one.scale[target]
+    for target in adapter.a:
+        a, b, scale = adapter.a[target], adapter.b[target], adapter.scale[target]
         if target in IN_LAYERS:
             blocks, name = params["blocks"], PARAMETERS[target]
             blocks[name] = _sum_by_layer(blocks[name], a[:, 0], b[:, 0], scale[:, 0])

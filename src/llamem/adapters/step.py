@@ -1,7 +1,4 @@
-"""One update of many adapters at once: each as if it were trained alone, and the model under them frozen.
-
-Of A of "o" and "down", and of B of all others, that is its heads, its part of F or its rows: a part of the last axis.
-"""
+"""One update of many adapters at once: each as if it were trained alone, and the model under them frozen."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,7 +11,7 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from llamem.adapters.lora import Adapters, LoraConfig, check_adapters
 from llamem.adapters.weights import IN_LAYERS, put_on
@@ -36,7 +33,11 @@ from llamem.train.step import TrainState, make_model
 
 @dataclasses.dataclass(frozen=True)
 class OwnPart:
-    """Cuts out, inside `shard_map`, what of one target's A or B a device of `axis` meets."""
+    """Cuts out, inside `shard_map`, what of one target's A or B a device of `axis` meets.
+
+    Of A of "o" and "down", and of B of all others, that is its heads, its part of F or its rows: a part of the last
+    axis.
+    """
 
     axis: str
     cuts_a: bool
@@ -103,7 +104,8 @@ def make_lora_step(
         return optax.apply_updates(weights, updates), moments, norm
 
     def step_on_device(state: TrainState, base: Any, batch: AdapterBatch) -> tuple[TrainState, dict[str, Array]]:
-        metrics, grads = losses_and_grads(graphdef_of(config, plan, base), settings, base, state.params, batch)
+        graphdef = graphdef_of(config, plan, base)
+        metrics, grads = losses_and_grads(plan, graphdef, settings, base, state.params, batch)
         old = state.params.weights, state.opt_state
         axes = _axis_of_adapters(old[0]), _axis_of_adapters(old[1])
         each = jax.vmap(update_one, in_axes=(axes[0], axes[1], axes[0]), out_axes=(*axes, 0))
@@ -149,13 +151,12 @@ def abstract_lora_step(
 
 
 def losses_and_grads(
-    graphdef: nnx.GraphDef, settings: TrainSettings, base: Any, adapters: Adapters, batch: AdapterBatch
+    plan: Plan, graphdef: nnx.GraphDef, settings: TrainSettings, base: Any, adapters: Adapters, batch: AdapterBatch
 ) -> tuple[dict[str, Array], Any]:
     """Return every adapter's mean loss and number of tokens, `[A]`, and the gradients of the sum of the losses.
 
     On a mesh, inside `shard_map`, from this device's part of the batch; the results are the same on all devices.
     """
-    plan = nnx.merge(graphdef, base).plan
     weights_B, tokens_A, mean = _of_adapters(adapters.count, place_of(plan), batch)
 
     def divided(path: tuple[Any, ...], grad: Array, axis: int) -> Array:
@@ -164,33 +165,33 @@ def losses_and_grads(
 
     # Of the sum over tokens, divided at the end, in the adapters' own f32: one over the number of tokens would push
     # what flows back through the layers below the smallest numbers of float16, whose loss scale this is.
-    loss = _loss_of(graphdef, base, adapters)
+    loss = _loss_of(plan, graphdef, base, adapters)
     losses_B, grads = loss_and_grads(loss, adapters.weights, jnp.ones_like(weights_B), batch, settings.accumulate)
     grads = jax.tree.map_with_path(divided, grads, _axis_of_adapters(grads))
     return {"loss": mean(losses_B), "tokens": tokens_A}, grads
 
 
-def lora_losses(graphdef: nnx.GraphDef, base: Any, adapters: Adapters, batch: AdapterBatch) -> Array:
+def lora_losses(
+    plan: Plan, graphdef: nnx.GraphDef, base: Any, adapters: Adapters, batch: AdapterBatch
+) -> Float[Array, " A"]:
     """Return every adapter's mean loss over its own tokens, `[A]`, without gradients; NaN where it has none."""
-    plan = nnx.merge(graphdef, base).plan
     mesh = plan.mesh
 
     def losses(base: Any, adapters: Adapters, batch: AdapterBatch) -> Array:
         weights_B, _, mean = _of_adapters(adapters.count, place_of(plan), batch)
-        return mean(jax.grad(_loss_of(graphdef, base, adapters), 1)(adapters.weights, weights_B, *batch))
+        return mean(jax.grad(_loss_of(plan, graphdef, base, adapters), 1)(adapters.weights, weights_B, *batch))
 
     specs = (parameter_specs(base, mesh), PartitionSpec(), batch_spec(mesh))
     return on_mesh(losses, mesh, specs, PartitionSpec())(base, adapters, batch)
 
 
-def _loss_of(graphdef: nnx.GraphDef, base: Any, adapters: Adapters) -> Callable[..., Array]:
+def _loss_of(plan: Plan, graphdef: nnx.GraphDef, base: Any, adapters: Adapters) -> Callable[..., Array]:
     """Return `loss(weights, weights_B, *batch)` of adapters' weights; linear in `weights_B`, as `summed_loss` is."""
 
     def loss(weights: Any, weights_B: Array, inputs_BT: Array, targets_BT: Array, adapter_B: Array, *rest: Any) -> Any:
-        model = nnx.merge(graphdef, base)
-        place, mesh = place_of(model.plan), model.plan.mesh
+        model = place_of(plan).put(nnx.merge(graphdef, base))
         adapter_B = check_adapters(adapters, adapter_B, model.config)
-        model = put_on(place.put(model), adapters.with_weights(weights), adapter_B, own_part_of(mesh))
+        model = put_on(model, adapters.with_weights(weights), adapter_B, own_part_of(plan.mesh))
         return summed_loss(model, weights_B, inputs_BT, targets_BT, *rest)
 
     return loss

@@ -4,7 +4,7 @@ Each sequence's `A` `[r, in]` and `B` `[r, out]` are gathered, then multiplied a
 whatever the number of adapters. Nothing of `[in, out]` is made for one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -21,11 +21,11 @@ PARAMETERS = dict(zip(IN_LAYERS, MATRICES, strict=True))
 Own = Callable[[Any, Any], tuple[Any, Any]]
 
 
-class Given(nnx.Param):
+class AdapterNumbers(nnx.Param):
     """Numbers of an adapter as they were handed to a model: it is trained outside of it."""
 
 
-_GIVEN = ("a", "b", "scale", "adapter_B")
+_PARTS = ("a", "b", "scale", "adapter_B")
 
 
 class _Adapted(nnx.Module):
@@ -40,16 +40,16 @@ class _Adapted(nnx.Module):
     def __init__(self, base: Any, a: Any, b: Any, scale: Any, adapter_B: Any, own: Own | None = None):
         self.base, self.is_adapted, self.own = base, a is not None, own
         if self.is_adapted:
-            self.a, self.b, self.scale, self.adapter_B = map(Given, (a, b, scale, adapter_B))
+            self.a, self.b, self.scale, self.adapter_B = map(AdapterNumbers, (a, b, scale, adapter_B))
 
     @property
-    def given(self) -> list[Any]:
-        """What the base was given: `a`, `b`, `scale` and `adapter_B`, arrays, or None each."""
-        return [getattr(self, name)[...] if self.is_adapted else None for name in _GIVEN]
+    def parts(self) -> list[Any]:
+        """The arrays `a`, `b`, `scale` and `adapter_B`; None each where there is no adapter."""
+        return [getattr(self, name)[...] if self.is_adapted else None for name in _PARTS]
 
     def ready(self, dtype: Any) -> Any:
         """Return the weight with its base in the type of the products."""
-        a, b, *rest = self.given
+        a, b, *rest = self.parts
         a, b = self.own(a, b) if self.own and self.is_adapted else (a, b)
         return type(self)(self.base.ready(dtype), a, b, *rest)
 
@@ -66,7 +66,7 @@ class AdaptedMatrix(_Adapted):
     def _plus(self, x: Array, out: Array) -> Array:
         if not self.is_adapted:
             return out
-        a_ArI, b_ArO, scale_A, adapter_B = self.given
+        a_ArI, b_ArO, scale_A, adapter_B = self.parts
         adapter_B = of_batch(adapter_B, len(x))
         z_BTr = project_in(x.reshape(*x.shape[:2], -1), a_ArI, scale_A, adapter_B)
         b_BrO = chosen(b_ArO, adapter_B).astype(out.dtype)
@@ -90,7 +90,7 @@ class AdaptedMatrix(_Adapted):
                 return None
             return cut(x, n, 2) if name == with_heads else jnp.broadcast_to(x, (n, *x.shape))
 
-        return AdaptedMatrix(self.base.cut(n, axis), *map(part, _GIVEN, self.given))
+        return AdaptedMatrix(self.base.cut(n, axis), *map(part, _PARTS, self.parts))
 
     @classmethod
     def together(cls, matrices: "Sequence[AdaptedMatrix]", x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
@@ -118,7 +118,7 @@ class AdaptedTable(_Adapted):
     def beside(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T W"], tuple[Float[Array, "V _"], ...]]:
         """Return hidden states and head of the adapted model, as `adapted_head`."""
         x, (head_VD,) = self.base.beside(x)
-        return beside(x, head_VD, *self.given) if self.is_adapted else (x, (head_VD,))
+        return beside(x, head_VD, *self.parts) if self.is_adapted else (x, (head_VD,))
 
 
 def put_on(
@@ -132,9 +132,9 @@ def put_on(
     adapter_LB = jnp.broadcast_to(adapter_B, (n_layers, *adapter_B.shape))  # the layers' loop takes one row each
 
     def given(target: str, ids: Array) -> tuple[Any, ...]:
-        parts: tuple[Mapping[str, Any], ...] = adapters.a, adapters.b, adapters.scale
-        found = (*(part[target] for part in parts), ids) if target in adapters.a else (None,) * 4
-        return *found, own_of(target)
+        if target not in adapters.a:
+            return (None,) * 4
+        return adapters.a[target], adapters.b[target], adapters.scale[target], ids, own_of(target)
 
     for target, name in PARAMETERS.items():
         setattr(blocks, name, AdaptedMatrix(getattr(blocks, name), *given(target, adapter_LB)))

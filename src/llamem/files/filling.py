@@ -1,7 +1,6 @@
 """Tensors of files into stacked parameters: checked against the config first, then read one by one."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,10 @@ def check_tensors(tensors: list[Tensor], stored: Tensors, config: LlamaConfig, p
         "of another shape": wrong,
     }
     if any(problems.values()):
-        told = "; ".join(f"{what}: {few(names)}" for what, names in problems.items() if names)
+        differences = "; ".join(f"{what}: {few(names)}" for what, names in problems.items() if names)
         if not config.tied_head and "lm_head.weight" in problems["missing"]:
-            told += '. A model whose head is its embedding says so in config.json: "tie_word_embeddings": true'
-        raise ValueError(f"the tensors in {place} are not those that its config describes. {told}.")
+            differences += '. A model whose head is its embedding says so in config.json: "tie_word_embeddings": true'
+        raise ValueError(f"the tensors in {place} are not those that its config describes. {differences}.")
 
 
 def check_tied(config: LlamaConfig, stored: Tensors, place: Path) -> None:
@@ -59,8 +58,16 @@ def fill(leaf: Any, pieces: Pieces, place: Any, kind: BlockKind | None) -> Any:
     which names the tensor, for numbers that are not finite.
     """
     if kind is None:
-        return _fill({"": leaf}, pieces, {"": place}, lambda stored: {"": stored.read()})[""]
-    return _fill(leaf, pieces, place, partial(_blocks, kind))
+        stack = _Stack(leaf, place)
+        for tensor, stored in pieces:
+            stack.write(stored.read(), tensor, turned=tensor.linear)
+        return stack.finished()
+    # Blocks lie as they are stored, [outputs, inputs].
+    parts = {name: _Stack(leaf[name], place[name]) for name in leaf}
+    for tensor, stored in pieces:
+        for name, part in _blocks(kind, stored).items():
+            parts[name].write(part, tensor)
+    return {name: stack.finished() for name, stack in parts.items()}
 
 
 def _blocks(kind: BlockKind, stored: Stored | GgufTensor) -> Blocks:
@@ -69,31 +76,36 @@ def _blocks(kind: BlockKind, stored: Stored | GgufTensor) -> Blocks:
     return jax.jit(quantize_rows, static_argnums=1)(stored.read(), kind)
 
 
-def _fill(
-    leaves: Mapping[str, Any], pieces: Pieces, places: Mapping[str, Any], read: Callable[[Any], Mapping[str, Any]]
-) -> dict[str, jax.Array]:
-    if any(place is not None and place.memory_kind == "pinned_host" for place in places.values()):
-        # Nothing is written in place there: the CPU puts the parameter together, and no device sees it.
-        on_cpu = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
-        made = _fill(leaves, pieces, dict.fromkeys(places, on_cpu), read)
-        return {name: jax.block_until_ready(jax.device_put(made[name], place)) for name, place in places.items()}
-    arrays = {name: jnp.zeros(leaf.shape, leaf.dtype, device=places[name]) for name, leaf in leaves.items()}
-    is_linear = "" in leaves and pieces[0][0].linear  # blocks lie as they are stored, [outputs, inputs]
+class _Stack:
+    """An array of all layers, or of what has none, as `leaf` says, into which tensors are written in place."""
 
-    def put(array: jax.Array, piece: jax.Array, index: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
-        piece = (piece.T if is_linear else piece).astype(array.dtype)
-        piece = piece.reshape((1,) * len(index) + array.shape[len(index) :])
-        start = (*index, *(0,) * (array.ndim - len(index)))
-        return jax.lax.dynamic_update_slice(array, piece, start), jnp.isfinite(piece).all()
+    def __init__(self, leaf: Any, place: Any):
+        self._place, self._waits_on_host = place, place is not None and place.memory_kind == "pinned_host"
+        # In the host's memory nothing is written in place: the CPU puts the array together, and no device sees it.
+        where = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0]) if self._waits_on_host else place
+        self._array = jnp.zeros(leaf.shape, leaf.dtype, device=where)
+        # Donated, so that the array is written in place.
+        self._put = jax.jit(_put, static_argnums=3, donate_argnums=0, out_shardings=(where, None))
 
-    # Donated, so that the parameter is written in place.
-    put_into = {name: jax.jit(put, donate_argnums=0, out_shardings=(place, None)) for name, place in places.items()}
-    for tensor, stored in pieces:
-        for name, piece in read(stored).items():
-            arrays[name], is_finite = put_into[name](arrays[name], piece, tensor.index)
-            if not is_finite:  # known when the piece is written, so that the host holds one piece at a time
-                raise ValueError(
-                    f"{tensor.name} holds NaN or infinite numbers, or some beyond {arrays[name].dtype}: the file is "
-                    "damaged, the training that wrote it had diverged, or this type is too narrow for it."
-                )
-    return arrays
+    def write(self, piece: Any, tensor: Tensor, turned: bool = False) -> None:
+        """Write one tensor, or a part of its blocks, at its layer; `turned`: it is stored as [outputs, inputs]."""
+        self._array, is_finite = self._put(self._array, piece, tensor.index, turned)
+        if not is_finite:  # known when the piece is written, so that the host holds one piece at a time
+            raise ValueError(
+                f"{tensor.name} holds NaN or infinite numbers, or some beyond {self._array.dtype}: the file is "
+                "damaged, the training that wrote it had diverged, or this type is too narrow for it."
+            )
+
+    def finished(self) -> jax.Array:
+        """Return the array, where it is to lie."""
+        if not self._waits_on_host:
+            return self._array
+        return jax.block_until_ready(jax.device_put(self._array, self._place))
+
+
+def _put(array: jax.Array, piece: jax.Array, index: tuple[Any, ...], turned: bool) -> tuple[jax.Array, jax.Array]:
+    """Return the array with the piece in it, and whether the piece is finite."""
+    piece = (piece.T if turned else piece).astype(array.dtype)
+    piece = piece.reshape((1,) * len(index) + array.shape[len(index) :])
+    start = (*index, *(0,) * (array.ndim - len(index)))
+    return jax.lax.dynamic_update_slice(array, piece, start), jnp.isfinite(piece).all()

@@ -146,10 +146,10 @@ def config_of(gguf: Gguf) -> LlamaConfig:
     fields = {ours: gguf.get(f"{name}.{theirs}") for theirs, ours in _FIELDS.items()}
     default = check_whole("embedding_length", fields["d_model"]) // check_whole("head_count", fields["n_heads"])
     head_dim = gguf.get(f"{name}.{_HEAD_DIM[0]}", default)
-    told = {gguf.get(f"{name}.{field}", head_dim) for field in _HEAD_DIM}
-    if len(told) > 1:
+    sizes = {gguf.get(f"{name}.{field}", head_dim) for field in _HEAD_DIM}
+    if len(sizes) > 1:
         raise ValueError(
-            f"{', '.join(_HEAD_DIM)} in {gguf.file} are {sorted(told)}: only equal ones are computed here."
+            f"{', '.join(_HEAD_DIM)} in {gguf.file} are {sorted(sizes)}: only equal ones are computed here."
         )
     embedding = gguf.tensors.get("token_embd.weight")
     n_tokens = int(embedding.shape[-1]) if embedding is not None else 0
@@ -178,18 +178,18 @@ def config_of(gguf: Gguf) -> LlamaConfig:
 
 def _token_ids(gguf: Gguf) -> dict[str, Any]:
     begin, *ends = (gguf.get(f"tokenizer.ggml.{name}_token_id", None) for name in ("bos", "eos", "eot", "eom"))
-    said = {"bos_token_id": begin, "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
-    return {name: value for name, value in said.items() if value not in (None, [])}
+    token_ids = {"bos_token_id": begin, "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None))}
+    return {name: value for name, value in token_ids.items() if value not in (None, [])}
 
 
 def tensors_of(gguf: Gguf, config: LlamaConfig) -> dict[str, GgufTensor]:
     """Return the file's tensors by Hugging Face's names."""
-    found = {}
+    by_name = {}
     for name, tensor in gguf.tensors.items():
         heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}.get(name.split(".")[-2] if "." in name else "")
-        found[from_gguf(name)] = GgufTensor(tensor, heads if heads and not config.qk_norm else 0)
-    found.pop("rope_freqs.weight", None)  # the config has it
-    return found
+        by_name[from_gguf(name)] = GgufTensor(tensor, heads if heads and not config.qk_norm else 0)
+    by_name.pop("rope_freqs.weight", None)  # the config has it
+    return by_name
 
 
 def kind_of_stack(types: set[str], what: str) -> BlockKind | None:

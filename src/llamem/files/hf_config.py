@@ -63,8 +63,8 @@ def config_from_hf(config: Mapping[str, Any] | str | os.PathLike, **changes: Any
     path = Path(config).expanduser()
     content, beside = read_config(path), (path if path.is_dir() else path.parent) / GENERATION
     if beside.is_file():
-        said = _token_ids(content) | read_json(beside, _MAX_BYTES)
-        changes = {"generation_config": json.dumps(said)} | changes
+        generation = _token_ids(content) | read_json(beside, _MAX_BYTES)
+        changes = {"generation_config": json.dumps(generation)} | changes
     try:
         return config_from_hf(content, **changes)
     except ValueError as error:

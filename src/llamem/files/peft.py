@@ -54,13 +54,13 @@ def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base:
     written; raises FileExistsError where it exists and is not empty, ValueError for an adapter that is not there.
     """
     safetensors = import_extra("safetensors.numpy", "writing adapters")
-    one, folder = adapters.select([i]), Path(folder)
+    adapter, folder = adapters.select([i]), Path(folder)
     tensors: dict[str, np.ndarray] = {}
     targets: list[str] = []
-    r, largest = (max(np.max(array) for array in part.values()) for part in (one.rank, one.scale))
+    r, largest = (max(np.max(array) for array in part.values()) for part in (adapter.rank, adapter.scale))
     alpha = float(largest * np.float32(r))
-    for target in one.a:
-        a, b, rank = (np.asarray(part[target]) for part in (one.a, one.b, one.rank))
+    for target in adapter.a:
+        a, b, rank = (np.asarray(part[target]) for part in (adapter.a, adapter.b, adapter.rank))
         if target not in IN_LAYERS:
             a, b, rank = a[None], b[None], rank[None]
         adapted = {layer: _module_path(target, layer) for layer in range(len(a)) if rank[layer, 0]}
@@ -103,7 +103,7 @@ def _load(model: Llama, folder: Path) -> Adapters:
             raise FileNotFoundError(f"There is no {folder / name}: expected a folder written by PEFT, with {WEIGHTS}.")
     peft = read_json(folder / CONFIG, 10_000_000)
     _check_config(peft, folder)
-    stored, one = tensors_in(folder / WEIGHTS), Adapters({}, {}, {}, {})
+    stored, adapter = tensors_in(folder / WEIGHTS), Adapters({}, {}, {}, {})
     _check_base(model, stored, folder)
     targets, r = TARGET_MODULES, check_whole(f"r in {folder / CONFIG}", peft.get("r"))
     stabilised = check_one_of(f"use_rslora in {folder / CONFIG}", peft.get("use_rslora") or False, (True, False))
@@ -119,15 +119,15 @@ def _load(model: Llama, folder: Path) -> Adapters:
                 scale[layer], rank[layer] = alpha / (math.sqrt(r) if stabilised else r), r
         if not rank.any():
             continue
-        for part, array in zip((one.a, one.b, one.scale, one.rank), (a, b, scale, rank), strict=True):
+        for part, array in zip((adapter.a, adapter.b, adapter.scale, adapter.rank), (a, b, scale, rank), strict=True):
             part[target] = jnp.asarray(array if layers else array[0])
-    if stored or not one.a:
+    if stored or not adapter.a:
         raise ValueError(
             f"{folder / WEIGHTS} holds {few(list(stored)) or 'no tensor'}: expected low-rank matrices of "
             f"{', '.join(MODULES[t] for t in targets)} in {model.config.n_layers} layers alone. The adapter is of "
             f"another kind, or belongs to another base."
         )
-    return one
+    return adapter
 
 
 def _check_config(peft: Mapping[str, Any], folder: Path) -> None:
@@ -148,10 +148,10 @@ def _check_base(model: Llama, stored: dict[str, Stored], folder: Path) -> None:
     """Take out the head that PEFT repeats beside its adapter. Raise ValueError for another than the model's."""
     for name in (f"base_model.model.lm_head.{inner}weight" for inner in ("", "base_layer.")):
         if name in stored:
-            table, mine = stored.pop(name).read(), model.head
-            if table.shape != mine.shape or not np.array_equal(table.astype(mine.dtype), np.asarray(mine)):
+            table, head = stored.pop(name).read(), model.head
+            if table.shape != head.shape or not np.array_equal(table.astype(head.dtype), np.asarray(head)):
                 raise ValueError(
-                    f"{name} in {folder}, of shape {table.shape}, is not the model's head, of shape {mine.shape}: the "
+                    f"{name} in {folder}, of shape {table.shape}, is not the model's head, of shape {head.shape}: the "
                     "adapter was trained over another base, or a resized one. Take the model that it belongs to."
                 )
 

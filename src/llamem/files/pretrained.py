@@ -76,9 +76,9 @@ def load_pretrained(
     pieces: dict[tuple[str, ...], list[tuple[Tensor, Any]]] = {}
     for tensor in tensors:
         pieces.setdefault(tensor.path, []).append((tensor, stored[tensor.name]))
-    for (*above, name), mine in pieces.items():
+    for (*above, name), of_parameter in pieces.items():
         params, at = (tree["blocks"] if above else tree for tree in (abstract, places))
-        params[name] = fill(params[name], mine, at[name], kinds.get(name))
+        params[name] = fill(params[name], of_parameter, at[name], kinds.get(name))
     nnx.replace_by_pure_dict(state, abstract)
     model = nnx.merge(graphdef, state)
     return wait_on_host(model) if plan.weights == "host" else model
@@ -110,8 +110,8 @@ def save_pretrained(model: Llama, folder: str | os.PathLike, *, max_shard_bytes:
     folder = Path(folder)
     with whole_folder(folder) as unfinished:
         (unfinished / "config.json").write_text(json.dumps(config_to_hf(model.config), indent=2))
-        if said := json.loads(model.config.generation_config):
-            (unfinished / GENERATION).write_text(json.dumps(said, indent=2))
+        if generation := json.loads(model.config.generation_config):
+            (unfinished / GENERATION).write_text(json.dumps(generation, indent=2))
         for file, names in split.filename_to_tensors.items():
             arrays = {name: _take(params, tensors[name]) for name in names}
             safetensors.save_file(arrays, unfinished / file, {"format": "pt"})

@@ -56,8 +56,8 @@ def tensors_in(file: Path) -> dict[str, Stored]:
         raise FileNotFoundError(f"{file} is missing. Download it again.")
     with _open(file) as opened:
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118, no dict
-        kinds = {name: found.get_dtype() for name, found in slices.items()}
-        shapes = {name: tuple(found.get_shape()) for name, found in slices.items()}
+        kinds = {name: tensor.get_dtype() for name, tensor in slices.items()}
+        shapes = {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
     if other := next((name for name, kind in kinds.items() if kind not in _DTYPES), None):
         raise ValueError(
             f"{other} in {file} is stored as {kinds[other]}: expected one of {', '.join(_DTYPES)}. Take the model's "

@@ -60,7 +60,9 @@ def update_by_rows(update: UpdateRule, plan: Plan, grads: Any, moments: Any, par
 
     def put(tree: Any, pieces: Any, start: Array, on_host: bool) -> Any:
         pieces = jax.tree.map(to_host, pieces) if on_host else pieces
-        return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_slice_in_dim(whole, one, start, 0), tree, pieces)
+        return jax.tree.map(
+            lambda whole, piece: jax.lax.dynamic_update_slice_in_dim(whole, piece, start, 0), tree, pieces
+        )
 
     def step(carry: tuple[Any, Any], i: Array) -> tuple[tuple[Any, Any], None]:
         start, (params, moments) = i * rows, carry

@@ -60,7 +60,7 @@ def streamed_update(
     inputs_BT, targets_BT, *segments = batch
     check_tokens(inputs_BT, config.vocab_size)
     check_length(inputs_BT.shape[1], config)
-    layer, how = model.layer(jnp.arange(inputs_BT.shape[1]), *segments), _how_to_stream(model, inputs_BT)
+    layer, options = model.layer(jnp.arange(inputs_BT.shape[1]), *segments), _loop_options(model, inputs_BT)
     weights_there, moments_there = plan.weights == "host", plan.moments == "host"
 
     def compute(tree: Any, x_BTD: Array) -> Array:
@@ -81,7 +81,7 @@ def streamed_update(
         of_blocks = put_back(of_blocks, _squeezed(new_own), i, moments_there)
         return (blocks, of_blocks, squares + sum_of_squares(grads)), None
 
-    x_BTD, inputs = forward(compute, _part(params, "blocks"), model.embed(inputs_BT), **how)
+    x_BTD, inputs = forward(compute, _part(params, "blocks"), model.embed(inputs_BT), **options)
     loss, d_head_VD, d_norm_D, dx_BTD = _loss_and_grads(model, x_BTD, targets_BT)
     d_norm = jax.tree.map(lambda _: d_norm_D, _part(params, "norm"))
     done = [clipped_by(norm_of(d_norm))(d_norm, _part(moments, "norm"), _part(params, "norm"))]
@@ -93,7 +93,7 @@ def streamed_update(
         d_head_VD = to_host(d_head_VD)
     carry = _part(params, "blocks"), _part(moments, "blocks"), squares
     dx_BTD, (blocks, of_blocks, squares), _ = backward(
-        compute, lambda carry: carry[0], inputs, dx_BTD, carry, visit, **how
+        compute, lambda carry: carry[0], inputs, dx_BTD, carry, visit, **options
     )
     d_table_VD = _d_embedding(model, inputs_BT, dx_BTD)
     if config.tied_head:  # added in the type in which the plain step adds them
@@ -103,7 +103,7 @@ def streamed_update(
     return *functools.reduce(combine, done), {"loss": loss, "grad_norm": jnp.sqrt(squares + sum_of_squares(d_table_VD))}
 
 
-def _how_to_stream(model: Llama, inputs_BT: Array) -> dict[str, Any]:
+def _loop_options(model: Llama, inputs_BT: Array) -> dict[str, Any]:
     plan, config = model.plan, model.config
     layer_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(nnx.state(model.blocks)))
     layer_bytes //= max(config.n_layers, 1)

@@ -21,14 +21,13 @@ class Policy:
     """What one rematerialised layer keeps, as data: names given with `jax.ad_checkpoint.checkpoint_name`.
 
     `save` stays on the device, `offload` goes to host memory (`pinned_host`), `save_all_but` keeps every *named*
-    activation except these. `also` adds what one of JAX's heuristics saves, "dots_saveable" for example. All that is
-    not chosen is recomputed. Raises ValueError for a name in two lists, and for what JAX cannot combine.
+    activation except these. All that is not chosen is recomputed. Raises ValueError for a name in two lists, and for
+    `save_all_but` beside another list.
     """
 
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     save_all_but: tuple[str, ...] = ()
-    also: str | None = None
 
     def __post_init__(self):
         for field in ("save", "offload", "save_all_but"):
@@ -42,11 +41,6 @@ class Policy:
             )
         if self.save_all_but and (self.save or self.offload):
             raise ValueError("Policy: save_all_but stands alone; list what to keep in save= and offload= instead.")
-        if self.also is not None and (not isinstance(self.also, str) or self.also not in _HEURISTICS or self.offload):
-            raise ValueError(
-                f"Policy(also={self.also!r}): expected one of {', '.join(_HEURISTICS)}, and no offload= beside it, "
-                "which JAX cannot combine with another policy."
-            )
 
     @property
     def names(self) -> frozenset[str]:
@@ -127,7 +121,7 @@ def offloading_too(remat: str | Policy | None, names: tuple[str, ...]) -> str | 
     if not names:
         return remat
     policy = check_policy(remat)
-    if not isinstance(policy, Policy) or policy.save_all_but or policy.also is not None:
+    if not isinstance(policy, Policy) or policy.save_all_but:
         raise ValueError(
             f"offload={names!r} cannot be added to remat={remat!r}: only a policy over names says what else is kept. "
             "Choose remat='nothing', or llamem.Policy(save=(...))."
@@ -137,11 +131,10 @@ def offloading_too(remat: str | Policy | None, names: tuple[str, ...]) -> str | 
 
 def _jax_policy(remat: str | Policy | None) -> Callable[..., Any] | None:
     policy = check_policy(remat)
-    beyond = isinstance(policy, Policy) and (policy.offload or policy.also is not None)
-    if beyond and getattr(jax.config, "jax_remat3", False):
+    if offloads(remat) and getattr(jax.config, "jax_remat3", False):
         raise ValueError(
             f"remat={remat!r}: with jax_remat3 on, this JAX would recompute everything instead, without a word. Turn "
-            "it off, jax.config.update('jax_remat3', False), or choose a policy that neither offloads nor combines."
+            "it off, jax.config.update('jax_remat3', False), or choose a policy that does not offload."
         )
     if not isinstance(policy, Policy):
         return policy
@@ -153,7 +146,5 @@ def _jax_policy(remat: str | Policy | None) -> Callable[..., Any] | None:
             offload_dst="pinned_host",
         )
     if policy.save_all_but:
-        named = _JAX.save_any_names_but_these(*policy.save_all_but)
-    else:
-        named = _JAX.save_only_these_names(*policy.save) if policy.save else _JAX.nothing_saveable
-    return named if policy.also is None else _JAX.save_from_both_policies(named, _HEURISTICS[policy.also])
+        return _JAX.save_any_names_but_these(*policy.save_all_but)
+    return _JAX.save_only_these_names(*policy.save) if policy.save else _JAX.nothing_saveable

@@ -165,10 +165,10 @@ def tiled_sum(fn: Callable[[Any, Any], Array], params: PyTree, xs: PyTree, num_t
 
     def of_device(params: PyTree, xs: PyTree) -> Array:
         args = params, xs = vary_together(params, xs)
-        one = jax.eval_shape(lambda *args: fn(args[0], jax.tree.map(lambda x: x[:rows], args[1])), params, xs)
-        if getattr(one, "shape", None) != () or not jnp.issubdtype(one.dtype, jnp.floating):
-            raise ValueError(f"fn must return one real number for a tile, got {one}. Sum over the tile's rows.")
-        wide = jnp.promote_types(one.dtype, jnp.float32)
+        total = jax.eval_shape(lambda *args: fn(args[0], jax.tree.map(lambda x: x[:rows], args[1])), params, xs)
+        if getattr(total, "shape", None) != () or not jnp.issubdtype(total.dtype, jnp.floating):
+            raise ValueError(f"fn must return one real number for a tile, got {total}. Sum over the tile's rows.")
+        wide = jnp.promote_types(total.dtype, jnp.float32)
 
         def value(params: PyTree, xs: PyTree) -> Array:
             start = jnp.zeros((), wide)
@@ -180,8 +180,8 @@ def tiled_sum(fn: Callable[[Any, Any], Array], params: PyTree, xs: PyTree, num_t
             def add(carry: tuple[Array, PyTree], tile: Any) -> tuple[tuple[Array, PyTree], PyTree]:
                 (total, d_params), (x, frozen_x) = carry, tile
                 of_tile, pull = vjp_of(fn, (params, x), (frozen_params, frozen_x))
-                more, dx = pull(jnp.ones_like(of_tile))
-                return (total + of_tile, add_to(d_params, more)), dx
+                d_params_of_tile, dx = pull(jnp.ones_like(of_tile))
+                return (total + of_tile, add_to(d_params, d_params_of_tile)), dx
 
             start = jnp.zeros((), wide), wide_zeros(params)
             (total, d_params), dx = fold_tiles(add, start, (xs, frozen_xs), num_tiles)
@@ -195,7 +195,7 @@ def tiled_sum(fn: Callable[[Any, Any], Array], params: PyTree, xs: PyTree, num_t
 def scaled(like: PyTree, gradients: PyTree, _: PyTree, cotangent: Array) -> PyTree:
     """Return gradients that were made in the forward pass times the cotangent, multiplied in the wider type."""
 
-    def one(gradient: Array | None, like: Any) -> Array | None:
+    def scale(gradient: Array | None, like: Any) -> Array | None:
         return None if gradient is None else (gradient * cotangent).astype(like.dtype)
 
-    return jax.tree.map(one, gradients, like, is_leaf=lambda gradient: gradient is None)
+    return jax.tree.map(scale, gradients, like, is_leaf=lambda gradient: gradient is None)

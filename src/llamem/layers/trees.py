@@ -1,5 +1,6 @@
 """Trees of arrays cut in two and joined again, as `equinox.partition` and `combine` do; gradients that grow in f32."""
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,14 +12,42 @@ from jaxtyping import Array, PyTree
 
 def partition(tree: PyTree, keep: Callable[[tuple[Any, ...], Any], bool]) -> tuple[PyTree, PyTree]:
     """Return the leaves for which `keep(path, leaf)` is true, and the others; None where the other tree has a leaf."""
-    kept = jax.tree.map_with_path(lambda path, leaf: leaf if keep(path, leaf) else None, tree)
+    chosen = jax.tree.map_with_path(lambda path, leaf: leaf if keep(path, leaf) else None, tree)
     others = jax.tree.map_with_path(lambda path, leaf: None if keep(path, leaf) else leaf, tree)
-    return kept, others
+    return chosen, others
 
 
-def combine(one: PyTree, other: PyTree) -> PyTree:
+def combine(first: PyTree, second: PyTree) -> PyTree:
     """Return the leaves of both; where both have one, that of the first. The reverse of `partition`."""
-    return jax.tree.map(lambda a, b: b if a is None else a, one, other, is_leaf=lambda a: a is None)
+    return jax.tree.map(lambda a, b: b if a is None else a, first, second, is_leaf=lambda a: a is None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class WantedGradients:
+    """Whose gradients a backward rule is asked for, said by the shape of an empty array among the rule's residuals.
+
+    JAX keeps one tree of residuals for each traced program, that of its last differentiation, and a tree that depends
+    on what is differentiated would be taken for that of another (seen with 0.10.2: zeros, without an error).
+    """
+
+    flags: Array  # [0, ...], sixteen of them in each further size
+
+    @classmethod
+    def of(cls, are_wanted: Iterable[bool]) -> "WantedGradients":
+        """Return what says these flags, one for each leaf of the rule's arguments."""
+        flags = list(are_wanted)
+        sizes = [sum(flag << i for i, flag in enumerate(flags[n : n + 16])) for n in range(0, len(flags), 16)]
+        return cls(jnp.zeros((0, *sizes), jnp.int8))
+
+    def partition(self, args: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the leaves whose gradients are asked for, and the others; None where the other tree has a leaf."""
+        leaves, tree = jax.tree.flatten(args)
+        sizes = self.flags.shape[1:]
+        flags = [bool(sizes[i // 16] >> i % 16 & 1) for i in range(len(leaves))]
+        wanted = [leaf if flag else None for leaf, flag in zip(leaves, flags, strict=True)]
+        others = [None if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)]
+        return tree.unflatten(wanted), tree.unflatten(others)
 
 
 def with_rule(
@@ -45,18 +74,20 @@ def with_rule(
             return value(*args)
 
         def rule_forward(*args: PyTree) -> tuple[Any, Any]:
-            asked = mark(arg.perturbed for arg in jax.tree.leaves(args))
+            gradients = WantedGradients.of(arg.perturbed for arg in jax.tree.leaves(args))
             values = jax.tree.map(lambda arg: arg.value, args)
             if forward is None:
                 # Called with its rule: run in place, XLA for GPUs copied the blocks of all layers in another order (8B
                 # over four bits, tiles and groups of heads, an L4: 12.0 GiB, not 9.2).
-                return ruled(*values), (values, asked)
-            result, kept = forward(*by_mark(values, asked))
+                return ruled(*values), (values, gradients)
+            result, kept = forward(*gradients.partition(values))
             kept = iter(jax.tree.leaves(kept))
-            return result, (jax.tree.map(lambda arg: next(kept) if arg.perturbed else jnp.zeros(0), args), asked)
+            return result, (jax.tree.map(lambda arg: next(kept) if arg.perturbed else jnp.zeros(0), args), gradients)
 
         def rule_backward(residuals: Any, cotangent: Any) -> PyTree:
-            return with_zeros(backward(*by_mark(*residuals), jax.tree.map(_dense, cotangent)), types)
+            kept, gradients = residuals
+            wanted, others = gradients.partition(kept)
+            return with_zeros(backward(wanted, others, jax.tree.map(_dense, cotangent)), types)
 
         ruled.defvjp(rule_forward, rule_backward, symbolic_zeros=True)
         return ruled(*args)
@@ -65,39 +96,15 @@ def with_rule(
 
 
 def _dense(cotangent: Any) -> Array:
-    none_asked: Any = cotangent
-    return jnp.zeros(none_asked.shape, none_asked.dtype) if isinstance(cotangent, SymbolicZero) else cotangent
+    if isinstance(cotangent, SymbolicZero):
+        zero: Any = cotangent
+        return jnp.zeros(zero.shape, zero.dtype)
+    return cotangent
 
 
 def vjp_of(fn: Callable[..., Any], wanted: PyTree, frozen: PyTree) -> tuple[Any, Callable[[Any], PyTree]]:
     """Return `jax.vjp` of `fn(*args)` for the leaves of its arguments that are in `wanted`; the others are `frozen`."""
     return jax.vjp(lambda *wanted: fn(*combine(wanted, frozen)), *wanted)
-
-
-def mark(flags: Iterable[bool]) -> Array:
-    """Return an empty array whose shape says these flags: `[0, ...]`, sixteen of them in each further size.
-
-    Among the residuals of a rule it says whose gradients are asked for. JAX keeps one tree of residuals for each traced
-    program, that of its last differentiation, and a tree that depends on what is differentiated would be taken for that
-    of another (seen with 0.10.2: zeros, without an error).
-    """
-    flags = list(flags)
-    parts = [flags[start : start + 16] for start in range(0, len(flags), 16)]
-    return jnp.zeros((0, *(sum(flag << i for i, flag in enumerate(part)) for part in parts)), jnp.int8)
-
-
-def flags_of(mark: Array, count: int) -> list[bool]:
-    """Return the first flags that a mark says."""
-    return [bool(mark.shape[1 + i // 16] >> i % 16 & 1) for i in range(count)]
-
-
-def by_mark(values: PyTree, mark: Array) -> tuple[PyTree, PyTree]:
-    """Return the values whose gradients a mark asks for, and the others, as from `partition`."""
-    leaves, tree = jax.tree.flatten(values)
-    flags = flags_of(mark, len(leaves))
-    parts = [[leaf if flag == wanted else None for leaf, flag in zip(leaves, flags, strict=True)] for wanted in (1, 0)]
-    wanted, frozen = map(tree.unflatten, parts)
-    return wanted, frozen
 
 
 def with_zeros(gradients: PyTree, args: PyTree) -> PyTree:

@@ -27,11 +27,11 @@ def axes_of(tree: Any) -> frozenset[str]:
 def vary(tree: Any, axes: frozenset[str]) -> Any:
     """Return the same arrays, said to differ over these axes, too."""
 
-    def one(leaf: Any) -> Any:
+    def vary_leaf(leaf: Any) -> Any:
         missing = tuple(sorted(axes - varying_axes(leaf)))
         return _differing(leaf, missing) if missing else leaf
 
-    return jax.tree.map(one, tree) if axes else tree
+    return jax.tree.map(vary_leaf, tree) if axes else tree
 
 
 def vary_together(*trees: Any) -> tuple:

@@ -13,12 +13,13 @@ from llamem.llama.plan import Plan
 
 
 def check_model(config: Any, rngs: Any, plan: Any) -> None:
-    """Raise TypeError for what no model is made of."""
+    """Raise TypeError for what no model is made of, and ValueError as `check_heads`."""
     if not isinstance(config, LlamaConfig) or not isinstance(rngs, nnx.Rngs) or not isinstance(plan, Plan):
         raise TypeError(
             f"Llama({config!r}, rngs={rngs!r}, plan={plan!r}): expected a llamem.LlamaConfig, such as "
             "LlamaConfig.from_name('tiny'), an nnx.Rngs, such as nnx.Rngs(0), and a llamem.Plan."
         )
+    check_heads(config, plan)
 
 
 def check_heads(config: LlamaConfig, plan: Plan) -> None:
@@ -36,6 +37,14 @@ def check_heads(config: LlamaConfig, plan: Plan) -> None:
         )
 
 
+def check_inputs(tokens_BT: Any, segments_BT: Any, config: LlamaConfig) -> None:
+    """Raise as `check_tokens` and `check_length`, and ValueError for documents that are not one for each token."""
+    check_tokens(tokens_BT, config.vocab_size)
+    if segments_BT is not None:
+        check_of_sequences("segments_BT", segments_BT, tokens_BT.shape, "the document of each token")
+    check_length(tokens_BT.shape[1], config)
+
+
 def check_length(length: int, config: LlamaConfig, batch_size: int = 1) -> None:
     """Raise ValueError for sequences that are longer than the model's, or for sizes that are no whole numbers."""
     check_whole("batch_size", batch_size)
@@ -47,8 +56,12 @@ def check_length(length: int, config: LlamaConfig, batch_size: int = 1) -> None:
         )
 
 
-def check_cache(cache: Any, kind: Any, config: LlamaConfig, batch_size: int, T: int) -> None:
-    """Raise TypeError for no cache, ValueError for another model's, and where it is known that T more do not fit."""
+def check_cache(cache: Any, kind: Any, config: LlamaConfig, tokens_BT: Any) -> None:
+    """Raise as `check_tokens`, TypeError for no cache, ValueError for another model's, and where it is known that the
+    tokens do not fit.
+    """
+    check_tokens(tokens_BT, config.vocab_size)
+    batch_size, T = tokens_BT.shape
     if not isinstance(cache, kind):
         raise TypeError(f"cache={show(cache)}: expected model.empty_cache({batch_size}, max_len).")
     shape = jnp.shape(cache.k_LBSKh)
@@ -64,12 +77,6 @@ def check_cache(cache: Any, kind: Any, config: LlamaConfig, batch_size: int, T: 
             f"the cache has {places} places, {length} of them filled: {T} more tokens do not fit. Make it longer: "
             f"model.empty_cache(batch_size, max_len={length + T})."
         )
-
-
-def check_segments(segments_BT: Any, shape: tuple[int, ...]) -> None:
-    """Raise ValueError for numbers of documents that are not one for each token; there may be none."""
-    if segments_BT is not None:
-        check_of_sequences("segments_BT", segments_BT, shape, "the document of each token")
 
 
 def check_tokens(tokens_BT: Any, vocab_size: int, what: str = "tokens") -> None:
@@ -90,10 +97,10 @@ def check_tokens(tokens_BT: Any, vocab_size: int, what: str = "tokens") -> None:
 
 def check_of_sequences(name: str, numbers: Any, shape: tuple[int, ...], what: str) -> None:
     """Raise ValueError for numbers of sequences, `what` they are, that are no array of whole numbers of this shape."""
-    found, dtype = getattr(numbers, "shape", None), getattr(numbers, "dtype", None)
-    if found != shape or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+    given, dtype = getattr(numbers, "shape", None), getattr(numbers, "dtype", None)
+    if given != shape or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(
-            f"{name} of shape {found} and type {dtype}: expected an array of whole numbers of shape {shape}, {what}."
+            f"{name} of shape {given} and type {dtype}: expected an array of whole numbers of shape {shape}, {what}."
         )
 
 

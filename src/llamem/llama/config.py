@@ -134,12 +134,12 @@ def _is_json_object(text: Any) -> bool:
 
 def _floating(name: str, dtype: Any) -> Any:
     try:
-        found = None if dtype is None else jnp.dtype(dtype)
+        known = None if dtype is None else jnp.dtype(dtype)
     except (TypeError, ValueError):
-        found = None
-    if found is None or not jnp.issubdtype(found, jnp.floating):
+        known = None
+    if known is None or not jnp.issubdtype(known, jnp.floating):
         raise ValueError(f"{name}={dtype!r} is not a floating type: use jnp.bfloat16 or jnp.float32.")
-    return found
+    return known
 
 
 _LLAMA3_8B = LlamaConfig()

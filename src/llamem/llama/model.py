@@ -1,6 +1,7 @@
 """Llama 3: embedding, L blocks whose weights are stacked, a norm, a head. Shapes stand in names.
 
-Its matrices, tables and norms are asked, and never looked into: see `llamem.llama.weights`.
+Its matrices, tables and norms (RMSNorm) are asked, and never looked into: see `llamem.llama.weights`. What a plan cuts
+into groups of heads and tiles of tokens is cut in `llamem.llama.in_parts`.
 """
 
 import dataclasses
@@ -16,20 +17,13 @@ from jaxtyping import Array, Float, Int
 
 from llamem.layers.attention import Implementation, causal_attention
 from llamem.layers.offload import name_in_pieces
-from llamem.layers.partial_sums import order_gradients, sum_parts
+from llamem.layers.partial_sums import order_gradients
 from llamem.layers.stack import apply_stack
-from llamem.layers.tiling import tiled_map
-from llamem.llama.checked_inputs import (
-    check_cache,
-    check_heads,
-    check_length,
-    check_model,
-    check_segments,
-    check_tokens,
-)
+from llamem.llama.checked_inputs import check_cache, check_inputs, check_length, check_model
 from llamem.llama.config import LlamaConfig
+from llamem.llama.in_parts import in_groups_of_heads, in_tiles_of_tokens
 from llamem.llama.plan import Plan
-from llamem.llama.weights import MATRICES, Matrix, Norm, Table, linear_together, whole_logits
+from llamem.llama.weights import MATRICES, Matrix, Norm, Table, whole_logits
 
 Rope = tuple[Float[Array, "*B T _"], Float[Array, "*B T _"]]
 
@@ -69,8 +63,7 @@ class Attend:
 
     def __call__(self, q_BTHh: Array, k_BTKh: Array, v_BTKh: Array, segments_BT: Array | None = None) -> Array:
         """Return what each query found, `[B, T, H, h]`."""
-        how = self.implementation
-        return causal_attention(q_BTHh, k_BTKh, v_BTKh, segments_BT=segments_BT, implementation=how)
+        return causal_attention(q_BTHh, k_BTKh, v_BTKh, segments_BT=segments_BT, implementation=self.implementation)
 
 
 class Attention(NamedTuple):
@@ -84,26 +77,9 @@ class Attention(NamedTuple):
     q_norm: Norm | None  # Qwen3's
     k_norm: Norm | None
 
-    def __call__(
-        self, x_BTD: Array, rope: Rope, segments_BT: Array | None, attend: Attend, groups: int
-    ) -> Float[Array, "B T D"]:
-        """Add attention to the stream: all heads at once, or one group of heads after the other."""
-        if groups == 1:
-            return self.add(x_BTD, attend(*self.qkv(x_BTD, rope), segments_BT))
-        # Each group runs again in the backward pass. What the groups add, and the gradients of what they share, are
-        # summed in f32.
-        heads = [m.cut(groups, "output") for m in (self.q, self.k, self.v)], self.o.cut(groups, "input")
-
-        def group(shared: Any, heads: Any, dtype: Any) -> Array:
-            (q_norm, k_norm, y_BTD, rope, segments_BT), (qkv, o) = shared, heads
-            # One product, whose gradients go back at once: three lay out a [B, T, D] each.
-            part = self._replace(q_norm=q_norm, k_norm=k_norm)
-            q_BTHh, k_BTKh, v_BTKh = part.rotated(linear_together(qkv, y_BTD), rope)
-            (q_BTHh, k_BTKh), v_BTKh = order_gradients((q_BTHh, k_BTKh), v_BTKh)
-            return o.linear(attend(q_BTHh, k_BTKh, v_BTKh, segments_BT), dtype)
-
-        shared = self.q_norm, self.k_norm, self.norm(x_BTD), rope, segments_BT
-        return self.added(x_BTD, sum_parts(group, shared, heads, x_BTD.dtype))
+    def __call__(self, x_BTD: Array, rope: Rope, segments_BT: Array | None, attend: Attend) -> Float[Array, "B T D"]:
+        """Add to the stream what the queries of a whole sequence find."""
+        return self.add(x_BTD, attend(*self.qkv(x_BTD, rope), segments_BT))
 
     def qkv(self, x_BTD: Array, rope: Rope) -> tuple[Array, Array, Array]:
         """Return queries `[B, T, H, h]`, keys and values `[B, T, K, h]`, rotated to their positions."""
@@ -120,10 +96,10 @@ class Attention(NamedTuple):
 
     def add(self, x_BTD: Array, attn_BTHh: Array) -> Float[Array, "B T D"]:
         """Add to the stream what the queries found."""
-        return self.added(x_BTD, self.o.linear(attn_BTHh))
+        return self.add_output(x_BTD, self.o.linear(attn_BTHh))
 
-    def added(self, x_BTD: Array, attn_out_BTD: Array) -> Float[Array, "B T D"]:
-        """Add to the stream what attention adds, or its summands."""
+    def add_output(self, x_BTD: Array, attn_out_BTD: Array) -> Float[Array, "B T D"]:
+        """Add to the stream attention's output, or the summands of it."""
         return x_BTD + checkpoint_name(self.o.total(attn_out_BTD), "attn_out")
 
 
@@ -135,15 +111,11 @@ class FeedForward(NamedTuple):
     up: Matrix  # [D, F]
     down: Matrix  # [F, D]
 
-    def __call__(self, x_BTD: Array, tiles: int = 1) -> Float[Array, "B T D"]:
-        """Add the feed-forward to the stream, at once or tile by tile: gate and up of one tile are alive at a time."""
-        if tiles == 1:
-            return self.added(x_BTD, self.inner(self.norm(x_BTD)))
-        if self.down.is_whole:
-            return _in_tiles(FeedForward.__call__, self, x_BTD, tiles)
-        return self.added(x_BTD, _in_tiles(FeedForward.inner, self, self.norm(x_BTD), tiles))
+    def __call__(self, x_BTD: Array) -> Float[Array, "B T D"]:
+        """Add the feed-forward to the stream."""
+        return self.add_output(x_BTD, self.swiglu(self.norm(x_BTD)))
 
-    def inner(self, y_BTD: Array) -> Float[Array, "B T D"]:
+    def swiglu(self, y_BTD: Array) -> Float[Array, "B T D"]:
         """Return `down(silu(gate(y)) * up(y))`."""
         gate, up, down = self.gate, self.up, self.down
         if down.is_trained:
@@ -153,25 +125,9 @@ class FeedForward(NamedTuple):
         up_BTF = checkpoint_name(up.linear(y_BTD), "up")
         return down.linear(jax.nn.silu(gate_BTF) * up_BTF)
 
-    def added(self, x_BTD: Array, mlp_out_BTD: Array) -> Float[Array, "B T D"]:
-        """Add to the stream what the feed-forward adds, or its summands."""
+    def add_output(self, x_BTD: Array, mlp_out_BTD: Array) -> Float[Array, "B T D"]:
+        """Add to the stream the feed-forward's output, or the summands of it."""
         return x_BTD + checkpoint_name(self.down.total(mlp_out_BTD), "mlp_out")
-
-
-def _in_tiles(fn: Any, weights: FeedForward, x_BTD: Array, tiles: int) -> Float[Array, "B T D"]:
-    """Return `fn(weights, x_BTD)`, which works on tokens one by one, tile by tile."""
-    if not weights.down.tells_sequences_apart:
-
-        def rows(weights: FeedForward, x_ND: Array) -> Array:
-            return fn(weights, x_ND[None])[0]
-
-        return tiled_map(rows, weights, x_BTD.reshape(-1, x_BTD.shape[-1]), tiles).reshape(x_BTD.shape)
-
-    def columns(weights: FeedForward, x_TBD: Array) -> Array:
-        return fn(weights, x_TBD.swapaxes(0, 1)).swapaxes(0, 1)
-
-    # A tile is some tokens of every sequence.
-    return tiled_map(columns, weights, x_BTD.swapaxes(0, 1), tiles).swapaxes(0, 1)
 
 
 class Block(nnx.Module):
@@ -218,8 +174,8 @@ class Block(nnx.Module):
         """Compute the layer over a whole sequence; `ACTIVATIONS` lists the names it gives for `llamem.Policy`."""
         attention, feed_forward = self.ready()
         x_BTD = (name_in_pieces if "block_in" in plan.offload else checkpoint_name)(x_BTD, "block_in")
-        x_BTD = attention(x_BTD, rope, segments_BT, attend, plan.head_groups)
-        return feed_forward(x_BTD, plan.mlp_tiles)
+        x_BTD = in_groups_of_heads(attention, plan.head_groups)(x_BTD, rope, segments_BT, attend)
+        return in_tiles_of_tokens(feed_forward, plan.mlp_tiles)(x_BTD)
 
 
 @jax.tree_util.register_dataclass
@@ -241,7 +197,6 @@ class Llama(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, plan: Plan = Plan()):
         check_model(config, rngs, plan)
-        check_heads(config, plan)
         self.config, self.plan, self.attend = config, plan, Attend(plan.attention)
         self.deterministic = False  # the attribute that nnx's train() and eval() set
         V, D = config.vocab_size, config.d_model
@@ -251,9 +206,9 @@ class Llama(nnx.Module):
 
         self.embedding = table()
         keys_L = jax.random.split(rngs.params(), config.n_layers)
-        one = nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0)))
+        block = nnx.eval_shape(lambda: Block(config, rngs=nnx.Rngs(0)))
         self.blocks = nnx.merge(
-            nnx.graphdef(one), jax.vmap(lambda key: nnx.state(Block(config, rngs=nnx.Rngs(key))))(keys_L)
+            nnx.graphdef(block), jax.vmap(lambda key: nnx.state(Block(config, rngs=nnx.Rngs(key))))(keys_L)
         )
         self.norm = Norm(jnp.ones((D,), config.param_dtype), eps=config.norm_eps)
         if not config.tied_head:
@@ -278,29 +233,18 @@ class Llama(nnx.Module):
     ) -> Any:
         """Return the last layer's output after the final norm, `[B, T, D]`: what the loss multiplies with the head.
 
-        With `return_hidden=True` also `[L + 1, B, T, D]`, what entered each layer and what left the last, before the
-        norm.
-
         `segments_BT` numbers documents packed into one sequence (padding counts as one): they do not see each other.
         Positions need not start again with each, since RoPE is relative.
-        Raises ValueError for sequences beyond `config.max_seq_len`, and for a token id outside the vocabulary where it
-        is known. In a program that is traced it is not: there such an id gives NaN.
+        With `return_hidden=True` also `[L + 1, B, T, D]`, what entered each layer and what left the last, before the
+        norm. Raises ValueError for sequences beyond `config.max_seq_len`, and for a token id outside the vocabulary
+        where it is known. In a program that is traced it is not: there such an id gives NaN.
         """
-        check_tokens(tokens_BT, self.config.vocab_size)
-        check_segments(segments_BT, tokens_BT.shape)
-        check_length(tokens_BT.shape[1], self.config)
+        check_inputs(tokens_BT, segments_BT, self.config)
         own_BT, positions_T = self.attend.own(tokens_BT)
-        result = apply_stack(
-            self.layer(positions_T, segments_BT),
-            nnx.state(self.blocks),
-            self.embed(own_BT),
-            mode=self.plan.mode,
-            remat=None if self.deterministic else self.plan.policy,
-            return_hidden=return_hidden,
-        )
-        x_BTD, hidden = result if return_hidden else (result, None)
-        x_BTD = self.norm(x_BTD)
-        return (x_BTD, hidden) if return_hidden else x_BTD
+        layer, remat = self.layer(positions_T, segments_BT), None if self.deterministic else self.plan.policy
+        options = {"mode": self.plan.mode, "remat": remat, "return_hidden": return_hidden}
+        result = apply_stack(layer, nnx.state(self.blocks), self.embed(own_BT), **options)
+        return (self.norm(result[0]), result[1]) if return_hidden else self.norm(result)
 
     def embed(self, tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """Return what enters the first layer, in the products' type."""
@@ -341,8 +285,7 @@ class Llama(nnx.Module):
         Raises TypeError for no cache, ValueError where `cache.length + T` is known to be beyond its S places. In a
         program that is traced the length is not known: there the logits are NaN. No training option touches this path.
         """
-        check_tokens(tokens_BT, self.config.vocab_size)
-        check_cache(cache, KVCache, self.config, *tokens_BT.shape)
+        check_cache(cache, KVCache, self.config, tokens_BT)
         positions_T = cache.length + jnp.arange(tokens_BT.shape[1])
         graphdef, rope = nnx.graphdef(self.blocks), rope_tables(self.config, positions_T)
 

@@ -13,8 +13,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import jax
-
 from jaxmem.checks import check_one_of, check_whole, replaced, show
 from llamem.layers.attention import Implementation
 from llamem.layers.remat import POLICIES, Policy, check_policy, offloading_too
@@ -83,42 +81,6 @@ class MeshShape:
     def over(self, *names: str) -> tuple[str, ...]:
         """Return the mesh axes that split array axes of these names: `over("d_model")` is that of every weight."""
         return tuple(axis for name in names for axis in RULES[name] if axis in self.axes)
-
-    def check_devices(self) -> None:
-        """Raise ValueError where this process sees fewer devices than the mesh has."""
-        if jax.device_count() < self.devices:
-            raise ValueError(
-                f"the plan's mesh {self.axes} has {self.devices} devices, and there are {jax.device_count()}. Choose "
-                "smaller sizes, or simulate devices on a CPU: jax.config.update('jax_num_cpu_devices', "
-                f"{self.devices}) before the first computation."
-            )
-
-    def check_inside(self) -> None:
-        """Raise ValueError where the function that calls this is not the program of one device of such a mesh."""
-        try:
-            found = {name: jax.lax.axis_size(name) for name in self.axes}
-        except NameError:
-            found = {}
-        if found != self.axes:
-            raise ValueError(
-                f"the plan's mesh has the axes {self.axes}, and this is computed outside of it. A training step goes "
-                "there by itself; to call the model, give it a plan without a mesh: JAX then shares the work out by "
-                "itself, after where the weights lie."
-            )
-
-    def mesh(self) -> Any:
-        """Return the mesh to compute on: that of the absent chip traced for, else this machine's devices.
-
-        Without enough devices here an abstract one, whose shardings a compiler for absent chips understands.
-        """
-        traced = jax.sharding.get_abstract_mesh()
-        if dict(traced.shape) == self.axes:
-            return traced
-        sizes, names = tuple(self.axes.values()), tuple(self.axes)
-        kinds = (jax.sharding.AxisType.Auto,) * len(names)
-        if jax.device_count() < self.devices:
-            return jax.sharding.AbstractMesh(sizes, names, kinds)
-        return jax.make_mesh(sizes, names, axis_types=kinds, devices=jax.devices()[: self.devices])
 
 
 LossAxis = Literal["auto", "tokens", "vocab"]

@@ -66,11 +66,13 @@ def generate(
         )
     prompt_BT = jnp.pad(prompt_BT, ((0, 0), (0, _rounded_up(T, places) - T)))
     graphdef, state = nnx.split(model)
-    how = temperature == 0, top_p < 1
-    numbers = jnp.float32(temperature), jnp.float32(top_p), jnp.asarray(stop_ids, jnp.int32)
+    is_greedy, cuts_tail = temperature == 0, top_p < 1
+    sampling = jnp.float32(temperature), jnp.float32(top_p), jnp.asarray(stop_ids, jnp.int32)
     key = jax.random.key(0) if key is None else key  # unused at temperature 0, where nothing is drawn
     cache = model.empty_cache(B, places)
-    tokens_BS = _generate(graphdef, how, state, prompt_BT, length_B, max_new_tokens, cache, key, numbers)
+    tokens_BS = _generate(
+        graphdef, is_greedy, cuts_tail, state, prompt_BT, length_B, max_new_tokens, cache, key, sampling
+    )
     return jnp.take_along_axis(tokens_BS, length_B[:, None] + jnp.arange(max_new_tokens), axis=1)
 
 
@@ -95,10 +97,11 @@ def _rounded_up(size: int, most: int) -> int:
     return min(max(LEAST_PLACES, 1 << (size - 1).bit_length()), most)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _generate(graphdef, how, state, prompt_BT, length_B, max_new_tokens, cache, key, numbers):
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _generate(graphdef, is_greedy, cuts_tail, state, prompt_BT, length_B, max_new_tokens, cache, key, sampling):
     """Return prompts and what follows them `[B, places]`: one program for all lengths, which are numbers of it."""
-    model, (temperature, top_p, stop_ids), (greedy, cut) = nnx.merge(graphdef, state), numbers, how
+    model, (temperature, top_p, stop_ids) = nnx.merge(graphdef, state), sampling
+    temperature, top_p = 0 if is_greedy else temperature, top_p if cuts_tail else 1
     tokens_BS = jnp.pad(prompt_BT.astype(jnp.int32), ((0, 0), (0, cache.k_LBSKh.shape[2] - prompt_BT.shape[1])))
     end_B = length_B + max_new_tokens
     # All prompts at once; the cache is then taken back to before the shortest one's last token. What it holds beyond is
@@ -111,17 +114,17 @@ def _generate(graphdef, how, state, prompt_BT, length_B, max_new_tokens, cache, 
         t, _, _, stopped_B = carry
         return jnp.any(~stopped_B & (t + 1 < end_B))
 
-    def one(carry):
+    def next_token(carry):
         t, cache, tokens_BS, stopped_B = carry
         logits_BV, cache = model.decode(jax.lax.dynamic_slice_in_dim(tokens_BS, t, 1, axis=1), cache)
-        new_B = pick_token(logits_BV, jax.random.fold_in(key, t), 0 if greedy else temperature, top_p if cut else 1)
+        new_B = pick_token(logits_BV, jax.random.fold_in(key, t), temperature, top_p)
         given_B = t + 1 < length_B  # a prompt that is longer goes on with its own tokens
         token_B = jnp.where(given_B, tokens_BS[:, t + 1], jnp.where(stopped_B, tokens_BS[:, t], new_B))
         stopped_B |= ~given_B & jnp.isin(token_B, stop_ids)
         return t + 1, cache, tokens_BS.at[:, t + 1].set(token_B), stopped_B
 
     carry = start, cache, tokens_BS, jnp.zeros(length_B.shape, bool)
-    t, _, tokens_BS, _ = jax.lax.while_loop(unfinished, one, carry)
+    t, _, tokens_BS, _ = jax.lax.while_loop(unfinished, next_token, carry)
     # Where every sequence has stopped, the rest of each repeats its last token.
     places = jnp.minimum(jnp.arange(tokens_BS.shape[1]), t)
     return tokens_BS[:, places]

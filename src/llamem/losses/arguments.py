@@ -43,37 +43,33 @@ def check_batch(hidden: Any, targets: Any, weights: Any) -> Batch:
     hidden, targets = as_floats("hidden", hidden, "[..., D]"), jnp.asarray(targets)
     if hidden.ndim == 0 or hidden.shape[-1] == 0:
         raise ValueError(f"hidden must be [..., D] with D of at least 1, got shape {hidden.shape}.")
-    rows = hidden.shape[:-1]
+    shape = hidden.shape[:-1]
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"targets must be integer ids, got {targets.dtype}. Ids are not one-hot rows, nor floats.")
-    if targets.shape != rows:
-        raise ValueError(f"targets must have hidden's batch shape {rows}, got {targets.shape}.")
+    if targets.shape != shape:
+        raise ValueError(f"targets must have hidden's batch shape {shape}, got {targets.shape}.")
     weights = None if weights is None else jnp.asarray(weights)
-    if weights is not None and (weights.shape != rows or jnp.iscomplexobj(weights)):
+    if weights is not None and (weights.shape != shape or jnp.iscomplexobj(weights)):
         raise ValueError(
-            f"weights must be real numbers in hidden's batch shape {rows}, got {weights.shape} of {weights.dtype}."
+            f"weights must be real numbers in hidden's batch shape {shape}, got {weights.shape} of {weights.dtype}."
         )
     return Batch(hidden, targets, weights)
 
 
-def check_head(head: Any, bias: Any, hidden: Array) -> list[Array]:
-    """Return the head's matrices, which side by side have hidden's D columns, and its bias where there is one."""
+def check_head(head: Any, hidden: Array) -> list[Array]:
+    """Return the head's matrices, which side by side have hidden's D columns."""
     if not hasattr(head, "shape") and not (isinstance(head, tuple | list) and head):
         raise TypeError(f"head must be an array [V, D], or a tuple of them side by side; got {show(head)}.")
     D, is_one = hidden.shape[-1], hasattr(head, "shape")
-    leaves = [as_floats("head", leaf, "[V, D]") for leaf in ([head] if is_one else head)]
-    shapes = [leaf.shape for leaf in leaves]
+    matrices = [as_floats("head", matrix, "[V, D]") for matrix in ([head] if is_one else head)]
+    shapes = [matrix.shape for matrix in matrices]
     two_axes = all(len(shape) == 2 for shape in shapes)
     if not two_axes or len({shape[0] for shape in shapes}) > 1 or sum(shape[1] for shape in shapes) != D:
-        if len(leaves) > 1:
+        if len(matrices) > 1:
             raise ValueError(
                 f"a head of several matrices must be [V, D_1], [V, D_2] .. with D_1 + D_2 + .. = {D}, hidden's last "
                 f"axis; got {shapes}."
             )
         hint = " Pass its transpose." if two_axes and shapes[0][0] == D else ""
         raise ValueError(f"head must be [V, D] with D = {D}, got {shapes[0]}.{hint}")
-    if bias is not None:
-        leaves.append(as_floats("bias", bias, "[V]"))
-        if leaves[-1].shape != shapes[0][:1]:
-            raise ValueError(f"bias must be [V] = [{shapes[0][0]}], got {leaves[-1].shape}.")
-    return leaves
+    return matrices

@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Integer
 from jaxmem.checks import check_one_of, check_whole
 from llamem.layers.varying import partitioned
 from llamem.losses.arguments import check_batch, check_head, static_number
-from llamem.losses.tile_choice import choose_for
-from llamem.losses.vocab_tiles import Rows, Softmax, quiet
+from llamem.losses.logits import LogitSummary, Softmax, zero_uncounted
+from llamem.losses.tile_choice import resolve_tiles
+from llamem.losses.vocab_tiles import Tiles
 from llamem.losses.weighted_sum import reduce_losses
 
 __all__ = ["tiled_cross_entropy", "tiled_logprobs"]
@@ -24,15 +25,15 @@ Scalar = Float[Array, ""] | float
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy:
-    """The cross-entropy of some tokens from their rows. Hashable: it keys the jit cache."""
+    """The cross-entropy of some tokens. Hashable: it keys the jit cache."""
 
     z_loss: float
 
-    def __call__(self, rows: Rows, weights_T: Array, extras: Any) -> Array:
+    def __call__(self, summary: LogitSummary, weights_T: Array, extras: Any) -> Array:
         """Return losses `[T]`."""
-        rows = quiet(rows, weights_T)
-        loss_T = rows.logsumexp - rows.target
-        return loss_T + self.z_loss * rows.logsumexp**2 if self.z_loss else loss_T
+        logsumexp_T, target_T, _ = zero_uncounted(summary, weights_T)
+        loss_T = logsumexp_T - target_T
+        return loss_T + self.z_loss * logsumexp_T**2 if self.z_loss else loss_T
 
 
 def tiled_cross_entropy(
@@ -41,13 +42,12 @@ def tiled_cross_entropy(
     targets: Integer[Array, "*batch"],
     *,
     weights: Float[Array, "*batch"] | None = None,
-    bias: Float[Array, " V"] | None = None,
     num_tiles: int | Literal["auto"] = "auto",
     axis: Literal["auto", "tokens", "vocab"] = "auto",
+    head_trained: bool = True,
     reduction: Literal["mean", "sum", "none"] = "mean",
     normalizer: Scalar | None = None,
     ignore_index: int = -100,
-    label_smoothing: Scalar = 0.0,
     z_loss: Scalar = 0.0,
     logit_softcap: Scalar | None = None,
     logit_scale: Scalar = 1.0,
@@ -74,23 +74,23 @@ def tiled_cross_entropy(
             which `jax.debug_nans` and checkify's `nan_checks` turn into an error.
         weights: `[...]`, of each token, default 1; differentiable. The mean under weights that cancel out to 0 is
             not defined: NaN or infinite.
-        bias: `[V]`, added to the logits.
         num_tiles: at least 1, need not divide; "auto" asks `choose_tiles` about the chip that compiles.
         axis: "tokens" or "vocab"; "auto" asks `choose_tiles`, or is "tokens" when `num_tiles` is given.
+        head_trained: False tells "auto" that no gradient of the whole head will be wanted: it is frozen, or adapters
+            stand beside it. Gradients are right whatever is said.
         reduction: "mean" divides by `normalizer`; "none" returns `[...]`, on tiles of the vocabulary.
         normalizer: for "mean"; default the sum of weights that are not ignored. Give the count over all devices or
             micro-batches where these are parts of one batch.
         ignore_index: the id of targets that do not count.
-        label_smoothing: in [0, 1], mixes the target with the uniform distribution, as in PyTorch.
         z_loss: adds `z_loss * logsumexp ** 2` per token (PaLM, arXiv 2204.02311).
-        logit_softcap: `cap * tanh(logits / cap)` (Gemma 2, arXiv 2408.00118), after scale and bias.
-        logit_scale: multiplies the logits, bias included. Like the three numbers before it, it is part of the
-            compiled program: another value compiles another one, a traced one is refused.
-        vocab_axis_name: inside `jax.shard_map`, the mesh axis whose devices hold some rows of the head (and of `bias`)
-            each, in order; hidden and targets, ids of the whole vocabulary, are the same on all of them, and so is the
-            loss. Tiles of the vocabulary only. Devices meet after the loops: one maximum and the sums per token, one
-            sum of hidden's gradient. With `check_vma=False` take gradients inside `shard_map`: outside, JAX shares the
-            cotangent out among devices that hold the same loss.
+        logit_softcap: `cap * tanh(logits / cap)` (Gemma 2, arXiv 2408.00118), after the scale.
+        logit_scale: multiplies the logits. Like the two numbers before it, it is part of the compiled program: another
+            value compiles another one, a traced one is refused.
+        vocab_axis_name: inside `jax.shard_map`, the mesh axis whose devices hold some rows of the head each, in order;
+            hidden and targets, ids of the whole vocabulary, are the same on all of them, and so is the loss. Tiles of
+            the vocabulary only. Devices meet after the loops: one maximum and the sums per token, one sum of hidden's
+            gradient. With `check_vma=False` take gradients inside `shard_map`: outside, JAX shares the cotangent out
+            among devices that hold the same loss.
 
     Returns:
         A float32 scalar (0 where no token counts), or `[...]` for "none".
@@ -102,7 +102,7 @@ def tiled_cross_entropy(
     check_one_of("axis", axis, ("auto", "tokens", "vocab"))
     check_one_of("reduction", reduction, ("mean", "sum", "none"))
     batch = check_batch(hidden, targets, weights)
-    leaves = check_head(head, bias, batch.hidden)
+    matrices = check_head(head, batch.hidden)
     if normalizer is not None and reduction != "mean":
         raise ValueError(f'normalizer belongs to reduction="mean", not to {reduction!r}.')
     if axis == "tokens" and (reduction == "none" or vocab_axis_name is not None):
@@ -111,18 +111,26 @@ def tiled_cross_entropy(
             "before the cotangents of their losses are known, and in each tile devices would have to meet."
         )
     softmax = Softmax(
-        jnp.result_type(batch.hidden, *leaves),
+        jnp.result_type(batch.hidden, *matrices),
         scale=static_number("logit_scale", logit_scale),
         softcap=None if logit_softcap is None else static_number("logit_softcap", logit_softcap, above=0),
-        smoothing=static_number("label_smoothing", label_smoothing, at_least=0, at_most=1),
     )
-    only = "vocab" if reduction == "none" or vocab_axis_name is not None else axis
-    tiles = choose_for(batch, leaves, softmax, only, num_tiles, vocab_axis_name)
+    if reduction == "none" or vocab_axis_name is not None:
+        axis = "vocab"
+    axis, num_tiles = resolve_tiles(
+        num_tiles,
+        axis,
+        (batch.targets.size, batch.hidden.shape[-1], matrices[0].shape[0]),
+        dtype=softmax.dtype,
+        head_trained=check_one_of("head_trained", head_trained, (True, False)),
+        head_parts=len(matrices),
+    )
+    tiles = Tiles(axis, num_tiles, vocab_axis_name)
     ignore_index = check_whole("ignore_index", ignore_index, at_least=-(2**31))
     loss_of = CrossEntropy(static_number("z_loss", z_loss))
     compute = partial(_reduce, loss_of, softmax, (tiles, tiles), reduction, ignore_index)
     out_spec = jax.typeof(batch.targets).sharding.spec if reduction == "none" else PartitionSpec()
-    return partitioned(compute, out_spec, batch, leaves, (), normalizer)
+    return partitioned(compute, out_spec, batch, matrices, (), normalizer)
 
 
 _reduce = jax.jit(reduce_losses, static_argnums=(0, 1, 2, 3, 4))  # so that eager calls compile once

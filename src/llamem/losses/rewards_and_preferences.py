@@ -8,41 +8,63 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from jaxmem.checks import check_one_of, check_whole
+from jaxmem.checks import check_one_of, check_whole, show
 from llamem.losses import arguments
 from llamem.losses.cross_entropy import Head, Scalar, tiled_logprobs
 from llamem.losses.token_loss import Mask, tiled_token_loss
 from llamem.losses.weighted_sum import known_targets
 
-__all__ = ["group_advantages", "tiled_policy_loss"]
+__all__ = ["PolicyObjective", "group_advantages", "tiled_dpo_loss", "tiled_policy_loss"]
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyObjective:
-    """One token's part of a policy-gradient loss. Hashable: it keys the jit cache."""
+    """What a policy-gradient loss makes of each token: REINFORCE, importance weights, or the clip of PPO and GRPO.
 
-    objective: str
-    clip_low: float
-    clip_high: float
-    kl: str
-    kl_weight: float
-    entropy_weight: float
+    With `ratio = exp(logprob - old_logprob)` and a token's advantage A, a token's loss is
 
-    def __call__(self, logprob: Array, entropy: Array, extras: dict) -> Array:
-        """Return this token's loss, from its "advantage" and, if there are any, "old" and "ref" log-probabilities."""
+    | kind | | |
+    |---|---|---|
+    | "reinforce" | `-A * logprob` | Williams 1992 |
+    | "importance" | `-A * ratio` | of tokens that another policy drew |
+    | "clip" | `-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)` | PPO, GRPO, DAPO |
+
+    (PPO: arXiv 1707.06347; GRPO: 2402.03300; two bounds: DAPO, 2503.14476),
+    plus `kl_weight` times `exp(r) - r - 1` with `r = ref_logprob - logprob`, the estimate of the KL divergence from the
+    reference policy that is called k3 (Schulman 2020); minus `entropy_weight` times the entropy of the token's
+    distribution.
+
+    The four numbers are part of the compiled program: other values compile another one, traced ones are refused.
+    Raises ValueError or TypeError for a kind or a number that cannot be.
+    """
+
+    kind: Literal["clip", "importance", "reinforce"] = "clip"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_weight: float = 0.0
+    entropy_weight: float = 0.0
+
+    def __post_init__(self):
+        check_one_of("kind", self.kind, ("clip", "importance", "reinforce"))
+        bounds = {"clip_low": {"at_least": 0, "at_most": 1}, "clip_high": {"at_least": 0}, "kl_weight": {"at_least": 0}}
+        for name in ("clip_low", "clip_high", "kl_weight", "entropy_weight"):
+            number = arguments.static_number(name, getattr(self, name), **bounds.get(name, {}))
+            object.__setattr__(self, name, number)
+
+    def __call__(self, logprob: Array, entropy: Array, extras: dict[str, Array]) -> Array:
+        """Return one token's loss, from its "advantage" and, if there are any, "old" and "ref" log-probabilities."""
         advantage = extras["advantage"]
         ratio = jnp.exp(logprob - extras.get("old", jax.lax.stop_gradient(logprob)))
-        if self.objective == "reinforce":
+        if self.kind == "reinforce":
             loss = -advantage * logprob
-        elif self.objective == "importance":
+        elif self.kind == "importance":
             loss = -advantage * ratio
         else:
             clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
             loss = -jnp.minimum(ratio * advantage, clipped * advantage)
         if "ref" in extras:
-            further = extras["ref"] - logprob
-            estimates = {"k1": -further, "k2": further**2 / 2, "k3": jnp.expm1(further) - further}
-            loss += self.kl_weight * estimates[self.kl]
+            log_ratio = extras["ref"] - logprob
+            loss += self.kl_weight * (jnp.expm1(log_ratio) - log_ratio)
         return loss - self.entropy_weight * entropy if self.entropy_weight else loss
 
 
@@ -52,15 +74,10 @@ def tiled_policy_loss(
     targets: Integer[Array, "*batch"],
     advantages: Float[Array, "*adv"],
     *,
-    objective: Literal["clip", "importance", "reinforce"] = "clip",
+    objective: PolicyObjective = PolicyObjective(),
     old_logprobs: Float[Array, "*batch"] | None = None,
     ref_logprobs: Float[Array, "*batch"] | None = None,
     mask: Mask | None = None,
-    clip_low: Scalar = 0.2,
-    clip_high: Scalar = 0.2,
-    kl: Literal["k1", "k2", "k3"] = "k3",
-    kl_weight: Scalar = 0.0,
-    entropy_weight: Scalar = 0.0,
     normalize: Literal["tokens", "sequences"] = "tokens",
     normalizer: Scalar | None = None,
     num_tiles: int | Literal["auto"] = "auto",
@@ -70,20 +87,6 @@ def tiled_policy_loss(
     ignore_index: int = -100,
 ) -> Float[Array, ""]:
     """Compute a policy-gradient loss of REINFORCE, PPO or GRPO: `tiled_token_loss`, with its products and memory.
-
-    With `ratio = exp(logprob - old_logprob)` and a token's advantage A, a token's loss is
-
-    | objective | | |
-    |---|---|---|
-    | "reinforce" | `-A * logprob` | Williams 1992 |
-    | "importance" | `-A * ratio` | of tokens that another policy drew |
-    | "clip" | `-min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)` | PPO, GRPO, DAPO |
-
-    (PPO: arXiv 1707.06347; GRPO: 2402.03300; two bounds: DAPO, 2503.14476),
-    plus `kl_weight` times an estimate of the KL divergence from the reference, with `r = ref_logprob - logprob`: k1 is
-    `-r`, k2 `r ** 2 / 2`, k3 `exp(r) - r - 1` (Schulman 2020); minus `entropy_weight` times the entropy of the token's
-    distribution. They are estimates of a value: differentiated, k1 has an expected gradient of 0 on tokens that the
-    policy itself drew, k2 that of the KL divergence, k3 another one.
 
     TRL's `loss_type`s (1.16) to the last digit, where masks are 0 and 1 (fractional ones it counts as at least 1 in a
     sequence):
@@ -95,7 +98,7 @@ def tiled_policy_loss(
     | "dr_grpo" | `normalizer=B * max_completion_length` |
     | "dapo" | `normalizer=` the number of tokens of the whole batch, on all devices |
 
-    `beta` is `kl_weight` with k3, `epsilon` and `epsilon_high` are the clips. Its
+    `beta` is the objective's `kl_weight`, `epsilon` and `epsilon_high` are its clips. TRL's
     `importance_sampling_level="sequence"` (GSPO) needs whole sequences first: take `tiled_logprobs`.
 
     Args:
@@ -103,15 +106,10 @@ def tiled_policy_loss(
         head: `[V, D]`, or a tuple of matrices as in `tiled_token_loss`.
         targets: `[..., T]`, the ids that were drawn, or `ignore_index`.
         advantages: `[..., T]`, or one for each sequence, `[...]`; `group_advantages` makes GRPO's.
-        objective: see above.
+        objective: a token's loss; by default the clip of PPO, without a reference policy.
         old_logprobs: `[..., T]`, of the policy that drew; None for this one, whose ratio is 1, and has a gradient.
-        ref_logprobs: `[..., T]`, of the reference policy; needed where `kl_weight` is not 0.
+        ref_logprobs: `[..., T]`, of the reference policy; needed where the objective's `kl_weight` is not 0.
         mask: `[..., T]`, 1 where a token was drawn, 0 for prompts and padding.
-        clip_low: how far the ratio may fall below 1.
-        clip_high: how far it may rise.
-        kl: which estimate.
-        kl_weight: at least 0.
-        entropy_weight: of the bonus.
         normalize: "tokens" divides the sum by `normalizer`, default the sum of the mask; "sequences" takes the mean of
             each sequence's tokens, and divides their sum by `normalizer`, default the number of sequences, empty ones
             included.
@@ -121,41 +119,40 @@ def tiled_policy_loss(
     Returns:
         A float32 scalar, with gradients for hidden and head: advantages, log-probabilities and the mask are data.
     """
-    chosen = PolicyObjective(
-        check_one_of("objective", objective, ("clip", "importance", "reinforce")),
-        arguments.static_number("clip_low", clip_low, at_least=0, at_most=1),
-        arguments.static_number("clip_high", clip_high, at_least=0),
-        check_one_of("kl", kl, ("k1", "k2", "k3")),
-        arguments.static_number("kl_weight", kl_weight, at_least=0),
-        arguments.static_number("entropy_weight", entropy_weight),
-    )
+    if not isinstance(objective, PolicyObjective):
+        raise TypeError(
+            f"objective={show(objective)}: expected a llamem.PolicyObjective, such as "
+            'llamem.PolicyObjective("clip", clip_high=0.28).'
+        )
     check_one_of("normalize", normalize, ("tokens", "sequences"))
     ignore_index = check_whole("ignore_index", ignore_index, at_least=-(2**31))
-    if (ref_logprobs is None) != (chosen.kl_weight == 0):
+    if (ref_logprobs is None) != (objective.kl_weight == 0):
         raise ValueError(
-            f"ref_logprobs and kl_weight belong together, got kl_weight={chosen.kl_weight:g} and "
+            f"ref_logprobs and kl_weight belong together, got kl_weight={objective.kl_weight:g} and "
             f"{'no ' if ref_logprobs is None else ''}ref_logprobs."
         )
-    if objective == "reinforce" and old_logprobs is not None:
+    if objective.kind == "reinforce" and old_logprobs is not None:
         raise ValueError(
-            'objective="reinforce" has no use for old_logprobs: it takes the tokens as drawn by this very policy. For '
-            'tokens of another one take "importance" or "clip".'
+            'PolicyObjective("reinforce") has no use for old_logprobs: it takes the tokens as drawn by this very '
+            'policy. For tokens of another one take "importance" or "clip".'
         )
     batch = arguments.check_batch(hidden, targets, mask)
-    rows = batch.targets.shape
-    extras = {"advantage": _check_advantages(advantages, rows)}
-    for name, value in (("old", old_logprobs), ("ref", ref_logprobs)):
-        if value is not None:
-            extras[name] = arguments.as_floats(f"{name}_logprobs", value, "[...], one for each target")
-            if extras[name].shape != rows:
-                raise ValueError(f"{name}_logprobs must have hidden's batch shape {rows}, got {extras[name].shape}.")
+    tokens_shape = batch.targets.shape
+    extras = {"advantage": _check_advantages(advantages, tokens_shape)}
+    for name, logprobs in (("old", old_logprobs), ("ref", ref_logprobs)):
+        if logprobs is not None:
+            extras[name] = arguments.as_floats(f"{name}_logprobs", logprobs, "[...], one for each target")
+            if extras[name].shape != tokens_shape:
+                raise ValueError(
+                    f"{name}_logprobs must have hidden's batch shape {tokens_shape}, got {extras[name].shape}."
+                )
     weights = batch.weights
     if normalize == "sequences":
         weights = _weights_by_sequence(batch, ignore_index)
-        normalizer = math.prod(rows[:-1]) if normalizer is None else normalizer
+        normalizer = math.prod(tokens_shape[:-1]) if normalizer is None else normalizer
     extras, weights = jax.lax.stop_gradient((extras, weights))
     return tiled_token_loss(
-        chosen,
+        objective,
         batch.hidden,
         head,
         batch.targets,
@@ -170,15 +167,16 @@ def tiled_policy_loss(
     )
 
 
-def _check_advantages(value: Any, rows: tuple[int, ...]) -> Array:
-    found = arguments.as_floats("advantages", value, "[..., T], or [...], one for each sequence")
-    if found.shape == rows:
-        return found
-    if not rows or found.shape != rows[:-1]:
+def _check_advantages(advantages: Any, shape: tuple[int, ...]) -> Array:
+    advantages = arguments.as_floats("advantages", advantages, "[..., T], or [...], one for each sequence")
+    if advantages.shape == shape:
+        return advantages
+    if not shape or advantages.shape != shape[:-1]:
         raise ValueError(
-            f"advantages must be one for each target {rows}, or one for each sequence {rows[:-1]}, got {found.shape}."
+            f"advantages must be one for each target {shape}, or one for each sequence {shape[:-1]}, got "
+            f"{advantages.shape}."
         )
-    return jnp.broadcast_to(found[..., None], rows)
+    return jnp.broadcast_to(advantages[..., None], shape)
 
 
 def _weights_by_sequence(batch: arguments.Batch, ignore_index: int) -> Array:
@@ -202,15 +200,14 @@ def group_advantages(
     out (Dr. GRPO, arXiv 2503.20783). No gradient.
     """
     check_one_of("scale", scale, (True, False))
-    found = arguments.as_floats("rewards", rewards, "[..., G], the G answers to one prompt side by side")
-    if found.ndim == 0 or found.shape[-1] < 2:
-        raise ValueError(f"rewards must be [..., G] with G of at least 2 answers to a prompt, got shape {found.shape}.")
-    above = found - jnp.mean(found, -1, keepdims=True)
-    spread = jnp.std(found, -1, ddof=1, keepdims=True) + epsilon if scale else 1.0
-    return jax.lax.stop_gradient(above / spread)
-
-
-__all__ = ["tiled_dpo_loss"]
+    rewards = arguments.as_floats("rewards", rewards, "[..., G], the G answers to one prompt side by side")
+    if rewards.ndim == 0 or rewards.shape[-1] < 2:
+        raise ValueError(
+            f"rewards must be [..., G] with G of at least 2 answers to a prompt, got shape {rewards.shape}."
+        )
+    above_mean = rewards - jnp.mean(rewards, -1, keepdims=True)
+    deviation = jnp.std(rewards, -1, ddof=1, keepdims=True) + epsilon if scale else 1.0
+    return jax.lax.stop_gradient(above_mean / deviation)
 
 
 def tiled_dpo_loss(
@@ -221,7 +218,6 @@ def tiled_dpo_loss(
     *,
     beta: Scalar = 0.1,
     mask: Mask | None = None,
-    label_smoothing: Scalar = 0.0,
     ignore_index: int = -100,
     num_tiles: int | Literal["auto"] = "auto",
     temperature: Scalar = 1.0,
@@ -231,7 +227,7 @@ def tiled_dpo_loss(
 
     With `r = beta * (sum of log-probabilities - the reference's)` of an answer, the mean over pairs of
     `-log sigmoid(r_chosen - r_rejected)`. A token's gradient waits for the sums of both answers, so its logits are
-    computed twice: 4 matrix products, 2 with a frozen head (TRL's "sigmoid"; `label_smoothing` as TRL's and cDPO's).
+    computed twice: 4 matrix products, 2 with a frozen head. TRL calls this loss "sigmoid".
 
     Args:
         hidden: `[2, ..., T, D]`: the chosen answers, then the rejected ones.
@@ -240,7 +236,6 @@ def tiled_dpo_loss(
         ref_logprobs: `[2, ...]`, of whole answers under the reference policy; no gradient.
         beta: the strength of the pull back to the reference.
         mask: `[2, ..., T]`, 1 where a token belongs to the answer.
-        label_smoothing: in [0, 0.5), the share of pairs that are labelled the wrong way round.
         ignore_index: the id of targets that do not count.
         num_tiles: as `temperature` and `vocab_axis_name`, of `tiled_logprobs`.
 
@@ -248,7 +243,6 @@ def tiled_dpo_loss(
         A float32 scalar.
     """
     beta = arguments.static_number("beta", beta, above=0)
-    eps = arguments.static_number("label_smoothing", label_smoothing, at_least=0, below=0.5)
     batch = arguments.check_batch(hidden, targets, mask)
     shape = batch.targets.shape
     if len(shape) < 2 or shape[0] != 2:
@@ -275,4 +269,4 @@ def tiled_dpo_loss(
         logprobs = jnp.where(batch.weights == 0, 0, logprobs * batch.weights)
     rewards = beta * (jnp.sum(logprobs, -1) - jax.lax.stop_gradient(reference))
     margin = rewards[0] - rewards[1]
-    return -jnp.mean((1 - eps) * jax.nn.log_sigmoid(margin) + eps * jax.nn.log_sigmoid(-margin))
+    return -jnp.mean(jax.nn.log_sigmoid(margin))

@@ -11,10 +11,8 @@ import jax.numpy as jnp
 
 from jaxmem.checks import check_one_of, check_whole
 from jaxmem.chips import CHIPS, Chip, compiling_for, device_memory
-from llamem.losses.arguments import Batch
-from llamem.losses.vocab_tiles import Softmax, Tiles
 
-__all__ = ["TileChoice", "choose_for", "choose_tiles"]
+__all__ = ["TileChoice", "choose_tiles", "resolve_tiles"]
 
 # A CPU with a few cores, to the order of magnitude. Its exponentials take longer than its memory, hence few bytes per
 # second: the faster axis is then the one measured from D = 64 (vocabulary) to 1,024 (tokens); at 256 they are equal.
@@ -127,20 +125,42 @@ def choose_tiles(
     return dataclasses.replace(best, reason="\n".join(lines))
 
 
-def choose_for(
-    batch: Batch, head: list, softmax: Softmax, axis: Any, num_tiles: Any, mesh_axis: str | None = None, *, frozen=False
-) -> Tiles:
-    """Return the tiles of a loss, where the head is frozen or not: those given, or what `choose_tiles` finds."""
+def resolve_tiles(
+    num_tiles: int | Literal["auto"],
+    axis: Literal["auto", "tokens", "vocab"],
+    shape: tuple[int, int, int],
+    *,
+    dtype: Any,
+    head_trained: bool,
+    head_parts: int = 1,
+    with_entropy: bool = False,
+    chip: str | None = None,
+) -> tuple[Literal["tokens", "vocab"], int]:
+    """Return the axis and the number of tiles of a loss: those given, or what `choose_tiles` finds.
+
+    This is the one place where it is decided: for the losses, and for the planner, which asks about a chip.
+
+    Args:
+        num_tiles: a number, or "auto".
+        axis: of the tiles, or "auto", which is "tokens" for a given number.
+        shape: N, D and V, of what one device has.
+        dtype: of the factors of matrix products.
+        head_trained: whether all of the head is; else it is frozen, or one of its matrices is trained beside others.
+        head_parts: matrices that stand side by side as the head.
+        with_entropy: whether the loss may differentiate the entropy.
+        chip: see `choose_tiles`.
+    """
     if num_tiles != "auto":
-        return Tiles("vocab" if axis == "vocab" else "tokens", check_whole("num_tiles", num_tiles), mesh_axis)
-    N, D, V = batch.targets.size, batch.hidden.shape[-1], head[0].shape[0]
-    how: dict[str, Any] = {"dtype": softmax.dtype, "axis": axis}
-    if frozen:
+        return "vocab" if axis == "vocab" else "tokens", check_whole("num_tiles", num_tiles)
+    budget = None
+    if not head_trained and axis == "auto" and (head_parts > 1 or with_entropy):
+        axis = "tokens"  # tiles of the vocabulary would make their logits a second time
+    if not head_trained and with_entropy:
         # The tile is then all that is large: a quarter of the head's own bytes is enough for it.
-        how |= {"head": "frozen", "memory_budget": max(1, V * D * softmax.dtype.itemsize // 4)}
-        how["axis"] = "tokens" if axis == "auto" else axis
-    found = choose_tiles(N, D, V, **how)
-    return Tiles(found.axis, found.num_tiles, mesh_axis)
+        budget = max(1, shape[2] * shape[1] * jax.dtypes.canonicalize_dtype(dtype).itemsize // 4)
+    head = "trained" if head_trained else "frozen"
+    choice = choose_tiles(*shape, dtype=dtype, head=head, axis=axis, chip=chip, memory_budget=budget)
+    return choice.axis, choice.num_tiles
 
 
 def _option(

@@ -13,8 +13,9 @@ from jaxmem.checks import check_one_of, check_whole
 from llamem.layers.varying import partitioned
 from llamem.losses.arguments import check_batch, check_head, static_number
 from llamem.losses.cross_entropy import Head, Scalar
-from llamem.losses.tile_choice import choose_for
-from llamem.losses.vocab_tiles import Rows, Softmax
+from llamem.losses.logits import LogitSummary, Softmax
+from llamem.losses.tile_choice import resolve_tiles
+from llamem.losses.vocab_tiles import Tiles
 from llamem.losses.weighted_sum import reduce_losses
 
 __all__ = ["tiled_token_loss"]
@@ -68,48 +69,52 @@ def tiled_token_loss(
     """
     check_one_of("axis", axis, ("auto", "tokens", "vocab"))
     batch = check_batch(hidden, targets, weights)
-    leaves = check_head(head, None, batch.hidden)
+    matrices = check_head(head, batch.hidden)
     extras = jax.tree.map(partial(_check_extra, batch.targets.shape), extras)
     softmax = Softmax(
-        jnp.result_type(batch.hidden, *leaves),
+        jnp.result_type(batch.hidden, *matrices),
         scale=1 / static_number("temperature", temperature, above=0),
         softcap=None if logit_softcap is None else static_number("logit_softcap", logit_softcap, above=0),
         with_entropy=True,
     )
     _check_token_loss(fn, extras, batch.targets.ndim, softmax.wide)
-    trained, frozen = (choose_for(batch, leaves, softmax, axis, num_tiles, frozen=f) for f in (False, True))
+    shape = batch.targets.size, batch.hidden.shape[-1], matrices[0].shape[0]
+    trained, frozen = (
+        Tiles(*resolve_tiles(num_tiles, axis, shape, dtype=softmax.dtype, head_trained=is_trained, with_entropy=True))
+        for is_trained in (True, False)
+    )
     ignore_index = check_whole("ignore_index", ignore_index, at_least=-(2**31))
     # A program of its own for each call: kept by its function, each lambda would stay compiled for ever.
     compute = jax.jit(partial(reduce_losses, partial(_losses, fn), softmax, (trained, frozen), "mean", ignore_index))
-    return partitioned(compute, PartitionSpec(), batch, leaves, extras, normalizer)
+    return partitioned(compute, PartitionSpec(), batch, matrices, extras, normalizer)
 
 
-def _losses(fn: TokenLoss, rows: Rows, weights_T: Array, extras: Any) -> Array:
+def _losses(fn: TokenLoss, summary: LogitSummary, weights_T: Array, extras: Any) -> Array:
     """Return losses `[T]`; tokens that do not count reach `fn` as zeros, and what it makes of them reaches nothing."""
 
     def masked(leaf: Array) -> Array:
         counts = (weights_T != 0).reshape(-1, *[1] * (leaf.ndim - 1))
         return jnp.where(counts, leaf, jnp.zeros((), leaf.dtype))
 
-    return masked(jax.vmap(fn)(*jax.tree.map(masked, (rows.logprob, rows.entropy, extras))))
+    return masked(jax.vmap(fn)(*jax.tree.map(masked, (summary.logprob, summary.entropy, extras))))
 
 
-def _check_extra(rows: tuple[int, ...], leaf: Any) -> Array:
+def _check_extra(shape: tuple[int, ...], leaf: Any) -> Array:
     leaf = jnp.asarray(leaf)
-    if leaf.shape[: len(rows)] != rows:
+    if leaf.shape[: len(shape)] != shape:
         raise ValueError(
-            f"Each array of extras must begin with hidden's batch shape {rows}, got {leaf.shape}. Broadcast what all "
+            f"Each array of extras must begin with hidden's batch shape {shape}, got {leaf.shape}. Broadcast what all "
             "tokens of a sequence share, such as its advantage."
         )
     return leaf
 
 
 def _check_token_loss(fn: TokenLoss, extras: Any, dims: int, dtype: Any) -> None:
-    one = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[dims:], leaf.dtype), extras)
+    of_token = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[dims:], leaf.dtype), extras)
     number = jax.ShapeDtypeStruct((), dtype)
-    made = jax.eval_shape(fn, number, number, one)
-    if getattr(made, "shape", None) != () or not jnp.issubdtype(made.dtype, jnp.floating):
+    loss = jax.eval_shape(fn, number, number, of_token)
+    if getattr(loss, "shape", None) != () or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise ValueError(
-            f"fn must return one real number for one token, got {made}. It is given scalars: a token's log-probability "
+            f"fn must return one real number for one token, got {loss}. It is given scalars: a token's log-probability "
             "and entropy, and its row of each array of extras."
         )

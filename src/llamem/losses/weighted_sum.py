@@ -1,4 +1,4 @@
-"""The weighted sum of any loss of a token's rows, over tiles of tokens or of the vocabulary; which tokens count."""
+"""The weighted sum of any loss of a token's logits, over tiles of tokens or of the vocabulary; which tokens count."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,13 +11,15 @@ from llamem.layers.tiling import scaled, tiled_sum
 from llamem.layers.trees import combine, with_rule
 from llamem.layers.varying import vary_together
 from llamem.losses.arguments import Batch
-from llamem.losses.vocab_tiles import Rows, Softmax, Tiles, make_logits, power_of_two, rows_of, vocab_rows
+from llamem.losses.logits import LogitSummary, Softmax, make_logits, scale_for_float16, summary_of_logits
+from llamem.losses.vocab_tiles import Tiles, summary_over_tiles
 
-RowLoss = Callable[[Rows, Array, Any], Array]  # the rows of some tokens, their weights and extras, to losses `[T]`
+# The summary of some tokens' logits, their weights and extras, to losses `[T]`.
+LossOfSummary = Callable[[LogitSummary, Array, Any], Array]
 
 
 def reduce_losses(
-    loss_of: RowLoss,
+    loss_of: LossOfSummary,
     softmax: Softmax,
     tiles: tuple[Tiles, Tiles],
     reduction: str,
@@ -37,8 +39,8 @@ def reduce_losses(
     weights_N = jnp.ones_like(known_N) if batch.weights is None else batch.weights.reshape(-1).astype(softmax.wide)
     weights_N = jnp.where(counts_N, weights_N, 0) * known_N / known_N
     if reduction == "none":
-        rows = vocab_rows(softmax, tiles[0], x_ND, head, targets_N)
-        return (weights_N * loss_of(rows, weights_N, extras)).reshape(batch.targets.shape)
+        summary = summary_over_tiles(softmax, tiles[0], x_ND, head, targets_N)
+        return (weights_N * loss_of(summary, weights_N, extras)).reshape(batch.targets.shape)
     if reduction == "mean":
         # Divided before, not after: hidden's gradient is rounded once to its type, while it waits for the cotangent.
         divisor = jnp.sum(weights_N) if normalizer is None else normalizer
@@ -46,7 +48,7 @@ def reduce_losses(
             raise ValueError(f"normalizer must be one number, such as a mask's sum; got shape {jnp.shape(divisor)}.")
         nothing_counts = jnp.all(weights_N == 0) & (divisor == 0)
         weights_N = weights_N / jnp.where(nothing_counts, 1, divisor)
-    scale = power_of_two(softmax, weights_N)
+    scale = scale_for_float16(softmax, weights_N)
     args = head, x_ND, targets_N, weights_N * scale, extras
     if tiles[0] == tiles[1]:
         return sum_losses(loss_of, softmax, tiles[0], *args) / scale
@@ -54,7 +56,7 @@ def reduce_losses(
 
 
 def sum_losses(
-    loss_of: RowLoss,
+    loss_of: LossOfSummary,
     softmax: Softmax,
     tiles: Tiles,
     head: list,
@@ -63,26 +65,27 @@ def sum_losses(
     weights_N: Array,
     extras: Any,
 ) -> Array:
-    """Return `sum(weights * loss_of(rows, weights, extras))`.
+    """Return `sum(weights * loss_of(summary, weights, extras))`.
 
     Over tiles of the vocabulary: 4 matrix products, and no sum in the shape of the head. A tile of tokens sees the
     whole vocabulary, so `tiled_sum` makes its gradients while its logits are there: 3 products. A frozen head: 2.
     """
     if tiles.axis == "vocab":
-        rows = vocab_rows(softmax, tiles, x_ND, head, targets_N)
-        return jnp.sum(weights_N * loss_of(rows, weights_N, extras))
+        summary = summary_over_tiles(softmax, tiles, x_ND, head, targets_N)
+        return jnp.sum(weights_N * loss_of(summary, weights_N, extras))
 
     def tile(head: list, xs: tuple) -> Array:
         x_TD, targets_T, w_T, extras = xs
         silent_T = (w_T == 0) & ~jnp.all(jnp.isfinite(x_TD), -1)  # 0 * NaN would be NaN
         x_TD = jnp.where(silent_T[:, None], 0, x_TD)
-        return jnp.sum(w_T * loss_of(rows_of(softmax, make_logits(softmax, x_TD, head), targets_T), w_T, extras))
+        summary = summary_of_logits(softmax, make_logits(softmax, x_TD, head), targets_T)
+        return jnp.sum(w_T * loss_of(summary, w_T, extras))
 
-    xs = _whole_tiles((x_ND, targets_N, weights_N, extras), tiles.count)
+    xs = _pad_to_equal_tiles((x_ND, targets_N, weights_N, extras), tiles.count)
     return tiled_sum(tile, head, xs, tiles.count)
 
 
-def _whole_tiles(xs: Any, num_tiles: int) -> Any:
+def _pad_to_equal_tiles(xs: Any, num_tiles: int) -> Any:
     """Return the rows with zeros after them, so that all tiles are equal and run in one loop."""
     tokens = jax.tree.leaves(xs)[0].shape[0]
     rows_per_tile = max(1, -(-tokens // num_tiles))
@@ -90,7 +93,7 @@ def _whole_tiles(xs: Any, num_tiles: int) -> Any:
     return jax.tree.map(lambda a: jnp.pad(a, [(0, missing)] + [(0, 0)] * (a.ndim - 1)), xs) if missing else xs
 
 
-def _sum_by_head(loss_of: RowLoss, softmax: Softmax, tiles: tuple[Tiles, Tiles], args: tuple) -> Array:
+def _sum_by_head(loss_of: LossOfSummary, softmax: Softmax, tiles: tuple[Tiles, Tiles], args: tuple) -> Array:
     """Return the weighted sum over the first tiles where the head is differentiated, else over the second.
 
     Gradients are made in the forward pass, where it is known which are asked for.

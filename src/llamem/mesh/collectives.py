@@ -83,10 +83,10 @@ def look_up(
         x = _rows(table_VD, ids)
     else:
         rows = table_VD.shape[0]
-        mine = ids - lax.axis_index(rows_axis) * rows
-        held = (mine >= 0) & (mine < rows)
+        own_row = ids - lax.axis_index(rows_axis) * rows
+        held = (own_row >= 0) & (own_row < rows)
         known = (ids >= 0) & (ids < rows * lax.axis_size(rows_axis))
-        x = jnp.where(held[..., None], table_VD[jnp.where(held, mine, 0)], 0)
+        x = jnp.where(held[..., None], table_VD[jnp.where(held, own_row, 0)], 0)
         x = jnp.where(known[..., None], x, jnp.nan)
     if axes:
         x = lax.all_to_all(x, axes, split_axis=0, concat_axis=x.ndim - 1, tiled=True)

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from llamem.llama.plan import MeshShape
 from llamem.llama.weights import PARAMETERS, parameter_name
@@ -40,7 +40,7 @@ def parameter_specs(tree: Any, mesh: MeshShape) -> Any:
     `partition_spec` does, and for blocks on a mesh that would split them.
     """
 
-    def one(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+    def spec_of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
         name = parameter_name(path)
         if name is not None and is_in_blocks(path):
             if split := [axis for axis in mesh.axes if axis != "data"]:
@@ -51,10 +51,35 @@ def parameter_specs(tree: Any, mesh: MeshShape) -> Any:
             return PartitionSpec()
         return PartitionSpec() if name is None else partition_spec(name, PARAMETERS[name], leaf.shape, mesh)
 
-    return jax.tree.map_with_path(one, tree)
+    return jax.tree.map_with_path(spec_of, tree)
+
+
+def device_mesh(mesh: MeshShape) -> Any:
+    """Return JAX's mesh to compute on: that of the absent chip traced for, else of this machine's devices.
+
+    Without enough devices here an abstract one, whose shardings a compiler for absent chips understands.
+    """
+    traced = jax.sharding.get_abstract_mesh()
+    if dict(traced.shape) == mesh.axes:
+        return traced
+    sizes, names = tuple(mesh.axes.values()), tuple(mesh.axes)
+    kinds = (AxisType.Auto,) * len(names)
+    if jax.device_count() < mesh.devices:
+        return AbstractMesh(sizes, names, kinds)
+    return jax.make_mesh(sizes, names, axis_types=kinds, devices=jax.devices()[: mesh.devices])
+
+
+def check_devices(mesh: MeshShape) -> None:
+    """Raise ValueError where this process sees fewer devices than the mesh has."""
+    if jax.device_count() < mesh.devices:
+        raise ValueError(
+            f"the plan's mesh {mesh.axes} has {mesh.devices} devices, and there are {jax.device_count()}. Choose "
+            "smaller sizes, or simulate devices on a CPU: jax.config.update('jax_num_cpu_devices', "
+            f"{mesh.devices}) before the first computation."
+        )
 
 
 def shardings(specs: Any, mesh: MeshShape) -> Any:
     """Return `NamedSharding`s for a tree of `PartitionSpec`s, over this machine's devices or an absent chip's."""
-    devices = mesh.mesh()
+    devices = device_mesh(mesh)
     return jax.tree.map(lambda s: NamedSharding(devices, s), specs, is_leaf=lambda s: isinstance(s, PartitionSpec))

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from llamem.llama.plan import MeshShape
 from llamem.llama.weights import PARAMETERS, parameter_name
-from llamem.mesh.specs import READ_IN_PARTS, shardings
+from llamem.mesh.specs import READ_IN_PARTS, device_mesh, shardings
 from llamem.train.settings import TrainSettings
 
 
@@ -29,7 +29,7 @@ def on_mesh(fn: Callable[..., Any], mesh: MeshShape, in_specs: Any, out_specs: A
         return fn
     # Not check_vma=True: JAX's own Splash kernel does not say over which axes its results differ, and Pallas refuses
     # it there (seen with 0.10). `collectives` writes out what JAX would infer for the rest.
-    return jax.shard_map(fn, mesh=mesh.mesh(), in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.shard_map(fn, mesh=device_mesh(mesh), in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def batch_spec(mesh: MeshShape) -> PartitionSpec:
@@ -75,12 +75,12 @@ def for_gradients_outside(params: Any, mesh: MeshShape) -> Any:
     if mesh.tensor_axis is None:
         return params
 
-    def one(path: tuple[Any, ...], w: Array) -> Array:
+    def scaled(path: tuple[Any, ...], w: Array) -> Array:
         name = str(parameter_name(path))
         in_parts = name in READ_IN_PARTS or "tensor" in mesh.over(*(axis for axis in PARAMETERS[name] if axis))
         return _with_gradient_times(w, mesh.tensor) if in_parts else w
 
-    return jax.tree.map_with_path(one, params)
+    return jax.tree.map_with_path(scaled, params)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -94,16 +94,16 @@ _with_gradient_times.defvjp(lambda w, factor: (w, None), lambda factor, _, dw: (
 def sum_gradients(grads: Any, mesh: MeshShape) -> Any:
     """Return each device's gradients, summed over devices with the same part of a weight that read it differently."""
 
-    def one(path: tuple[Any, ...], grad: Array) -> Array:
+    def summed(path: tuple[Any, ...], grad: Array) -> Array:
         name = str(parameter_name(path))
         # The gradients of a gathered weight arrive summed over the devices that gathered it.
-        summed = mesh.over("d_model") if "d_model" in PARAMETERS[name] else ()
-        axes = tuple(axis for axis in mesh.over("batch", "sequence") if axis not in summed)
+        gathered_over = mesh.over("d_model") if "d_model" in PARAMETERS[name] else ()
+        axes = tuple(axis for axis in mesh.over("batch", "sequence") if axis not in gathered_over)
         if name in READ_IN_PARTS and mesh.tensor_axis:
             axes += (mesh.tensor_axis,)
         return sum_over(grad, axes)
 
-    return jax.tree.map_with_path(one, grads) if mesh.devices > 1 else grads
+    return jax.tree.map_with_path(summed, grads) if mesh.devices > 1 else grads
 
 
 def global_norm(grads: Any, mesh: MeshShape = MeshShape()) -> Float[Array, ""]:

@@ -8,6 +8,7 @@ each device does a part, matrices whose results are summands, a table with some 
 import dataclasses
 from typing import Any
 
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from llamem.llama.model import Attend, Llama
@@ -103,7 +104,7 @@ def split(model: Llama, mesh: MeshShape) -> Llama:
 
     Its arrays are this device's parts already. Raise ValueError outside of the mesh.
     """
-    mesh.check_inside()
+    _check_inside(mesh)
     axes, tensor_axis, blocks = mesh.over("d_model"), mesh.tensor_axis, model.blocks
     for name in MATRICES:
         matrix, names = getattr(blocks, name), PARAMETERS[name]
@@ -121,3 +122,17 @@ def split(model: Llama, mesh: MeshShape) -> Llama:
     if mesh.context_axis:
         model.attend = ContextAttend(model.plan.attention, mesh.context_axis)
     return model
+
+
+def _check_inside(mesh: MeshShape) -> None:
+    """Raise ValueError where the function that calls this is not the program of one device of such a mesh."""
+    try:
+        sizes = {name: lax.axis_size(name) for name in mesh.axes}
+    except NameError:
+        sizes = {}
+    if sizes != mesh.axes:
+        raise ValueError(
+            f"the plan's mesh has the axes {mesh.axes}, and this is computed outside of it. A training step goes "
+            "there by itself; to call the model, give it a plan without a mesh: JAX then shares the work out by "
+            "itself, after where the weights lie."
+        )

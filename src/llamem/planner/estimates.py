@@ -18,7 +18,7 @@ from llamem.planner.memory_sums import Line, on_host, three_sums
 from llamem.planner.roofline import Seconds, seconds_of
 from llamem.planner.sizes import Question, Sizes
 from llamem.quantized.blocks import BlockKind
-from llamem.train.optimizers import check_update
+from llamem.runs.steps import check_update
 from llamem.train.settings import Clip, TrainSettings
 
 

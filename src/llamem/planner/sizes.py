@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from typing import Any
 
 from jaxmem.checks import check_number, show
 from jaxmem.chips import Chip
@@ -18,7 +17,7 @@ from llamem.layers.tiling import tile_size
 from llamem.llama.checked_inputs import check_heads
 from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import ACTIVATIONS, MeshShape, Plan
-from llamem.losses.tile_choice import choose_tiles
+from llamem.losses.tile_choice import resolve_tiles
 from llamem.quantized.blocks import BlockKind, check_kinds
 from llamem.runs.steps import abstract_step
 from llamem.train.settings import Clip, TrainSettings
@@ -163,7 +162,7 @@ class Sizes:
 
 
 _groups = functools.lru_cache(maxsize=4096)(group_count)
-_chosen = functools.lru_cache(maxsize=4096)(choose_tiles)
+_loss_tiles = functools.lru_cache(maxsize=4096)(resolve_tiles)
 
 
 def has_cudnn(config: LlamaConfig, chip: Chip) -> bool:
@@ -203,8 +202,6 @@ def _kept_names(plan: Plan) -> tuple[frozenset[str], frozenset[str], bool]:
         dots = _DOTS if "dot" in str(plan.remat) else none
         return (none, dots, False) if "offload" in str(plan.remat) else (dots, none, False)
     saved = frozenset(ACTIVATIONS) - frozenset(policy.save_all_but) if policy.save_all_but else frozenset(policy.save)
-    if "dot" in (policy.also or ""):
-        saved |= _DOTS
     return saved, frozenset(policy.offload), False
 
 
@@ -222,14 +219,17 @@ def _loss_tile(question: Question, plan: Plan, N: int, V: int) -> tuple[str, int
     split = plan.mesh.tensor > 1
     if plan.loss_tiles is None and not split:
         return "tokens", N, V
-    axis: Any = "vocab" if split else plan.loss_axis
-    count = plan.loss_tiles or 1
-    if count == "auto":
-        c, head = question.config, "trained" if question.lora is None else "frozen"
-        generation, of_a_slice, _ = question.chip.name.partition(":")
-        chip = f"{generation}-1" if of_a_slice else question.chip.name if question.chip.absent else None  # at hand
-        choice = _chosen(N, c.d_model, V, dtype=c.compute_dtype, head=head, axis=axis, chip=chip)
-        axis, count = choice.axis, choice.num_tiles
+    generation, of_a_slice, _ = question.chip.name.partition(":")
+    lora, config = question.lora, question.config
+    axis, count = _loss_tiles(
+        plan.loss_tiles or 1,
+        "vocab" if split else plan.loss_axis,
+        (N, config.d_model, V),
+        dtype=config.compute_dtype,
+        head_trained=lora is None,
+        head_parts=2 if lora and "head" in lora.target_modules else 1,
+        chip=f"{generation}-1" if of_a_slice else question.chip.name if question.chip.absent else None,  # at hand
+    )
     if axis == "vocab":
-        return "vocab", N, tile_size(V, int(count), 128)
-    return "tokens", tile_size(N, int(count)), V
+        return "vocab", N, tile_size(V, count, 128)
+    return "tokens", tile_size(N, count), V

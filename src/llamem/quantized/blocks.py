@@ -174,10 +174,10 @@ def quantize_matrices(w: Float[Array, "L ..."], n_in: int, kind: BlockKind) -> Q
     matrix_shape = w.shape[1:]
     size = math.prod(matrix_shape[:n_in])
 
-    def one(matrix: Array) -> Blocks:
+    def in_blocks(matrix: Array) -> Blocks:
         return quantize_rows(jnp.swapaxes(matrix.reshape(size, -1), -1, -2), kind)
 
-    return QuantizedMatrix(jax.lax.map(one, w) if len(w) else jax.vmap(one)(w), kind, matrix_shape)
+    return QuantizedMatrix(jax.lax.map(in_blocks, w) if len(w) else jax.vmap(in_blocks)(w), kind, matrix_shape)
 
 
 def check_kinds(config: LlamaConfig, kind: BlockKind) -> dict[str, BlockKind]:

@@ -30,7 +30,7 @@ def dequantize(model: Llama) -> Llama:
     plain, dtype = nnx.clone(model), model.config.param_dtype
     for name, matrix in quantized_matrices(plain).items():
         graphdef, blocks = nnx.split(matrix)
-        numbers = jax.lax.map(lambda one, graphdef=graphdef: nnx.merge(graphdef, one).dequantize(dtype), blocks)
+        numbers = jax.lax.map(lambda layer, graphdef=graphdef: nnx.merge(graphdef, layer).dequantize(dtype), blocks)
         n_in = 2 if name == "wo" else 1
         setattr(plain.blocks, name, Matrix(numbers, n_in=n_in))
     return plain

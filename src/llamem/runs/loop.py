@@ -1,39 +1,39 @@
 """The training loop: it can be interrupted anywhere and resumed exactly."""
 
 import contextlib
-import os
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from typing import Any
-import jax
-from jax.experimental import multihost_utils
 import dataclasses
 import math
+import os
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxmem.checks import show
-from jaxmem.checks import import_extra
+from jax.experimental import multihost_utils
+
+from jaxmem.checks import import_extra, show
 from llamem.adapters.lora import Adapters, LoraConfig
 from llamem.host.memory import host_place
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.mesh.specs import shardings
+from llamem.mesh.specs import check_devices, shardings
 from llamem.mesh.step import batch_spec, check_sizes
+from llamem.runs.run import Run
+from llamem.runs.weights_or_adapters import Trained, trained_adapters, trained_weights
 from llamem.train.batches import AdapterBatches, BatchSource
 from llamem.train.chats import Chats
 from llamem.train.data import Corpus
 from llamem.train.hosts import agreed, place_batch
 from llamem.train.optimizers import rounding_of
-from llamem.runs.run import Run
 from llamem.train.settings import Rounding, TrainSettings
 from llamem.train.snapshots import OnChange, Snapshots
 from llamem.train.step import TrainState
-from llamem.runs.tasks import Task, train_adapters, train_weights
 
 
 @contextlib.contextmanager
@@ -118,7 +118,7 @@ def train(
     """
     _check_sizes(config, settings, plan)
     corpora: list[Any] = list(corpus) if isinstance(corpus, list | tuple) else [corpus]
-    if other := [one for one in corpora if not isinstance(one, Corpus | Chats)]:
+    if other := [data for data in corpora if not isinstance(data, Corpus | Chats)]:
         raise TypeError(f"train(corpus={show(other[0])}): expected what load_corpus or load_chats returns.")
     if not isinstance(init, Llama | None):
         raise TypeError(f"train(init={show(init)}): expected a model, such as llamem.load_pretrained(folder).")
@@ -126,24 +126,23 @@ def train(
         config = config.replace(generation_config=init.config.generation_config)
     batches, heldout = _batches(config, corpora, settings, lora)
     if lora is None:
-        task = train_weights(config, settings, plan, init)
+        trained = trained_weights(config, settings, plan, init)
     else:
-        task = train_adapters(config, settings, plan, init, lora)
+        trained = trained_adapters(config, settings, plan, init, lora)
     rounding = rounding_of(settings, jnp.float32 if lora else config.param_dtype)
     model, decides = _identity(config, settings, corpora)
-    decides |= {"rounding": rounding, **task.identity}
+    decides |= {"rounding": rounding, **trained.identity}
     same = {"configuration": model, "settings": {**decides, **dataclasses.asdict(settings)}, "plan": plan}
     with agreed(same), Snapshots(output_dir, model, decides) as snapshots:
-        run = _train(task, settings, plan, batches, heldout, snapshots, progress, on_change)
-    data = "; ".join(one.described for one in corpora)
-    described = {"data": data, "settings": str(settings), "plan": str(plan)}
+        run = _train(trained, settings, plan, batches, heldout, snapshots, progress, on_change)
+    described = {"data": "; ".join(data.described for data in corpora), "settings": str(settings), "plan": str(plan)}
     if lora is None:
         described["types"] = _types_in_words(config, rounding)
     return dataclasses.replace(run, described=described)
 
 
 def _train(
-    task: Task,
+    trained: Trained,
     settings: TrainSettings,
     plan: Plan,
     batches: BatchSource,
@@ -152,7 +151,7 @@ def _train(
     progress: bool,
     on_change: OnChange,
 ) -> Run:
-    done, state = _first_state(task, settings, batches, snapshots, on_change)
+    done, state = _first_state(trained, settings, batches, snapshots, on_change)
     first, first_host = done, jax.process_index() == 0
     metrics = snapshots.cut_metrics(up_to=first)
     where = shardings(batch_spec(plan.mesh), plan.mesh) if plan.mesh.devices > 1 else None
@@ -160,12 +159,13 @@ def _train(
     def validation_loss(state: TrainState) -> dict[str, Any]:
         count = min(settings.eval_batches, max(1, heldout.num_sequences // settings.batch_size))
         losses = [
-            np.asarray(task.losses(state.params, *task.frozen, place_batch(heldout, i, where))) for i in range(count)
+            np.asarray(trained.losses(state.params, *trained.frozen, place_batch(heldout, i, where)))
+            for i in range(count)
         ]
         return _numbers("val_loss", np.mean(losses, axis=0))
 
     # Compiled before the clock starts, so that the first step's speed is a step's speed.
-    step = task.compile(state, place_batch(batches, done, where))
+    step = trained.compile(state, place_batch(batches, done, where))
     with interruptible() as interrupted, _progress_bar(first, settings.steps, progress and first_host) as bar:
         while done < settings.steps and not interrupted(done):
             start = time.perf_counter()
@@ -194,16 +194,16 @@ def _train(
         _save(snapshots, done, state, batches)
     if done < settings.steps and first_host:
         print(f"Interrupted, and saved after step {done} of {settings.steps}. The same call goes on from there.")
-    model, adapters = task.result(state)
+    model, adapters = trained.result(state)
     return Run(model, metrics, finished=done == settings.steps, adapters=adapters)
 
 
 def _first_state(
-    task: Task, settings: TrainSettings, batches: BatchSource, snapshots: Snapshots, on_change: OnChange
+    trained: Trained, settings: TrainSettings, batches: BatchSource, snapshots: Snapshots, on_change: OnChange
 ) -> tuple[int, TrainState]:
     if snapshots.latest() is None:
-        return 0, task.begin()
-    step, state, about = snapshots.restore(task.abstract, on_change)
+        return 0, trained.begin()
+    step, state, about = snapshots.restore(trained.abstract, on_change)
     if step > settings.steps:
         raise ValueError(
             f"the newest snapshot in {snapshots.folder} is of step {step}, beyond steps={settings.steps}: there is "
@@ -251,10 +251,10 @@ def _batches(
         )
     size = settings.batch_size // count, settings.seq_len
     pairs = [corpora[i % len(corpora)].batches(*size, settings.seed + i, config.vocab_size) for i in range(count)]
-    for one, (train, heldout) in zip(corpora, pairs, strict=False):
+    for data, (train, heldout) in zip(corpora, pairs, strict=False):
         _print_cut(train, "")
         _print_cut(heldout, "Held out: ")
-        note = _rows_without_a_token(one.vocab_size, config.vocab_size)
+        note = _rows_without_a_token(data.vocab_size, config.vocab_size)
         if note and jax.process_index() == 0:
             print(note)
     if lora is None:
@@ -307,7 +307,7 @@ def _check_sizes(config: LlamaConfig, settings: TrainSettings, plan: Plan) -> No
             "set up for such positions. Shorten the sequences or choose a model with a longer context."
         )
     mesh = plan.mesh
-    mesh.check_devices()
+    check_devices(mesh)
     if jax.process_count() > 1 and mesh.devices != jax.device_count():
         raise ValueError(
             f"the plan's mesh {mesh.axes} has {mesh.devices} devices, and the {jax.process_count()} hosts have "
@@ -320,8 +320,8 @@ def _check_sizes(config: LlamaConfig, settings: TrainSettings, plan: Plan) -> No
 def _types_in_words(config: LlamaConfig, rounding: Rounding) -> str:
     weights, products = config.param_dtype.name, config.compute_dtype.name
     lost = ", so that updates below their last bit were lost" if jnp.finfo(config.param_dtype).bits < 32 else ""
-    how = ", rounded stochastically" if rounding == "stochastic" else f", rounded to the nearest{lost}"
-    return f"weights and moments {weights}{how}; products {products}"
+    rounded = ", rounded stochastically" if rounding == "stochastic" else f", rounded to the nearest{lost}"
+    return f"weights and moments {weights}{rounded}; products {products}"
 
 
 def memory_in_use() -> int:
@@ -339,8 +339,8 @@ def _identity(
     model = {f"model {name}": str(value) for name, value in config.architecture.items()}
     watching = ("eval_every", "snapshot_every")  # when the curve is looked at or stored, not what it is
     decides: dict[str, Any] = {n: v for n, v in dataclasses.asdict(settings).items() if n not in watching}
-    for i, one in enumerate(corpora):
-        decides |= {f"{name} {i}" if len(corpora) > 1 else name: words for name, words in one.fingerprints().items()}
+    for i, data in enumerate(corpora):
+        decides |= {f"{name} {i}" if len(corpora) > 1 else name: words for name, words in data.fingerprints().items()}
     return model, decides
 
 

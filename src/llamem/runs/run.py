@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.files import whole_folder
+from llamem.adapters.lora import Adapters, merge_adapter
 from llamem.files.peft import save_adapter
-from llamem.adapters.lora import Adapters
-from llamem.adapters.lora import merge_adapter
-from llamem.llama.model import Llama
 from llamem.files.pretrained import save_pretrained
-from llamem.text.tokenizer import Tokenizer
+from llamem.llama.model import Llama
 from llamem.quantized.model import dequantize, is_quantized
+from llamem.text.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

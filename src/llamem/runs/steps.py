@@ -20,7 +20,7 @@ from llamem.mesh.specs import parameter_specs
 from llamem.mesh.step import batch_spec, check_sizes, for_gradients_outside, on_mesh, placed_shapes
 from llamem.runs.places import place_of
 from llamem.train.batch_loss import mean_weights, summed_loss
-from llamem.train.optimizers import check_update, make_optimizer
+from llamem.train.optimizers import make_optimizer
 from llamem.train.settings import TrainSettings
 from llamem.train.step import TrainState, make_model, make_step
 
@@ -119,6 +119,33 @@ def make_train_step(
     return step
 
 
+def check_update(plan: Plan, settings: TrainSettings, param_dtype: Any) -> None:
+    """Raise ValueError where the plan, the settings and the weights' type exclude each other, with the remedy."""
+    if plan.mesh.devices > 1 and settings.clip == "layer":
+        raise ValueError(
+            f"TrainSettings(clip='layer') on a mesh {plan.mesh.axes}: norms of layers would depend on how arrays are "
+            "split. Leave clip='global'."
+        )
+    if settings.rounding == "stochastic" and param_dtype != jnp.bfloat16:
+        raise ValueError(
+            f"TrainSettings(rounding='stochastic') with weights in {jnp.dtype(param_dtype).name}: it is for bf16 "
+            "weights without a wider copy. Choose LlamaConfig(param_dtype=jnp.bfloat16), or leave rounding='auto'."
+        )
+    if plan.layer_by_layer and settings.clip == "global" and settings.clip_norm is not None:
+        raise ValueError(
+            f"TrainSettings(clip='global', clip_norm={settings.clip_norm}) with weights on the host or an update in "
+            "the backward pass: the norm of all gradients is known when the last of them is there, and by then the "
+            "first have been used and are gone. Choose clip='layer', which clips each layer by its own norm, or "
+            "clip_norm=None; with weights='device', update='after' the norm of all is at hand."
+        )
+    if plan.layer_by_layer and settings.accumulate > 1:
+        raise ValueError(
+            f"TrainSettings(accumulate={settings.accumulate}) with weights on the host or an update in the backward "
+            "pass: gradients of all layers would have to be kept and added, in the room that was to be saved. Choose "
+            "accumulate=1: with layers fetched one by one a larger batch costs only its own activations."
+        )
+
+
 def loss_fn(
     graphdef: nnx.GraphDef,
     params: Any,
@@ -131,9 +158,13 @@ def loss_fn(
     Targets of -100 do not count. `segments_BT` numbers documents packed into one sequence, which do not see each other.
     To be called, and differentiated, outside of `shard_map`, whatever the plan's mesh.
     """
-    plan = nnx.merge(graphdef, params).plan
-    place, mesh = place_of(plan), plan.mesh
     batch = inputs_BT, targets_BT, *(() if segments_BT is None else (segments_BT,))
+    return mean_loss(nnx.merge(graphdef, params).plan, graphdef, params, batch)
+
+
+def mean_loss(plan: Plan, graphdef: nnx.GraphDef, params: Any, batch: tuple[Array, ...]) -> Float[Array, ""]:
+    """Return the loss of `loss_fn` for a model whose plan is at hand."""
+    place, mesh = place_of(plan), plan.mesh
 
     def share(params: Any, *batch: Array) -> Array:
         model = place.put(nnx.merge(graphdef, for_gradients_outside(params, mesh)))

@@ -74,9 +74,9 @@ def make_render(template: str, source: str, names: Mapping[str, str], today: dat
     def render(messages: Sequence[Message], add_generation_prompt: bool) -> Rendered:
         pieces.clear()
         marked.clear()
-        given = {"messages": list(messages), "tools": None, "documents": None, **names}
+        context = {"messages": list(messages), "tools": None, "documents": None, **names}
         try:
-            for piece in compiled.generate(add_generation_prompt=add_generation_prompt, **given):
+            for piece in compiled.generate(add_generation_prompt=add_generation_prompt, **context):
                 pieces.append(piece)
         except Exception as error:  # whatever the template's own expressions raise
             raise ValueError(

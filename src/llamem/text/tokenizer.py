@@ -59,7 +59,7 @@ def open_tokenizer(path: Path) -> TokenizerParts:
     model = _HuggingFace.open(file) if file.suffix == ".json" else _Tiktoken(file, content)
     fingerprint = hashlib.blake2b(content, digest_size=8).hexdigest()
     if path.is_dir():
-        return TokenizerParts(model, fingerprint, *_told_in(path, model.special))
+        return TokenizerParts(model, fingerprint, *_small_files(path, model.special))
     return TokenizerParts(model, fingerprint)
 
 
@@ -129,7 +129,7 @@ class _HuggingFace:
         self._model.save(str(folder / "tokenizer.json"))
 
 
-def _told_in(
+def _small_files(
     folder: Path, special: dict[str, int]
 ) -> tuple[int | None, tuple[int, ...], str | None, Mapping[str, str] | None]:
     """Return what a folder's small files say: the id of bos, those that end an answer, the chat template, the names."""
@@ -137,21 +137,21 @@ def _told_in(
     def content(name: str) -> dict[str, Any]:
         return read_json(folder / name, _MAX_BYTES) if (folder / name).is_file() else {}
 
-    told = content("special_tokens_map.json") | content("tokenizer_config.json")
-    named = {name: told[name] for name in _NAMES if told.get(name)}
+    fields = content("special_tokens_map.json") | content("tokenizer_config.json")
+    named = {name: fields[name] for name in _NAMES if fields.get(name)}
     names = {name: token["content"] if isinstance(token, dict) else token for name, token in named.items()}
     stops: list[Any] = [special.get(names.get("eos_token", ""))]
     for name in ("generation_config.json", "config.json"):
         ids = content(name).get("eos_token_id")
         stops += ids if isinstance(ids, list) else [ids]
-    template = told.get("chat_template")
+    template = fields.get("chat_template")
     if isinstance(template, list):  # several by name
-        by_name = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = by_name.get("default")
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     known = tuple(dict.fromkeys(i for i in stops if type(i) is int and i >= 0))
-    return special.get(names.get("bos_token", "")), known, template, names if told else None
+    return special.get(names.get("bos_token", "")), known, template, names if fields else None
 
 
 def _of_gguf(file: Path) -> TokenizerParts:
@@ -197,25 +197,25 @@ class Tokenizer:
         today: datetime.date | None = None,
     ):
         file = _llama3_file() if path is None else Path(path).expanduser()
-        found = open_tokenizer(file)
-        self._model, self.source, self.fingerprint = found.model, str(file), found.fingerprint
-        self.vocab_size, self._special = found.model.vocab_size, found.model.special
+        opened = open_tokenizer(file)
+        self._model, self.source, self.fingerprint = opened.model, str(file), opened.fingerprint
+        self.vocab_size, self._special = opened.model.vocab_size, opened.model.special
         named = [self._special[token] for token in (*TURN_ENDS, *DOCUMENT_ENDS) if token in self._special]
-        self.stop_ids = tuple(dict.fromkeys((*found.stop_ids, *named)))
+        self.stop_ids = tuple(dict.fromkeys((*opened.stop_ids, *named)))
         if not self.stop_ids:
             raise ValueError(
                 f"{str(file)!r} has none of the end-of-document tokens {', '.join(DOCUMENT_ENDS)}, so documents could "
                 "not be told apart. Add one of them to the tokenizer's `added_tokens`."
             )
         begins = [self._special[token] for token in BEGINS if token in self._special]
-        self.bos_id = found.bos_id if found.bos_id is not None else next(iter(begins), None)
+        self.bos_id = opened.bos_id if opened.bos_id is not None else next(iter(begins), None)
         self.eos_id = next((self._special[t] for t in DOCUMENT_ENDS if t in self._special), self.stop_ids[0])
         has_llama3 = {"<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"} <= set(self._special)
-        own = found.chat_template or (LLAMA3_TEMPLATE if has_llama3 else None)
+        own = opened.chat_template or (LLAMA3_TEMPLATE if has_llama3 else None)
         self.chat_template = own if chat_template is None else chat_template
         # What a template is given: as the folder says, or what the vocabulary has.
         names = {"bos_token": self._name(self.bos_id), "eos_token": self._name(self.stop_ids[0])}
-        self._names = {name: token for name, token in names.items() if token} if found.names is None else found.names
+        self._names = {name: token for name, token in names.items() if token} if opened.names is None else opened.names
         self._today = today or datetime.date.today()
         self._render: Render | None = None
 
@@ -374,8 +374,8 @@ def _write_token_ids(folder: Path, bos_id: int | None, stop_ids: Sequence[int]) 
 
     What else they say stays.
     """
-    said = {"bos_token_id": bos_id, "eos_token_id": list(stop_ids) if len(stop_ids) > 1 else stop_ids[0]}
+    token_ids = {"bos_token_id": bos_id, "eos_token_id": list(stop_ids) if len(stop_ids) > 1 else stop_ids[0]}
     for file in (folder / GENERATION, folder / "config.json"):
         if file.is_file() or file.name == GENERATION:
             content = read_json(file, _MAX_BYTES) if file.is_file() else {}
-            write_whole(file, json.dumps(content | said, indent=2))
+            write_whole(file, json.dumps(content | token_ids, indent=2))

@@ -19,7 +19,6 @@ from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.weights import whole_logits
 from llamem.losses.cross_entropy import tiled_cross_entropy
-from llamem.losses.tile_choice import choose_tiles
 from llamem.train.place import ONE_DEVICE, OneDevice
 
 IGNORED = -100  # a target that does not count
@@ -49,8 +48,15 @@ def summed_loss(
     own_BT, _ = model.attend.own(targets_BT)
     # Made ready once, before the loop over tiles.
     hidden_BTD, matrices = head.ready(hidden_BTD.dtype).beside(hidden_BTD)
-    how = {"is_trained": head.is_trained, "vocab_axis": head.vocab_axis}
-    return loss_of_hidden(model.plan, hidden_BTD, matrices, own_BT, weights_B, **how)
+    return loss_of_hidden(
+        model.plan,
+        hidden_BTD,
+        matrices,
+        own_BT,
+        weights_B,
+        head_trained=head.is_trained,
+        vocab_axis=head.vocab_axis,
+    )
 
 
 def loss_of_hidden(
@@ -60,7 +66,7 @@ def loss_of_hidden(
     targets_BT: Int[Array, "B T"],
     weights_B: Float[Array, " B"],
     *,
-    is_trained: bool = True,
+    head_trained: bool = True,
     vocab_axis: str | None = None,
 ) -> Float[Array, ""]:
     """Compute `summed_loss` from the last hidden states, normed, and the head: matrices that stand side by side."""
@@ -71,22 +77,16 @@ def loss_of_hidden(
         counts_BT = targets_BT != IGNORED
         loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, jnp.where(counts_BT, targets_BT, 0))
         return jnp.sum(jnp.where(counts_BT, loss_BT * weights_BT, 0))
-    axis, num_tiles = "vocab" if vocab_axis else plan.loss_axis, plan.loss_tiles or 1
-    if not is_trained and num_tiles == "auto" and not vocab_axis:
-        # Tiles of tokens then take two products, and need no sum of the head's gradients.
-        N, D, V = targets_BT.size, hidden_BTD.shape[-1], head[0].shape[0]
-        axis = "tokens" if axis == "auto" and len(head) > 1 else axis
-        choice = choose_tiles(N, D, V, dtype=hidden_BTD.dtype, head="frozen", axis=axis)
-        axis, num_tiles = choice.axis, choice.num_tiles
     return tiled_cross_entropy(
         hidden_BTD,
-        head if len(head) > 1 else head[0],
+        head,
         targets_BT,
         weights=weights_BT,
         reduction="sum",
         ignore_index=IGNORED,
-        num_tiles=num_tiles,
-        axis=axis,
+        num_tiles=plan.loss_tiles or 1,
+        axis="vocab" if vocab_axis else plan.loss_axis,
+        head_trained=head_trained,
         vocab_axis_name=vocab_axis,
     )
 

@@ -60,12 +60,12 @@ def initialize(*, timeout_seconds: int = 300) -> None:
     Raises, with a note of what to look at, JAX's ValueError where something is missing, and its RuntimeError after JAX
     was used or where not all processes have come within `timeout_seconds`.
     """
-    said = os.environ
-    address = said.get("LLAMEM_COORDINATOR")
+    environment = os.environ
+    address = environment.get("LLAMEM_COORDINATOR")
     count = _number("LLAMEM_NUM_HOSTS", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")
     host = _number("LLAMEM_HOST", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-    is_pod = said.get("LLAMEM_CLUSTER") == "auto" or "," in said.get("TPU_WORKER_HOSTNAMES", "")
-    is_alone = count == 1 or (count is None and address is None and "LLAMEM_HOST" not in said)
+    is_pod = environment.get("LLAMEM_CLUSTER") == "auto" or "," in environment.get("TPU_WORKER_HOSTNAMES", "")
+    is_alone = count == 1 or (count is None and address is None and "LLAMEM_HOST" not in environment)
     if is_alone and not is_pod:
         return
     given: dict[str, Any] = (

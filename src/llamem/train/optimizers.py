@@ -10,7 +10,6 @@ import optax
 from jaxtyping import Array, BFloat16, Float32, Int, PRNGKeyArray, UInt32
 
 from llamem.layers.trees import combine, partition
-from llamem.llama.plan import Plan
 from llamem.llama.weights import parameter_name
 from llamem.train.settings import Rounding, TrainSettings
 
@@ -50,12 +49,12 @@ def clip(settings: TrainSettings, grads: Any, norm: Array) -> Any:
         if is_stacked(path)
     )
 
-    def one(path: tuple[Any, ...], grad: Array) -> Array:
+    def clipped(path: tuple[Any, ...], grad: Array) -> Array:
         if not is_stacked(path):
             return within(grad, norm_of(grad), max_norm)
         return within(grad, jnp.sqrt(squares_L).reshape(-1, *(1,) * (grad.ndim - 1)), max_norm)
 
-    return jax.tree.map_with_path(one, grads)
+    return jax.tree.map_with_path(clipped, grads)
 
 
 def within(grads: Any, norm: Array, max_norm: float | None) -> Any:
@@ -161,30 +160,3 @@ def _mixed(x: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
     x = (x ^ (x >> 15)) * jnp.uint32(0x735A2D97)
     return x ^ (x >> 15)
-
-
-def check_update(plan: Plan, settings: TrainSettings, param_dtype: Any) -> None:
-    """Raise ValueError where the plan, the settings and the weights' type exclude each other, with the remedy."""
-    if plan.mesh.devices > 1 and settings.clip == "layer":
-        raise ValueError(
-            f"TrainSettings(clip='layer') on a mesh {plan.mesh.axes}: norms of layers would depend on how arrays are "
-            "split. Leave clip='global'."
-        )
-    if settings.rounding == "stochastic" and param_dtype != jnp.bfloat16:
-        raise ValueError(
-            f"TrainSettings(rounding='stochastic') with weights in {jnp.dtype(param_dtype).name}: it is for bf16 "
-            "weights without a wider copy. Choose LlamaConfig(param_dtype=jnp.bfloat16), or leave rounding='auto'."
-        )
-    if plan.layer_by_layer and settings.clip == "global" and settings.clip_norm is not None:
-        raise ValueError(
-            f"TrainSettings(clip='global', clip_norm={settings.clip_norm}) with weights on the host or an update in "
-            "the backward pass: the norm of all gradients is known when the last of them is there, and by then the "
-            "first have been used and are gone. Choose clip='layer', which clips each layer by its own norm, or "
-            "clip_norm=None; with weights='device', update='after' the norm of all is at hand."
-        )
-    if plan.layer_by_layer and settings.accumulate > 1:
-        raise ValueError(
-            f"TrainSettings(accumulate={settings.accumulate}) with weights on the host or an update in the backward "
-            "pass: gradients of all layers would have to be kept and added, in the room that was to be saved. Choose "
-            "accumulate=1: with layers fetched one by one a larger batch costs only its own activations."
-        )

@@ -43,11 +43,11 @@ class Snapshots:
         self.about = json.loads(json.dumps({"model": model, "settings": settings}))
         self._metrics = self.folder / "metrics.jsonl"
         self._open = contextlib.ExitStack()
-        self._first = jax.process_index() == 0  # it alone writes what all would write alike
+        self._is_first_host = jax.process_index() == 0  # it alone writes what all would write alike
 
     def __enter__(self) -> "Snapshots":
         with contextlib.ExitStack() as opening:
-            if self._first:
+            if self._is_first_host:
                 why = "Two runs in one folder would mix their metrics."
                 opening.enter_context(locked(self.folder / "run.lock", why))
             if jax.process_count() > 1:
@@ -97,10 +97,10 @@ class Snapshots:
         damage: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
             with _orbax_silenced():
-                found = self._read_unless_damaged(step, abstract_state, on_change, damage)
-            if found is not None:
+                contents = self._read_unless_damaged(step, abstract_state, on_change, damage)
+            if contents is not None:
                 self._put_aside(damage)
-                return step, *found
+                return step, *contents
         raise ValueError(
             f"no snapshot in {self.folder / 'snapshots'} can be read: "
             f"{'; '.join(f'{step}: {why}' for step, why in damage.items())}. Delete that folder to begin at step 0, or "
@@ -127,6 +127,7 @@ class Snapshots:
             raise _Damaged("its description is not what was written")
         self._check(about, on_change)
         wanted = {name: _with_sharding(leaf) for name, leaf in _by_name(abstract_state).items()}
+        self._check_names(list(about.get("sums", ())), list(wanted))
         arrays = self._manager.restore(step, args=args.Composite(state=args.StandardRestore(wanted)))["state"]
         sums, _ = _sums(arrays)
         if wrong := [name for name in wanted if sums[name] != about["sums"][name]]:
@@ -138,7 +139,7 @@ class Snapshots:
             return
         for step, why in damage.items():
             folder = self.folder / "snapshots" / str(step)
-            if self._first:
+            if self._is_first_host:
                 warnings.warn(f"the snapshot {folder} is damaged ({why}): the one before it is taken.", stacklevel=4)
                 folder.rename(folder.with_name(f"damaged-{step}"))
         if jax.process_count() > 1:
@@ -149,7 +150,7 @@ class Snapshots:
         model, settings = (_differences(stored[part], self.about[part]) for part in ("model", "settings"))
         remedy = "Use the settings of that run, or choose another output folder"
         if not model and settings and on_change == "continue":
-            if self._first:
+            if self._is_first_host:
                 print(f"Going on with other settings than the snapshot's: {'; '.join(settings)}.")
             return
         if not model:
@@ -160,6 +161,17 @@ class Snapshots:
         if model or settings:
             differences = "; ".join([*model, *settings])
             raise _OtherRun(f"the snapshots in {self.folder} belong to another run: {differences}. {remedy}.")
+
+    def _check_names(self, stored: list[str], wanted: list[str]) -> None:
+        """Raise ValueError where a state of another layout was stored, as other versions of the package have them."""
+        missing, unknown = ([n for n in a if n not in b] for a, b in ((wanted, stored), (stored, wanted)))
+        if missing or unknown:
+            lists = {"it lacks": missing, "it holds what is not known here": unknown}
+            differences = "; ".join(f"{what}: {few(names)}" for what, names in lists.items() if names)
+            raise _OtherRun(
+                f"the snapshots in {self.folder} hold a training state of another layout, perhaps of another version "
+                f"of llamem: {differences}. Go on with the version that wrote them, or choose another output folder."
+            )
 
     def cut_metrics(self, up_to: int) -> list[dict[str, Any]]:
         """Rewrite the metrics file without the rows after step `up_to`, and return those that stay.
@@ -174,13 +186,13 @@ class Snapshots:
                 break
             if row["step"] <= up_to:
                 rows.append(row)
-        if self._first:
+        if self._is_first_host:
             write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
         return rows
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one line to the metrics file."""
-        if self._first:
+        if self._is_first_host:
             with open(self._metrics, "a") as file:
                 file.write(json.dumps(row) + "\n")
 
@@ -220,8 +232,8 @@ def checksum(params: Any) -> str:
 
 def _sums(arrays: dict[str, Any]) -> tuple[dict[str, int], dict[str, bool]]:
     """Return each array's sum of bits, and whether its numbers are finite: the same however the array is spread."""
-    found = {name: _sum_of_bits(array) for name, array in arrays.items()}
-    return {n: int(total) for n, (total, _) in found.items()}, {n: bool(finite) for n, (_, finite) in found.items()}
+    results = {name: _sum_of_bits(array) for name, array in arrays.items()}
+    return {n: int(total) for n, (total, _) in results.items()}, {n: bool(finite) for n, (_, finite) in results.items()}
 
 
 @jax.jit

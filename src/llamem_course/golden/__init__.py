@@ -1,4 +1,4 @@
-"""A tiny Llama 3.1 that `transformers` made, and what it computed with it; written by tests/llama/make_golden.py."""
+"""A tiny Llama 3.1 that `transformers` made, and what it computed with it; written by tests/files/make_golden.py."""
 
 import tempfile
 from pathlib import Path

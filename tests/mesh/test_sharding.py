@@ -6,7 +6,7 @@ from models import VARIANTS
 from llamem import Llama, Plan
 from llamem.llama import MeshShape
 from llamem.llama.weights import PARAMETERS, parameter_name
-from llamem.mesh.specs import parameter_specs
+from llamem.mesh.specs import check_devices, device_mesh, parameter_specs
 from llamem.mesh.weights import split
 
 EVERY = MeshShape(data=2, fsdp=2, tensor=2, context=2)
@@ -60,7 +60,7 @@ def test_a_device_s_part_outside_of_its_mesh_says_so():
 
 def test_a_mesh_without_its_devices_leaves_the_sharing_to_the_program():
     """As one with them does, whatever JAX takes where nobody says it: "explicit" axes since 0.12."""
-    mesh = MeshShape(fsdp=4096, tensor=2).mesh()
+    mesh = device_mesh(MeshShape(fsdp=4096, tensor=2))
     assert dict(mesh.shape)["fsdp"] == 4096 and set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
     with pytest.raises(ValueError, match="has 4096 devices, and there are"):
-        MeshShape(fsdp=4096).check_devices()
+        check_devices(MeshShape(fsdp=4096))

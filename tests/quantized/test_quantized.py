@@ -15,7 +15,7 @@ from norms import errors_by_name
 import jaxmem
 import llamem
 from jaxmem.compiling import matmul_flops
-from llamem.adapters import IN_LAYERS, Adapters
+from llamem.adapters import Adapters
 from llamem.adapters.step import losses_and_grads
 from llamem.files.gguf import GgufTensor
 from llamem.quantized import check_trainable, dequantize, quantize
@@ -27,7 +27,7 @@ CHAT = [
     {"role": "user", "content": "What is the capital of France?"},
     {"role": "assistant", "content": "The capital of France is Paris."},
 ]
-untyped: Any = llamem.llama  # for what is wrong on purpose
+untyped: Any = llamem.quantized  # for what is wrong on purpose
 KEPT = {"wq": "q4_0", "wk": "q4_1", "wv": "q4_1", "wo": "q8_0", "w_gate": "q8_0", "w_up": "q4_1", "w_down": "q8_0"}
 
 
@@ -104,28 +104,7 @@ def gradients(model, adapters, batch):
     """Loss and gradients of adapters over a model, by one program."""
     graphdef, base = nnx.split(model)
     settings = TrainSettings(batch_size=len(batch[0]), seq_len=batch[0].shape[1])
-    return jax.jit(lambda base: losses_and_grads(graphdef, settings, base, adapters, batch))(base)
-
-
-CASES = {
-    "groups, tiles, nested": (CONFIG.replace(n_layers=4), {"head_groups": 2, "mlp_tiles": 3, "mode": "nested"}),
-    "no remat": (CONFIG, {"remat": None, "loss_tiles": None}),
-}
-
-
-@pytest.mark.parametrize(("config", "plan"), CASES.values(), ids=CASES)
-def test_loss_and_gradients_of_adapters_are_those_over_the_numbers(config, plan):
-    small = quantize(model_of(config, **plan), "q4_1")
-    lora = llamem.LoraConfig(ranks=(3, 5), target_modules=IN_LAYERS)
-    adapters = Adapters.create(config, lora, rngs=nnx.Rngs(1))
-    adapters = adapters.with_weights(jax.tree.map(lambda x: x + 0.03, adapters.weights))
-    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 101, (4, 30)))
-    batch = (tokens[:, :-1], tokens[:, 1:], jnp.asarray([1, 0, 1, 1]))
-    metrics, grads = gradients(small, adapters, batch)
-    expected, wanted = gradients(dequantize(small), adapters, batch)
-    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
-    errors = errors_by_name(grads, wanted)
-    assert max(errors.values()) <= 1e-5 and all(np.any(w) for w in jax.tree.leaves(wanted)), errors
+    return jax.jit(lambda base: losses_and_grads(model.plan, graphdef, settings, base, adapters, batch))(base)
 
 
 @pytest.mark.usefixtures("as_a_user")

@@ -15,18 +15,18 @@ from llamem.host.memory import host_place, of_matrices, same_places
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.mesh.specs import parameter_specs, shardings
+from llamem.mesh.specs import device_mesh, parameter_specs, shardings
 from llamem.mesh.step import placed_shapes
-from llamem.runs.places import place_of
 from llamem.quantized.model import check_trainable, graphdef_of, plain_params
-from llamem.runs.steps import abstract_state, init_state, loss_fn, make_train_step, plain_graphdef
+from llamem.runs.places import place_of
+from llamem.runs.steps import abstract_state, init_state, make_train_step, mean_loss, plain_graphdef
 from llamem.train.settings import TrainSettings
 from llamem.train.snapshots import checksum
 from llamem.train.step import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class Trained:
     """The state of a run before its first step, what changes it and what judges it.
 
     `identity`: what a snapshot of it belongs to, by name. `abstract`: the state's shapes, and where they lie.
@@ -49,27 +49,27 @@ class Task:
         return lambda state, batch: compiled(state, *self.frozen, batch)
 
 
-def train_weights(config: LlamaConfig, settings: TrainSettings, plan: Plan, init: Llama | None) -> Task:
-    """Return the task of training every weight, of a fresh model or from `init` on."""
+def trained_weights(config: LlamaConfig, settings: TrainSettings, plan: Plan, init: Llama | None) -> Trained:
+    """Return every weight as what is trained, of a fresh model or from `init` on."""
     graphdef, params = plain_graphdef(config, plan), None
     if init is not None:
         check_trainable(init)
         _check_same_model(config, init)
         params = plain_params(init)
-    return Task(
+    return Trained(
         {} if init is None else {"begun from": "given weights"},
         abstract_state(config, settings, plan),
         lambda: init_state(config, settings, plan, params=params),
         make_train_step(config, settings, plan),
-        jax.jit(lambda params, batch: loss_fn(graphdef, params, *batch)),
+        jax.jit(lambda params, batch: mean_loss(plan, graphdef, params, batch)),
         lambda state: (_off_the_mesh(config, plan, state.params), None),
     )
 
 
-def train_adapters(
+def trained_adapters(
     config: LlamaConfig, settings: TrainSettings, plan: Plan, init: Llama | None, lora: LoraConfig | Adapters
-) -> Task:
-    """Return the task of training adapters, new ones or given ones, over the frozen weights of `init`."""
+) -> Trained:
+    """Return adapters as what is trained, new ones or given ones, over the frozen weights of `init`."""
     if init is None:
         raise ValueError(
             "train(lora=...) without init: adapters of random weights learn nothing. Give the model that they adapt, "
@@ -81,12 +81,12 @@ def train_adapters(
     graphdef = graphdef_of(config, plan, base)
 
     def begin() -> TrainState:
-        given = lora if isinstance(lora, Adapters) else Adapters.create(config, lora, rngs=nnx.Rngs(settings.seed))
-        state = init_lora_state(jax.tree.map(jnp.copy, given), settings)
+        first = lora if isinstance(lora, Adapters) else Adapters.create(config, lora, rngs=nnx.Rngs(settings.seed))
+        state = init_lora_state(jax.tree.map(jnp.copy, first), settings)
         mesh = plan.mesh
-        return state if mesh.devices == 1 else jax.device_put(state, NamedSharding(mesh.mesh(), PartitionSpec()))
+        return state if mesh.devices == 1 else jax.device_put(state, NamedSharding(device_mesh(mesh), PartitionSpec()))
 
-    return Task(
+    return Trained(
         {
             "weights under the adapters": checksum(base),
             "adapters": repr(lora if isinstance(lora, LoraConfig) else "given"),
@@ -94,7 +94,7 @@ def train_adapters(
         placed_shapes(jax.eval_shape(begin), PartitionSpec(), plan.mesh),
         begin,
         step,
-        jax.jit(lambda adapters, base, batch: lora_losses(graphdef, base, adapters, batch)),
+        jax.jit(lambda adapters, base, batch: lora_losses(plan, graphdef, base, adapters, batch)),
         lambda state: (_off_the_mesh(config, plan, base), state.params),
         (base,),
     )

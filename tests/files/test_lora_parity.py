@@ -63,7 +63,8 @@ def test_outputs_gradients_and_folders_of_peft(tmp_path, name, kind):
 
     graphdef, base = nnx.split(mine)
     batch = jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:]), jnp.zeros(2, jnp.int32)
-    metrics, grads = jax.jit(lambda *args: losses_and_grads(graphdef, TrainSettings(), *args))(base, adapters, batch)
+    gradients = jax.jit(lambda *args: losses_and_grads(mine.plan, graphdef, TrainSettings(), *args))
+    metrics, grads = gradients(base, adapters, batch)
     assert abs(metrics["loss"][0] - out.loss.item()) < 1e-5 * out.loss.item()
     # Written as an adapter, gradients get the names of the tensors that they belong to.
     folder = llamem.save_adapter(adapters.with_weights(grads), 0, tmp_path / "gradients")

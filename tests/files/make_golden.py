@@ -1,6 +1,6 @@
 """Writes tiny models made by transformers, and what transformers computes with them.
 
-    pip install torch transformers && python tests/llama/make_golden.py
+    pip install torch transformers && python tests/files/make_golden.py
 
 `test_pretrained.py` reads them where neither is installed; where they are, `test_parity.py` calls the same functions on
 models made on the spot.

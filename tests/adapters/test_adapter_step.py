@@ -1,14 +1,12 @@
 """Many adapters trained in one batch: as each of them alone, and those that are absent not at all."""
 
 import dataclasses
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import MIXED, adapters_of
-from children import answer_of
 from flax import nnx
 from jax.flatten_util import ravel_pytree
 from models import SMALL, model_of, tokens_of
@@ -145,15 +143,6 @@ def test_the_abstract_step_is_the_step_and_compiles():
     assert report.alias_bytes >= 4 * params
 
 
-def test_on_a_mesh_every_moment_and_metric_is_that_of_one_device():
-    """After one step the first moments are a tenth of the clipped gradients: those of all targets."""
-    seen = answer_of(Path(__file__).parent / "mesh_adapters.py")
-    assert len(seen) == 2
-    for name, case in seen.items():
-        wrong = {leaf: error for leaf, error in case["errors"].items() if not error < 2e-5}
-        assert not wrong and len(case["errors"]) >= 37 and case["steps"] == [1, 1, 1], (name, wrong)
-
-
 def test_gradients_in_16_bits_are_as_good_as_their_numbers():
     """Over 4,096 tokens, each of which has a 4,096th of the mean: in float16 that must not be lost on the way back."""
     B, T = 4, 1024
@@ -168,7 +157,7 @@ def test_gradients_in_16_bits_are_as_good_as_their_numbers():
         graphdef, state = nnx.split(Llama(of_type, rngs=nnx.Rngs(0)))
         state = jax.tree.map(lambda mine, same: same.astype(mine.dtype), state, exact)
         settings = TrainSettings(batch_size=B, seq_len=T)
-        return jax.jit(lambda base: losses_and_grads(graphdef, settings, base, adapters, batch))(state)[1]
+        return jax.jit(lambda base: losses_and_grads(Plan(), graphdef, settings, base, adapters, batch))(state)[1]
 
     wanted = gradients("float32")
     for dtype, most in (("bfloat16", 0.04), ("float16", 0.01)):

@@ -41,7 +41,7 @@ def gradients(config, adapters, tokens, ids=IDS, accumulate=1, model=None, **pla
     model = model_of(config, **plan) if model is None else model
     graphdef, base = nnx.split(model)
     settings = TrainSettings(batch_size=len(ids), seq_len=tokens.shape[1] - 1, accumulate=accumulate)
-    return jax.jit(partial(losses_and_grads, graphdef, settings))(base, adapters, batch_of(tokens, ids))
+    return jax.jit(partial(losses_and_grads, model.plan, graphdef, settings))(base, adapters, batch_of(tokens, ids))
 
 
 @pytest.mark.quick
