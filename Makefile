@@ -83,7 +83,7 @@ lock: $(VENV)/train-is-ready ## refresh requirements/lock.txt; UPGRADE=--upgrade
 	    $(addprefix --extra ,lab notebooks train test browser parity) \
 	    --constraint requirements/pins.in --output-file requirements/lock.txt
 
-floors: $(VENV)/train-is-ready ## draw CONTRIBUTING's picture of the folders from their imports
+floors: $(VENV)/train-is-ready ## draw the picture of the folders in docs/floors.md from their imports
 	$(BIN)/python tests/floors.py
 
 address: $(VENV)/train-is-ready ## write URL=https://github.com/OWNER/NAME and the version into badges, links, install lines

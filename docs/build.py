@@ -4,6 +4,7 @@ README, notebooks, glossary and contributors' page are the pages, and the API co
 copied to build/site first, since Jupyter Book wants its pages in one folder.
 """
 
+import importlib
 import inspect
 import re
 import shutil
@@ -16,27 +17,32 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import jaxmem
 import llamem
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "site"
 PAGES = SITE / "_build" / "html"
-FOLDERS = ("layers", "losses", "llama", "train", "planner", "verify", "memory")
+FOLDERS = ("layers", "losses", "llama", "text", "train", "quantized", "host", "adapters", "files", "runs", "planner")
 
 
 def api_page() -> str:
-    """List the public names by folder; what `import llamem` gives is called so."""
+    """List the public names, the instrument's and then llamem's by folder; what `import llamem` gives is called so."""
     examples = [
         block
         for name in ("README.md", "docs/how_do_i.md")
         for block in re.findall(r"```py(?:thon)?\n(.*?)```", (ROOT / name).read_text(encoding="utf-8"), flags=re.DOTALL)
     ]
     parts = [
-        "# The package",
-        "The public names, by folder. Those called `llamem.name` come with `import llamem`.",
+        "# The packages",
+        "The public names: those of `jaxmem`, the instrument, and those of `llamem` by folder. Those called "
+        "`llamem.name` come with `import llamem`.",
+        "## jaxmem",
+        inspect.getdoc(jaxmem) or "",
     ]
+    parts += [entry(jaxmem, name, examples) for name in sorted(jaxmem.__all__, key=str.lower)]
     for folder in FOLDERS:
-        module = getattr(llamem, folder)
+        module = importlib.import_module(f"llamem.{folder}")
         parts += [f"## llamem.{folder}", inspect.getdoc(module) or ""]
         for name in sorted(module.__all__, key=lambda name: (name not in llamem.__all__, name.lower())):
             parts.append(entry(llamem if name in llamem.__all__ else module, name, examples))
@@ -70,7 +76,9 @@ def _signature(value: Callable[..., Any]) -> str:
     text = re.sub(r"^\(self(, )?", "(", text).removesuffix(" -> None")
     short = re.sub(r"<(?:function|class|object|factory)[^>]*>", "...", text)
     return re.sub(
-        r"\b(?:jaxtyping|jaxlib\.\w+|jax|llamem|typing|collections\.abc|flax|optax)(?:\.\w+)*\.(?=[A-Z])", "", short
+        r"\b(?:jaxtyping|jaxlib\.\w+|jax|jaxmem|llamem|typing|collections\.abc|flax|optax)(?:\.\w+)*\.(?=[A-Z])",
+        "",
+        short,
     )
 
 
@@ -81,23 +89,27 @@ def copy_pages() -> None:
     for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "CITATION.cff", "docs/_config.yml"):
         text = (ROOT / name).read_text(encoding="utf-8")
         if name.endswith(".md"):
-            text = text.replace("```mermaid", "```{mermaid}").replace("(docs/", "(")
+            text = text.replace("(docs/", "(")
         (SITE / Path(name).name).write_text(text, encoding="utf-8")
     for page in (*(ROOT / "docs").glob("*.ipynb"), *(ROOT / "docs").glob("*.md")):
         shutil.copy(page, SITE / page.name)
         if page.suffix == ".md":  # notebooks lie beside it there
-            (SITE / page.name).write_text(page.read_text(encoding="utf-8").replace("(../", "("), encoding="utf-8")
+            text = page.read_text(encoding="utf-8").replace("```mermaid", "```{mermaid}").replace("(../", "(")
+            (SITE / page.name).write_text(text, encoding="utf-8")
     (SITE / "api.md").write_text(api_page(), encoding="utf-8")
     chapters = [f"  - file: notebooks/{path.stem}" for path in sorted((SITE / "notebooks").glob("[0-9]*.ipynb"))]
     chapters += [f"  - file: {path.relative_to(SITE).with_suffix('')}" for path in SITE.glob("notebooks/*.md")]
     toc = ["format: jb-book", "root: README", "parts:", "- caption: Notebooks", "  chapters:", *chapters]
     toc += [
+        "- caption: Teach with it",
+        "  chapters:",
+        "  - file: teach_with_it",
         "- caption: Your own model",
         "  chapters:",
         *(f"  - file: {name}" for name in ("how_do_i", "flax_nnx", "flax_linen", "equinox", "any_pytree")),
-        "- caption: Package",
+        "- caption: Packages",
         "  chapters:",
-        *(f"  - file: {name}" for name in ("api", "CONTRIBUTING", "CHANGELOG")),
+        *(f"  - file: {name}" for name in ("api", "CONTRIBUTING", "floors", "tried", "CHANGELOG")),
     ]
     (SITE / "_toc.yml").write_text("\n".join(toc) + "\n", encoding="utf-8")
 

@@ -5,7 +5,7 @@ import pytest
 
 from llamem.host.memory import host_place
 
-# libtpu 0.0.23 comes with JAX 0.7.2. What it makes of large programs is told in CONTRIBUTING, "Versions".
+# libtpu 0.0.23 comes with JAX 0.7.2. What it makes of large programs is told in docs/tried.md, "Versions".
 not_of_old_compilers = pytest.mark.skipif(
     jax.__version_info__ < (0, 10),
     reason="holds for libtpu 0.0.51 and newer: that of JAX 0.7 lays out otherwise, and writes no timelines down",

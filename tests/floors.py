@@ -1,6 +1,6 @@
 """The folders of the package, who may import whom, and the picture of who does: `make floors` draws it anew.
 
-The picture is a diagram in CONTRIBUTING.md, between two marks, made from the imports themselves.
+The picture is a diagram in docs/floors.md, between two marks, made from the imports themselves.
 """
 
 import ast
@@ -118,10 +118,10 @@ def with_picture(text: str) -> str:
     """A page with the picture between its marks drawn anew."""
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
-    assert rest and after, f"CONTRIBUTING.md lacks {START} ... {END}"
+    assert rest and after, f"docs/floors.md lacks {START} ... {END}"
     return f"{before}{START}\n\n{picture()}\n\n{END}{after}"
 
 
 if __name__ == "__main__":
-    page = ROOT / "CONTRIBUTING.md"
+    page = ROOT / "docs" / "floors.md"
     page.write_text(with_picture(page.read_text()))

@@ -29,7 +29,6 @@ notebook.begin("NAME")  # Colab, Kaggle: fetches the chips' compilers, 560 MB, h
 MAX_MIB = 3
 MAX_CELLS, MAX_LINES, MEDIAN_LINES = 36, 40, 9  # beside the folded cells that check
 MAX_WIDTH, MAX_WORDS, LONG_ONES = 100, 2400, {"05": 2800, "12": 2800}
-FOURTH = False  # until every notebook is of the fourth edition, only those are held to its rules that have such cells
 
 Notebook = dict[str, Any]
 
@@ -86,8 +85,7 @@ def problems(notebook: Notebook, name: str, lock: str) -> Iterator[str]:
     read = [cell for cell in notebook["cells"] if "check" not in tags(cell)]
     if len(read) > MAX_CELLS:
         yield f"{len(read)} cells, more than {MAX_CELLS}: what bores, what is told twice?"
-    if FOURTH or len(read) < len(notebook["cells"]):
-        yield from _fourth_edition(notebook, name)
+    yield from _teaching(notebook, name)
     if len(json.dumps(notebook)) > MAX_MIB * 2**20:
         yield f"larger than {MAX_MIB} MiB: draw fewer or smaller figures"
 
@@ -170,7 +168,7 @@ def _code(notebook: Notebook) -> Iterator[str]:
         yield f"the median code cell has more than {MEDIAN_LINES} lines"
 
 
-def _fourth_edition(notebook: Notebook, name: str) -> Iterator[str]:
+def _teaching(notebook: Notebook, name: str) -> Iterator[str]:
     """Code as a reader would write it; what checks the text is folded, at the end of a section; solutions apart."""
     words = len(re.sub(r"<details>.*?</details>", "", prose(notebook), flags=re.DOTALL).split())
     if words > LONG_ONES.get(name[:2], MAX_WORDS):

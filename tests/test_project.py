@@ -60,8 +60,8 @@ def test_imports_and_circles_are_found_in_every_form():
 
 
 def test_the_picture_of_the_floors_is_that_of_the_imports():
-    page = (ROOT / "CONTRIBUTING.md").read_text()
-    assert page == floors.with_picture(page), "CONTRIBUTING.md shows other imports: run `make floors`"
+    page = (ROOT / "docs" / "floors.md").read_text()
+    assert page == floors.with_picture(page), "docs/floors.md shows other imports: run `make floors`"
 
 
 @pytest.mark.quick
@@ -99,6 +99,26 @@ print(*sorted({name.split(".")[0] for name in set(sys.modules) - before} - set(s
         "jaxtyping",
         "optax",
     }
+
+
+@pytest.mark.quick
+def test_public_names_are_found_when_they_are_asked_for_and_load_what_they_need():
+    code = """
+import sys
+import llamem.layers.stack
+few = [name for name in sys.modules if name.split(".")[0] in ("llamem", "jaxmem")]
+assert len(few) < 20 and "llamem.llama.model" not in sys.modules, few
+import importlib, jaxmem, llamem
+assert llamem.losses.choose_tiles and llamem.runs.train and llamem.text.Tokenizer  # folders, too, without an import
+for package in ("jaxmem", "llamem", *(f"llamem.{name}" for name in sys.argv[1:])):
+    door = importlib.import_module(package)
+    assert door.__all__ and all(getattr(door, name) is not None for name in door.__all__), package
+    assert set(door.__all__) <= set(dir(door)) and not hasattr(door, "nothing_of_the_kind")
+"""
+    folders = sorted(door.removeprefix("llamem.") for door in floors.DOORS if door.startswith("llamem."))
+    shown = [name for name in folders if "TYPE_CHECKING" in floors.MODULES[f"llamem.{name}"].read_text()]
+    result = subprocess.run([sys.executable, "-c", code, *shown], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_conda_and_binder_install_the_locked_versions():
@@ -152,14 +172,15 @@ def test_the_readmes_path_leads_to_every_notebook_once():
 
 
 def test_what_the_prose_links_to_is_there():
-    for name in ("README.md", "CONTRIBUTING.md", "docs/how_do_i.md"):
+    pages = ("README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+    for name in pages:
         for link in re.findall(r"\]\((?!https?://|#|mailto:)([^)#\s]+)", (ROOT / name).read_text()):
             assert (ROOT / name).parent.joinpath(link).exists(), f"{name} links to {link}, which is not there"
 
 
 def test_the_make_targets_that_the_prose_names_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for name in ("README.md", "CONTRIBUTING.md"):
+    for name in ("README.md", "CONTRIBUTING.md", "docs/teach_with_it.md", "docs/tried.md"):
         for target in re.findall(r"\bmake ([a-z]+)\b", (ROOT / name).read_text()):
             assert re.search(rf"(?m)^{target}:", makefile), f"{name} names `make {target}`, which is not there"
 
@@ -174,6 +195,15 @@ def test_the_short_answers_run(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "how_do_i.md").read_text(), flags=re.DOTALL)
     run = subprocess.run([sys.executable, "-c", "\n".join(blocks)], capture_output=True, text=True, cwd=tmp_path)
     assert not run.returncode and "{'remat': None, 'batch': 256}" in run.stdout, run.stdout + run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+def test_the_short_answer_on_keras_runs(tmp_path):
+    pytest.importorskip("keras", minversion="3")  # in no extra: `pip install keras`
+    (block,) = re.findall(r"```py\n(.*?)```", (ROOT / "docs" / "how_do_i.md").read_text(), flags=re.DOTALL)
+    run = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, cwd=tmp_path)
+    assert run.stdout.split() == ["True", "None", "7.27", "GiB", "nothing", "1.56", "GiB"], run.stdout + run.stderr
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """Public names that are imported when they are asked for (PEP 562): an import runs what it needs and no more."""
 
 import ast
-import importlib
+import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[
     module_of = {alias.name: node.module for node in imports for alias in node.names if node.module}
 
     def get(name: str) -> Any:
-        if name not in module_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(module_of[name]), name)
+        if name in module_of:
+            return getattr(importlib.import_module(module_of[name]), name)
+        if not name.startswith("_") and importlib.util.find_spec(f"{package}.{name}"):
+            return importlib.import_module(f"{package}.{name}")  # such as llamem.losses, after `import llamem`
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get, lambda: sorted(module_of), sorted(module_of)

@@ -1,6 +1,7 @@
-"""Figures of notebook 09: rewards from round to round, and what a chip must hold to fine-tune a model."""
+"""Figures of notebook 09: what a chip must hold to fine-tune a model, and which numbers float16 can hold."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -8,31 +9,6 @@ from matplotlib.figure import Figure
 
 from jaxmem import GiB
 from llamem_course.plots import HATCHES
-
-
-def reward_rounds(rounds: Sequence[np.ndarray], before: np.ndarray, after: np.ndarray) -> Figure:
-    """Draw every answer's reward as a dot: `before` and `after` on unseen questions, round by round in between."""
-    columns = [before, *rounds, after]
-    fig, ax = plt.subplots(figsize=(8, 3))
-    for x, rewards in enumerate(columns):
-        unseen = x in (0, len(columns) - 1)
-        aside = np.linspace(-0.22, 0.22, len(rewards))  # equal rewards would hide each other
-        label = {0: "an answer to an unseen question", 1: "an attempt"}.get(x)
-        marker, color = ("s", "C1") if unseen else ("o", "C0")
-        ax.plot(x + aside, rewards, marker, color=color, alpha=0.6, markersize=4, label=label)
-        ax.hlines(np.mean(rewards), x - 0.3, x + 0.3, color="black", linewidth=2, label="" if x else "their mean")
-    names = ["unseen,\nbefore", *(f"round {i + 1}" for i in range(len(rounds))), "unseen,\nafter"]
-    ax.set_xticks(range(len(columns)), names)
-    ax.set(ylabel="reward of an answer", ylim=(-0.04, 1))
-    ax.legend(frameon=False, loc="upper left")
-    return fig
-
-
-def reward_rounds_alt(rounds: Sequence[np.ndarray], before: np.ndarray, after: np.ndarray) -> str:
-    """Say what `reward_rounds` shows."""
-    means = ", ".join(f"{np.mean(rewards):.2f}" for rewards in rounds)
-    ends = f"{np.mean(before):.2f} before and {np.mean(after):.2f} after"
-    return f"Dots of rewards. Attempts: mean {means}, round by round; unseen questions: {ends}. Zeros become fewer."
 
 
 def ledger_bars(
@@ -61,4 +37,28 @@ def ledger_bars(
     ax.set_yticks(range(len(rows)), [f"{bits}, {chip}" for bits, chip in rows])
     ax.set(xlabel="GiB", xlim=(0, 1.15 * left.max()))
     ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, fontsize=9)
+    return fig
+
+
+def float16_range(values: Mapping[str, Any]) -> Figure:
+    """Draw how large numbers are, a histogram for each name, on an axis that is marked by what float16 can hold.
+
+    Numbers that are zero are left out.
+    """
+    normal, subnormal = (float(np.finfo(np.float16).smallest_normal), float(np.finfo(np.float16).smallest_subnormal))
+    largest, left, right = float(np.finfo(np.float16).max), 1e-13, 1e6
+    fig, ax = plt.subplots(figsize=(9, 3.4))
+    bins = np.logspace(np.log10(left), np.log10(right), 96).tolist()
+    for i, (name, array) in enumerate(values.items()):
+        sizes = np.abs(np.asarray(array, np.float64)).ravel()
+        shares = np.full(len(sizes), 100 / len(sizes))
+        ax.hist(sizes, bins, weights=shares, color=f"C{i}", hatch=HATCHES[i], edgecolor="white", label=name)
+    zones = ((left, subnormal / 2, "becomes zero"), (subnormal / 2, normal, "few digits"))
+    zones += ((normal, largest, "all 11 bits"), (largest, right, "infinite"))
+    for i, (low, high, text) in enumerate(zones):
+        ax.axvspan(low, high, color="0.85" if i % 2 == 0 else "0.95", zorder=0)
+        ax.text(np.sqrt(low * high), 0.97, text, transform=ax.get_xaxis_transform(), ha="center", va="top", fontsize=10)
+    ax.set(xscale="log", xlim=(left, right), xlabel="size of a number", ylabel="share of the numbers (%)")
+    ax.set_ylim(0, 1.25 * ax.get_ylim()[1])
+    ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=2, fontsize=10)
     return fig

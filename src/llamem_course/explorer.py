@@ -8,6 +8,7 @@ import ipywidgets as widgets
 import jax.numpy as jnp
 import matplotlib.pyplot as plt
 from IPython.display import display
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from jaxmem import CHIPS, GiB
@@ -39,14 +40,19 @@ _LENGTHS = [n * 1024 for n in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256
 
 def estimate_bars(estimates: Mapping[str, Estimate]) -> Figure:
     """Return the estimated peaks of several plans as horizontal bars of their lines, and the chips' capacities."""
-    fig, ax = plt.subplots(figsize=(8.5, 0.55 * len(estimates) + 1.9), layout="constrained")
+    fig, ax = plt.subplots(figsize=(9.4, 0.62 * len(estimates) + 1.7), layout="constrained")
     names = [f"{name}  {one.peak_bytes / GiB:.1f} GiB" for name, one in estimates.items()]
-    left = [0.0] * len(names)
-    for i, line in enumerate(COLOURS):
+    left, widest = [0.0] * len(names), max(one.peak_bytes for one in estimates.values()) / GiB
+    for line, colour in COLOURS.items():
         sizes = [sum(part.bytes for part in one.lines if part.name == line) / GiB for one in estimates.values()]
-        if max(sizes) > 0.002 * max(one.peak_bytes for one in estimates.values()) / GiB:  # a line that can be seen
-            hatch = plots.HATCHES[i % len(plots.HATCHES)]
-            ax.barh(names, sizes, left=left, color=COLOURS[line], hatch=hatch, edgecolor="white", label=line)
+        if max(sizes) > 0.002 * widest:  # a line that can be seen
+            ax.barh(names, sizes, left=left, color=colour, edgecolor="white", label=line)
+        for row, size in enumerate(sizes):
+            if size > 0.0085 * widest * len(line):  # its name can be read
+                dark = sum(to_rgb(colour)) < 1.5
+                words = f"{line}\n{size:.1f}"
+                at, white = left[row] + size / 2, "white" if dark else "black"
+                ax.text(at, row, words, ha="center", va="center", fontsize=8, color=white)
         left = [start + size for start, size in zip(left, sizes, strict=True)]
     for capacity in sorted({one.capacity_bytes for one in estimates.values() if one.capacity_bytes}):
         ax.axvline(capacity / GiB, color="black", linestyle="--", label=f"the chip offers {capacity / GiB:.2f} GiB")

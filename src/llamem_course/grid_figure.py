@@ -1,8 +1,8 @@
-"""A stack of layers, played step by step: what each has in memory and which one runs, with checkpoints or without."""
+"""A stack of layers, played turn by turn: what each has in memory and which one runs, with checkpoints or without."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -76,23 +76,32 @@ def play(way: str, n_layers: int = 16, group: int = 4) -> Play:
 def layer_grid(
     n_layers: int = 16, group: int = 4, kept: float = 1.0, everything: float = 11.0, ways: Sequence[Way] = WAYS
 ) -> Figure:
-    """Each way's grid of layers against steps, and below it what is in memory; `layer_grid_alt` says it in words.
+    """Each way's grid of layers against turns, and below it what is in memory; `layer_grid_alt` says it in words.
 
     Memory counts in units of a layer's input. `kept` is what a checkpoint keeps: 1 is the input alone, more with a
-    policy. `everything` is what a layer without a checkpoint keeps, and what one at work needs.
+    policy. `everything` is what a layer without a checkpoint keeps, and what one at work needs. Ways whose peak is less
+    than a third of the highest are drawn on a scale of their own, which the title says.
     """
     _check(kept, everything)
     plays = {way: play(way, n_layers, group) for way in ways}
     size = (3 * len(plays) + 0.4, 5.2)
-    shared: dict[str, Any] = {"sharex": True, "sharey": "row", "squeeze": False, "layout": "constrained"}
-    fig, axes = plt.subplots(2, len(plays), figsize=size, height_ratios=[4, 3], **shared)
+    fig, axes = plt.subplots(
+        2, len(plays), figsize=size, height_ratios=[4, 3], sharex=True, squeeze=False, layout="constrained"
+    )
+    peaks = [one.live(kept, everything).max() for one in plays.values()]
+    low_ones = [peak for peak in peaks if peak < max(peaks) / 3]  # flat on the scale of the highest
     for (way, one), top, bottom in zip(plays.items(), *axes, strict=True):
-        _cells(top, one, f"{way}: {len(one.runs)} steps")
+        if top is not axes[0, 0]:
+            top.tick_params(labelleft=False)
+        _cells(top, one, f"{way}: {len(one.runs)} turns")
         live = one.live(kept, everything)
         waiting = one.live(kept, 0.0)
         bottom.fill_between(range(len(live)), waiting, step="mid", color=_BLUES[0])
         bottom.fill_between(range(len(live)), waiting, live, step="mid", color=_BLUES[1])
-        bottom.set(xlabel="step", ylim=(0, None), title=f"peak {live.max():.4g}")
+        low = live.max() in low_ones
+        scale = 1.15 * max(low_ones if low else peaks)
+        title = f"peak {live.max():.4g}{' (other scale)' if low else ''}"
+        bottom.set(xlabel="turn: one layer at work", ylim=(0, scale), title=title)
     axes[0, 0].set_ylabel("layer")
     axes[0, 0].yaxis.set_major_locator(MaxNLocator(4, integer=True, steps=[1, 2, 4, 8, 10]))
     axes[1, 0].set_ylabel("in memory, in inputs")
@@ -111,7 +120,7 @@ def layer_grid_alt(
         one = play(way, n_layers, group)
         again = sum(how == "again" for _, how in one.runs)
         words.append(f"{way}: peak {one.live(kept, everything).max():.4g}, {again} runs again")
-    return f"Grids of {n_layers} layers against steps, and what is in memory, in inputs. {'; '.join(words)}."
+    return f"Grids of {n_layers} layers against turns, and what is in memory, in inputs. {'; '.join(words)}."
 
 
 def _check(kept: float, everything: float) -> None:

@@ -23,14 +23,14 @@ PARTS: dict[str, Category] = {
 }
 
 
-def layer_costs_drawn(points: Mapping[tuple[str, str, int], float]) -> Figure:
+def layer_costs_drawn(points: Mapping[tuple[str, str], Mapping[int, float]]) -> Figure:
     """Return a figure: a mark at what one more layer adds in each way, on each chip, and the cheapest ways as lines.
 
-    `points` maps (chip, way, depth) to bytes, counted in inputs of a layer. The lines are of the two ways with the
-    least slopes, and go through the depths that were compiled.
+    `points` maps (chip, way) to the bytes at each depth, counted in inputs of a layer. The lines are of the two ways
+    with the least slopes, and go through the depths that were compiled.
     """
-    chips, ways = (list(dict.fromkeys(names)) for names in list(zip(*points, strict=True))[:2])
-    slopes = {(chip, way): _slope(*_of(points, chip, way)) for chip in chips for way in ways}
+    chips, ways = (list(dict.fromkeys(names)) for names in zip(*points, strict=True))
+    slopes = {case: _slope(sizes) for case, sizes in points.items()}
     ways.sort(key=lambda way: slopes[chips[0], way])
     fig, (marks, lines) = plt.subplots(1, 2, figsize=(9.6, 4.2), width_ratios=(3, 2), layout="constrained")
     height = 0.6 / len(chips)
@@ -41,7 +41,7 @@ def layer_costs_drawn(points: Mapping[tuple[str, str, int], float]) -> Figure:
             label = f"{slopes[chip, way]:.1f}"
             marks.annotate(label, (slopes[chip, way], y), (8, 0), textcoords="offset points", va="center", fontsize=9)
         for way in ways[:2]:
-            depths, sizes = _of(points, chip, way)
+            depths, sizes = zip(*sorted(points[chip, way].items()), strict=True)
             style = "-" if way == ways[0] else "--"
             lines.plot(depths, sizes, style, color=f"C{i}", marker=MARKERS[ways.index(way)], label=f"{way}, {chip}")
     marks.axvline(1, color="black", linewidth=0.8)
@@ -59,23 +59,18 @@ def layer_costs_drawn(points: Mapping[tuple[str, str, int], float]) -> Figure:
     return fig
 
 
-def layer_costs_alt(points: Mapping[tuple[str, str, int], float]) -> str:
+def layer_costs_alt(points: Mapping[tuple[str, str], Mapping[int, float]]) -> str:
     """Return the words for `layer_costs_drawn`."""
     words = []
-    for chip, way in dict.fromkeys(key[:2] for key in points):
-        words.append(f"{way} on {chip} {_slope(*_of(points, chip, way)):.1f}")
+    for (chip, way), sizes in points.items():
+        words.append(f"{way} on {chip} {_slope(sizes):.1f}")
     opening = (
         "Marks at what one more layer adds, in inputs of a layer, and lines of the two cheapest ways over the depth"
     )
     return f"{opening}: {'; '.join(words)}."
 
 
-def _slope(depths: list[int], sizes: list[float]) -> float:
+def _slope(sizes: Mapping[int, float]) -> float:
     """Return what one more layer adds, between the two deepest."""
-    return (sizes[-1] - sizes[-2]) / (depths[-1] - depths[-2])
-
-
-def _of(points: Mapping[tuple[str, str, int], float], chip: str, way: str) -> tuple[list[int], list[float]]:
-    """Return the depths and sizes of a way on a chip."""
-    found = sorted((depth, size) for (one, name, depth), size in points.items() if (one, name) == (chip, way))
-    return [depth for depth, _ in found], [size for _, size in found]
+    (shallow, less), (deep, more) = sorted(sizes.items())[-2:]
+    return (more - less) / (deep - shallow)

@@ -1,7 +1,6 @@
 """Which device of a mesh holds which part of a loss's arrays, works on which tile in each round, and sends what."""
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -30,7 +29,6 @@ PROGRAMS_ALT = (
     "receive 50 GiB and more. Below a line the three cures: one share, two to four messages, under 2 GiB received."
 )
 _DEVICES = 8
-_COLLECTIVES = "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"
 
 
 def _colours() -> Any:
@@ -150,14 +148,3 @@ def _part(ax: Axes, corner: tuple[float, float], text: str, owner: int | None) -
     colour = "none" if not text else "lightgray" if owner is None else _colours()[2 * owner]
     ax.add_patch(Rectangle(corner, 0.94, 0.9, facecolor=colour, edgecolor="lightgray"))
     _number(ax, corner[0] + 0.47, corner[1] + 0.45, text, 8 if owner is None else 2 * owner)
-
-
-def lines_of(program: str | None, kinds: tuple[str, ...] = _COLLECTIVES) -> Iterator[str]:
-    """Yield the collectives of a compiled program, or its lines of other `kinds`, shortened, with a loop's trips."""
-    for line in (program or "").splitlines():
-        if re.search(rf"\s({'|'.join(kinds)})(-start)?\(", line):
-            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-            line = re.sub(r", (metadata|backend_config|sharding|frontend_attributes)=.*", "", line.strip())
-            line = re.sub(r", (channel_id=\d+|use_global_device_ids=true)", "", line)
-            line = re.sub(r"\(.*\) while", "(...) while", line)
-            yield line[:150] + (f" ... runs {trips[1]} times" if trips else "")

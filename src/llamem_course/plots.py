@@ -5,6 +5,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from IPython.display import display
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
@@ -63,13 +64,15 @@ def frontier(
             there,
             point,
             textcoords="offset points",
-            xytext=(0, 11) if right else (0, -12) if hosts[name] else (9, 4),
-            ha="center" if right or hosts[name] else "left",
+            xytext=(-8, 11) if right else (0, -12) if hosts[name] else (9, 4),
+            ha="center" if hosts[name] and not right else "left",
             va="top" if hosts[name] and not right else "baseline",
             fontsize=10,
             color="C2" if hosts[name] else "black",
         )
-    ax.set(xscale="log", xlabel="temporaries on the device (GiB)", ylabel="matrix products (TFLOP)", title=title)
+    ax.set(
+        xscale="log", xlabel="temporaries on the device (GiB, log scale)", ylabel="matrix products (TFLOP)", title=title
+    )
     ax.xaxis.set_major_locator(LogLocator(base=2))
     ax.xaxis.set_major_formatter("{x:g}")
     ax.minorticks_off()
@@ -130,33 +133,37 @@ def loss_curves(
     metrics: Sequence[Mapping[str, Any]],
     held_out: str,
     bars: Mapping[str, float] | None = None,
-    notes: Sequence[tuple[float, float, str]] = (),
 ) -> Figure:
     """Return a figure: the loss of each step's batch, the held-out loss where it was taken, and bars to compare with.
 
     `metrics` are those of `llamem.runs.train`, one dictionary per step; `held_out` names what its `val_loss` is of.
-    `notes` are (step, loss, words) to write into the figure. Without bars the axis of losses is logarithmic.
+    Without bars the axis of losses is logarithmic.
     """
     fig, ax = plt.subplots(figsize=(9.4, 4.3))
-    judged = [row for row in metrics if "val_loss" in row]
-    curves = {"each batch": (metrics, "loss", "-"), held_out: (judged, "val_loss", "o-")}
-    highest = max(curves, key=lambda name: curves[name][0][-1][curves[name][1]])  # at the end, where names stand
-    for name, (rows, key, style) in curves.items():
+    fig.subplots_adjust(left=0.08, right=0.79)  # room for the names
+    judged, last = [row for row in metrics if "val_loss" in row], metrics[-1]["step"]
+    names = []
+    for name, rows, key, style in (("each batch", metrics, "loss", "-"), (held_out, judged, "val_loss", "o-")):
         (line,) = ax.plot([row["step"] for row in rows], [row[key] for row in rows], style)
-        label = {"color": line.get_color(), "fontweight": "bold", "va": "bottom" if name == highest else "top"}
-        end = (rows[-1]["step"], rows[-1][key])
-        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        ax.annotate(f"{name}, {end[1]:.3g}", end, (8, 0), textcoords="offset points", bbox=box, **label)
+        names.append((rows[-1][key], f"{name}, {rows[-1][key]:.3g}", line.get_color(), "bold"))
     for (name, value), style in zip((bars or {}).items(), (":", "--", "-."), strict=False):
         ax.axhline(value, color="black", linestyle=style)
-        ax.text(1.01, value, f"{name}, {value:.2f}", transform=ax.get_yaxis_transform(), va="center")
-    for step, loss, words in notes:
-        ax.text(step, loss, words, fontsize=10, va="center", linespacing=1.4)
-    ax.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, 1.35 * metrics[-1]["step"]))  # room for the names
+        names.append((value, f"{name}, {value:.2f}", "black", "normal"))
+    ax.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, last))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if not bars:
         ax.set_yscale("log")
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         ax.yaxis.set_major_formatter("{x:g}")
         ax.minorticks_off()
+    _name_ends(ax, names)
     return fig
+
+
+def _name_ends(ax: Axes, names: Sequence[tuple[float, str, Any, str]]) -> None:
+    """Write (value, words, colour, weight) to the right of the axes, one below the other where values are close."""
+    to_axes, above = ax.transData + ax.transAxes.inverted(), 2.0
+    for value, words, colour, weight in sorted(names, reverse=True):
+        height = to_axes.transform((ax.get_xlim()[1], value))[1]
+        above = min(height, above - 0.06)
+        ax.text(1.02, above, words, transform=ax.transAxes, va="center", color=colour, fontweight=weight)

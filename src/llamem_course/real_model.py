@@ -4,6 +4,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,13 @@ OPPOSITES |= dict(hard="soft", light="dark", happy="sad", strong="weak", full="e
 OPPOSITES |= dict(thick="thin", loud="quiet", clean="dirty", deep="shallow")
 
 
-def load_real_model(model_path: str = "") -> tuple[Llama, Tokenizer]:
+def load_real_model(model_path: str = "", compute_dtype: Any = None) -> tuple[Llama, Tokenizer]:
     """Return the model that `find_real_model` finds, its layers in blocks of four bits, and its tokenizer.
 
-    It computes in float32 on a CPU, else in bfloat16.
+    Without a `compute_dtype` it computes in float32 on a CPU, else in bfloat16.
     """
     file = find_real_model(model_path)
-    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    dtype = compute_dtype or (jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
     quantize = None if file.suffix == ".gguf" else "q4_0"
     return load_pretrained(file, compute_dtype=dtype, quantize=quantize), Tokenizer(file)
 

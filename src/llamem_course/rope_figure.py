@@ -18,8 +18,8 @@ def rope_dials(
     `old_p`, `new_p`: radians per token of Llama 3 and 3.1; `seen`: the first training's tokens, `longest`: those read
     later. A dial has a slice for what was seen, and an arc as far as each model turns at `longest` tokens.
     """
-    fig = plt.figure(figsize=(10, 3.7))
-    grid = fig.add_gridspec(1, 2 + len(pairs), width_ratios=(2.3, 0.12, *(1,) * len(pairs)))
+    fig = plt.figure(figsize=(11, 3.9))
+    grid = fig.add_gridspec(1, 2 + len(pairs), width_ratios=(1.7, 0.1, *(1.15,) * len(pairs)))
     ax = fig.add_subplot(grid[0])
     for angle_p, name, style in ((old_p, "Llama 3", "-"), (new_p, "Llama 3.1", "--")):
         ax.semilogy(2 * np.pi / angle_p, style, color=_ROWS[name], linewidth=2)
@@ -42,7 +42,7 @@ def rope_dials(
         dial.set_theta_direction(-1)
         dial.spines["polar"].set_color("lightgrey")
         dial.set_title(f"pair {pair}", fontsize=11)
-        titles = {"seen": f"{seen:,} tokens", "Llama 3": f"{longest:,}", "Llama 3.1": f"{longest:,}, 3.1"}
+        titles = {"seen": f"{seen:,} tokens", "Llama 3": f"{longest:,}, Llama 3", "Llama 3.1": f"{longest:,}, 3.1"}
         for row, name in enumerate(ends):
             text = f"{titles[name]}: {_turned(ends[name])}"
             dial.text(

@@ -9,6 +9,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from jaxmem.provenance import Category
 from jaxmem.report import GiB
@@ -61,7 +62,7 @@ def loops_over_layers(timeline: Timeline, config: LlamaConfig) -> list[Loop]:
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """One turn of a program's first loop: its steps, when each copy of a layer's matrix begins and is waited for, and
+    """One turn of a loop of a program: its steps, when each copy of a layer's matrix begins and is waited for, and
     at which steps products begin.
     """
 
@@ -70,9 +71,9 @@ class Turn:
     products: tuple[int, ...]
 
     @classmethod
-    def of(cls, timeline: Timeline) -> "Turn":
-        """Return the first loop's turn, in a program that fetches layers by `jax.lax.dynamic_index_in_dim`."""
-        steps = range(timeline.loops[0].first, timeline.loops[0].end)
+    def of(cls, timeline: Timeline, loop: int = 0) -> "Turn":
+        """Return a turn of one of the loops, in a program that fetches layers by `jax.lax.dynamic_index_in_dim`."""
+        steps = range(timeline.loops[loop].first, timeline.loops[loop].end)
         products = (step for step in steps if "dot_general" in timeline.operations[step])
         # A copy on its way is written down as (from, to, ...), the latter one layer's slice.
         copies = (
@@ -85,30 +86,40 @@ class Turn:
         return cls(steps, tuple(sorted(copies)), tuple(products))
 
     @property
+    def pairs(self) -> int:
+        """How many pairs of a copy and a product there are."""
+        return len(self.copies) * len(self.products)
+
+    @property
     def beside(self) -> int:
         """How many pairs of a copy and a product there are in which the copy is on its way when the product begins."""
         return sum(begins < step < awaited for begins, awaited in self.copies for step in self.products)
 
 
-def turns_drawn(turns: Mapping[str, Turn]) -> tuple[Figure, str]:
-    """Return a figure, and its words: a bar for each copy of a turn, a mark for each product, a row a program."""
-    fig, ax = plt.subplots(figsize=(9, 0.6 + 0.62 * len(turns)), layout="constrained")
-    for row, turn in enumerate(turns.values()):
-        for lane, (begins, awaited) in enumerate(turn.copies):
-            place = (row - 0.2 + 0.24 * lane, begins - turn.steps[0])
-            label = "" if row or lane else "a copy, until it is waited for"
-            ax.barh(place[0], awaited - begins, 0.2, place[1], color="C1", label=label)
-        at = [step - turn.steps[0] for step in turn.products]
-        label = "" if row else "a product begins"
-        ax.plot(at, [row - 0.08] * len(at), "|", color="C0", markersize=26, markeredgewidth=3, label=label)
-    ax.set_yticks(range(len(turns)), list(turns))
-    ax.invert_yaxis()
-    ax.set(xlabel="step of a turn of the forward loop", xlim=(0, max(len(turn.steps) for turn in turns.values())))
-    ax.legend(frameon=False, loc="upper left", bbox_to_anchor=(0, 1))
-    told = "; ".join(
-        f"{name}: {turn.beside} of {len(turn.copies) * len(turn.products)}" for name, turn in turns.items()
-    )
-    return fig, f"Bars for copies and marks for products over a turn's steps. Pairs side by side: {told}."
+def turns_drawn(turns: Mapping[tuple[str, str], Turn]) -> tuple[Figure, str]:
+    """Return a figure, and its words: by chip and program the products of a turn, and under them a bar for each copy.
+
+    A line goes down from each product: it meets the bars of the copies that are under way when the product begins.
+    """
+    chips = list(dict.fromkeys(chip for chip, _ in turns))
+    fig, axes = plt.subplots(1, len(chips), figsize=(3.4 * len(chips), 3.4), squeeze=False, layout="constrained")
+    for ax, chip in zip(axes[0], chips, strict=True):
+        own = {program: turn for (one, program), turn in turns.items() if one == chip}
+        for row, (program, turn) in enumerate(own.items()):
+            top, first = 4.0 * row, turn.steps[0]
+            ax.text(0, top - 0.75, program, va="bottom", fontsize=10, fontweight="bold")
+            for lane, (begins, awaited) in enumerate(turn.copies, 1):
+                ax.barh(top + 0.8 * lane, awaited - begins, 0.6, begins - first, color="C1")
+            for step in turn.products:
+                ax.barh(top, 1.6, 0.6, step - first, color="C0")
+                ax.plot([step - first + 0.8] * 2, [top, top + 0.8 * len(turn.copies) + 0.4], color="C0", linewidth=1)
+        ax.set(title=chip, yticks=[], ylim=(4.0 * len(own) - 1.2, -1.6), xlabel="step of a turn")
+        ax.set_xlim(0, max(len(turn.steps) for turn in own.values()))
+        ax.spines["left"].set_visible(False)
+    handles = [Patch(color="C0", label="a product"), Patch(color="C1", label="a copy, until it is waited for")]
+    fig.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
+    told = "; ".join(f"{chip}, {program}: {turn.beside} of {turn.pairs}" for (chip, program), turn in turns.items())
+    return fig, f"Products, and under them bars for copies, over a turn's steps. Pairs side by side: {told}."
 
 
 def visitors_drawn(timeline: Timeline, config: LlamaConfig) -> tuple[Figure, str]:

@@ -11,20 +11,21 @@ from matplotlib.figure import Figure
 from jaxmem.report import Report
 from jaxmem.timeline import CATEGORIES, Span, Timeline
 
-# Of petroff10, so that neighbours in the stack stay distinct for colour-blind readers.
+# Of petroff10, so that neighbours in the stack stay distinct for colour-blind readers; the output is hatched as well.
 COLOURS: dict[str, str] = dict(
     zip(
         CATEGORIES,
         (
             "#3f90da", "#92dadd", "#b9ac70", "#a96b59", "#ffa90e",
-            "#bd1f01", "#832db6", "#94a4a2", "#e76300", "#717581",
+            "#bd1f01", "#832db6", "#94a4a2", "#dadada", "#717581",
         ),
         strict=True,
     )
 )  # fmt: skip
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _HOST = "on the host"
-_DARK = {"optimizer", "batch", "residuals", "workspace"}  # light colours, which take dark letters
+_DARK = {"optimizer", "batch", "residuals", "workspace", "output"}  # light colours, which take dark letters
+_HATCHED = {"hatch": "////", "edgecolor": "0.45"}  # what is set aside for the output
 
 
 def timelines(reports: Mapping[str, Report | Timeline]) -> dict[str, Timeline]:
@@ -183,7 +184,9 @@ def _areas(ax: Axes, one: Timeline, n_bytes: int) -> None:
         if sizes.any():
             lower_edge, upper_edge = np.append(base, base[-1]), np.append(upper, upper[-1])
             named = sizes.max() / n_bytes > 0.004 * height  # else too thin for the legend
-            style = {"color": COLOURS[category], "linewidth": 0, "label": category if named else None}
+            style = {"facecolor": COLOURS[category], "linewidth": 0, "label": category if named else None}
+            if category == "output":
+                style |= _HATCHED
             ax.fill_between(steps, lower_edge, upper_edge, step="post", **style)
             _name_area(ax, category, base, upper, host / n_bytes)
         base = upper

@@ -36,7 +36,7 @@ def peak_bars(reports: Mapping[str, Report]) -> Figure:
             left += width
         near = left < capacity < left + 0.2 * highest
         words = f"{report.peak_bytes / GiB:.1f} GiB, {'fits' if report.fits else 'does not fit'}"
-        words += f"\n{report.matmul_flops / 1e12:.1f} TFLOP in products"
+        words += f"\n{_work(report)}"
         ax.text((capacity if near else left) + 0.012 * highest, row, words, va="center", fontsize=9)
     if capacity:
         ax.axvline(capacity, color="black", linestyle="--", linewidth=1)
@@ -57,9 +57,16 @@ def peak_bars_alt(reports: Mapping[str, Report]) -> str:
     for name, report in reports.items():
         parts = ", ".join(f"{category} {size / GiB:.1f}" for category, size in peaks.get(name, {}).items())
         verdict = "fits" if report.fits else "does not fit"
-        work = f"{report.matmul_flops / 1e12:.1f} TFLOP in products"
-        words.append(f"{name}: {report.peak_bytes / GiB:.1f}{f' ({parts})' if parts else ''}, {verdict}, {work}")
+        words.append(
+            f"{name}: {report.peak_bytes / GiB:.1f}{f' ({parts})' if parts else ''}, {verdict}, {_work(report)}"
+        )
     return f"Bars of memory at the peak, in GiB. {'; '.join(words)}."
+
+
+def _work(report: Report) -> str:
+    """Say how much work a program's products are, and whether those of kernels are left out."""
+    products = "products outside kernels" if report.kernels else "products"
+    return f"{report.matmul_flops / 1e12:.1f} TFLOP in {products}"
 
 
 def _peaks(reports: Mapping[str, Report]) -> dict[str, dict[str, int]]:

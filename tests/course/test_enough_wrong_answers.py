@@ -9,10 +9,11 @@ import test_wrong_answers_03_04 as second
 import test_wrong_answers_05 as mesh
 import test_wrong_answers_06_07 as third
 import test_wrong_answers_08 as long
-import test_wrong_answers_09 as policy
+import test_wrong_answers_09 as lora
 import test_wrong_answers_10 as fourth
 import test_wrong_answers_11 as hosts
 import test_wrong_answers_12 as streamed
+import test_wrong_answers_13 as policy
 
 ENOUGH = 6
 
@@ -27,9 +28,10 @@ def wrong_answers() -> Counter[str]:
         fourth.WRONG,
         mesh.WRONG,
         long.WRONG,
-        policy.WRONG,
+        lora.WRONG,
         hosts.WRONG,
         streamed.WRONG,
+        policy.WRONG,
     ):
         found.update(check.__name__ for check, _, _ in table.values())
     found["check_cured_dropout"] += len(test_exercises.WRONG)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxmem
 import llamem
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent.parent / "notebooks").glob("*.ipynb"))
@@ -44,7 +45,7 @@ ALL = [
 
 
 def run(exercise: SimpleNamespace, code: str) -> None:
-    namespace: dict[str, Any] = {"jax": jax, "jnp": jnp, "np": np, "llamem": llamem}
+    namespace: dict[str, Any] = {"jax": jax, "jnp": jnp, "np": np, "jaxmem": jaxmem, "llamem": llamem}
     namespace["exercises"] = importlib.import_module(f"llamem_course.exercises.{exercise.topic}")
     exec(f"{code}\n{exercise.check}", namespace)
 

@@ -53,6 +53,8 @@ def test_the_bars_add_up_and_say_so_in_words():
         row = round(patch.get_y() + patch.get_height() / 2)
         ends[row] = max(ends.get(row, 0), patch.get_x() + patch.get_width())
     assert sorted(ends.values()) == pytest.approx(sorted(one.peak_bytes / GiB for one in found.values()))
+    written = {text.get_text().partition("\n")[0] for text in ax.texts}
+    assert {"weights", "moments"} <= written <= {line.name for one in found.values() for line in one.lines}
     plots.plt.close(fig)
     assert "v5e-1: " in estimate_bars_alt(found) and "weights" in estimate_bars_alt(found)
     assert 'role="img"' in bars_html(found["h100"])

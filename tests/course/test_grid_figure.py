@@ -41,7 +41,9 @@ def test_the_figure_shows_the_peaks_of_its_arguments():
     titles = [ax.get_title() for ax in fig.axes]
     for way in grids.WAYS:
         one = grids.play(way, 8, 2)
-        assert f"{way}: {len(one.runs)} steps" in titles and f"peak {one.live(3, 20).max():.0f}" in titles
+        scale = "" if way in ("no checkpoint", "whole loss") else " (other scale)"
+        assert f"{way}: {len(one.runs)} turns" in titles and f"peak {one.live(3, 20).max():.0f}{scale}" in titles
+    assert fig.axes[4].get_ylim() == fig.axes[7].get_ylim() and fig.axes[5].get_ylim() == fig.axes[6].get_ylim()
     waiting, at_work = fig.axes[4].collections
     assert isinstance(waiting, FillBetweenPolyCollection) and isinstance(at_work, FillBetweenPolyCollection)
     assert np.asarray(at_work.get_paths()[0].vertices)[:, 1].max() == 8 * 20

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.patches import Rectangle
 
 import jaxmem
-from llamem_course import mesh_figure, plots, training_figures
+from llamem_course import plots, training_figures
 from llamem_course.price_figure import tool_prices
 from llamem_course.tile_figure import ledger_drawn
 
@@ -48,11 +48,10 @@ def test_bars_add_up_to_the_peak():
 
 def test_loss_curves_show_each_step_and_name_their_bars():
     metrics = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "val_loss": 2.5}]
-    fig = plots.loss_curves(metrics, "held-out text", {"only counts": 2.2}, [(1, 2.8, "a note")])
+    fig = plots.loss_curves(metrics, "held-out text", {"only counts": 2.2})
     ax = fig.axes[0]
     assert [np.asarray(line.get_ydata()).tolist() for line in ax.lines] == [[3.0, 2.0], [2.5], [2.2, 2.2]]
-    words = ["each batch, 2", "held-out text, 2.5", "only counts, 2.20", "a note"]
-    assert [text.get_text() for text in ax.texts] == words
+    assert [text.get_text() for text in ax.texts] == ["held-out text, 2.5", "only counts, 2.20", "each batch, 2"]
     plt.close(fig)
 
 
@@ -91,12 +90,3 @@ def test_prices_are_bars_of_what_a_tool_buys_and_what_it_costs():
         [bar.get_width() for bar in ax.patches if isinstance(bar, Rectangle)] for ax in tool_prices(prices).axes
     )
     assert buys == [1.0, 2.0, 3.0, 0.0] and costs == [50.0, 0.0, 25.0, 100.0]
-
-
-def test_lines_of_a_program_are_its_collectives_and_loops_with_their_trips():
-    program = """
-  %sum.1 = f32[8]{0} all-reduce-start(%a), channel_id=1, metadata={op_name="psum"}
-  %add = f32[8]{0} add(%a, %all-reduce.2)
-  %while.3 = (s32[], f32[8]{0}) while(%t), body=%b, backend_config={"known_trip_count":{"n":"12"}}"""
-    assert list(mesh_figure.lines_of(program)) == ["%sum.1 = f32[8]{0} all-reduce-start(%a)"]
-    assert list(mesh_figure.lines_of(program, ("while",))) == ["%while.3 = (...) while(%t), body=%b ... runs 12 times"]

@@ -62,9 +62,12 @@ def test_a_copy_is_beside_a_product_that_begins_while_it_is_on_its_way():
     )
     one = Timeline("v5e-1", None, MIB, 15, buffers, (Loop(1, 10, 4),), (), tuple(operations))
     turn = streamed_figure.Turn.of(one)
-    assert (turn.copies, turn.products, turn.beside) == (((5, 8), (6, 9)), (5, 8), 1)
-    fig, alt = streamed_figure.turns_drawn({"a step": turn})
-    assert "a step: 1 of 4" in alt
+    assert (turn.copies, turn.products, turn.beside, turn.pairs) == (((5, 8), (6, 9)), (5, 8), 1, 4)
+    both = dataclasses.replace(one, loops=(*one.loops, Loop(11, 15, 4)))
+    second = streamed_figure.Turn.of(both, loop=1)
+    assert (second.copies, second.products, second.beside) == (((11, 14),), (13,), 1)
+    fig, alt = streamed_figure.turns_drawn({("v5e-1", "a step"): turn})
+    assert "v5e-1, a step: 1 of 4" in alt
     plt.close(fig)
 
 

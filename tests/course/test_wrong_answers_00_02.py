@@ -32,6 +32,9 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "no inputs": "lambda c, B, T: tower(c, B, T) - c.compute_dtype.itemsize * c.n_layers * B * T * c.d_model",
             "logits once": "lambda c, B, T: tower(c, B, T) - 4 * B * T * c.vocab_size",
             "logits in 16 bits": "lambda c, B, T: tower(c, B, T) - 4 * B * T * c.vocab_size",
+            "one array of logits, in 16 bits": "lambda c, B, T: tower(c, B, T) - 6 * B * T * c.vocab_size",
+            "two bytes always": "lambda c, B, T: "
+            "2 * (3 * c.n_params + c.n_layers * B * T * c.d_model + 2 * B * T * c.vocab_size)",
             "no embedding": "lambda c, B, T: tower(c, B, T) - 3 * c.param_dtype.itemsize * c.vocab_size * c.d_model",
             "one of two arrays of logits in 16 bits": "lambda c, B, T: tower(c, B, T) - 2 * B * T * c.vocab_size",
             "moments in 32 bits": "lambda c, B, T: tower(c, B, T) + 2 * (4 - c.param_dtype.itemsize) * c.n_params",
@@ -477,6 +480,8 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, 
 # Hints that name the mistake: by check and mistake.
 NAMED = {
     ("check_peak_with_logits", "asked of a compiler"): "not enough for a compiler",
+    ("check_peak_with_logits", "one array of logits, in 16 bits"): "f32 logits",
+    ("check_peak_with_logits", "two bytes always"): "f32 logits",
     ("check_kept_bytes", "floating point alone, no mask and no index"): "also reads bool",
     ("check_kept_bytes", "no trees of arguments"): "any tree of arrays",
     ("check_rematerialised_stack", "a group of three, and a layer alone"): "Which of yours runs once",

@@ -9,6 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from answers import Answers, refuse
 
@@ -88,7 +89,49 @@ def runs_by_hand(layer, layers, x):
     return runs_by_hand(layer, layers[n:], x)
 
 
+def line(room, layer, held_8, held_16, *, copies=2, start=True):
+    """Layers that fit, by a straight line: with weights and gradients, and with what is there without layers."""
+    slope = (held_16 - held_8) / 8
+    return int((room - start * (held_8 - 8 * slope)) // (copies * layer + slope))
+
+
 STACKS: Answers = {
+    # The layers that fit.
+    "no gradients": (stacks.check_layers_that_fit, partial(line, copies=1), "gradient found its room"),
+    "no beginning": (stacks.check_layers_that_fit, partial(line, start=False), "no layers at all"),
+    "temporaries that do not grow": (
+        stacks.check_layers_that_fit,
+        lambda room, layer, a, b: int((room - (a - (b - a))) // (2 * layer)),
+        "adds something to the temporaries",
+    ),
+    "temporaries alone": (
+        stacks.check_layers_that_fit,
+        partial(line, copies=0),
+        "weights and their gradient found their room",
+    ),
+    "a sixteenth of the deep one for each": (
+        stacks.check_layers_that_fit,
+        lambda room, layer, a, b: room // (2 * layer + b // 16),
+        "from a beginning",
+    ),
+    "beside eight layers": (
+        stacks.check_layers_that_fit,
+        lambda room, layer, a, b: int((room - a) // (2 * layer + (b - a) / 8)),
+        "hold 8 inputs as well",
+    ),
+    "sixteen layers between the two": (
+        stacks.check_layers_that_fit,
+        lambda room, layer, a, b: int((room - (2 * a - b)) // (2 * layer + (b - a) / 16)),
+        "which bytes does one more layer add",
+    ),
+    "a part of a layer": (
+        stacks.check_layers_that_fit,
+        lambda room, layer, a, b: (room - (2 * a - b)) / (2 * layer + (b - a) / 8),
+        "not a whole number",
+    ),
+    "one too many": (stacks.check_layers_that_fit, lambda *a: line(*a) + 1, "does not fit whole"),
+    "one layer kept back": (stacks.check_layers_that_fit, lambda *a: line(*a) - 1, "would still fit"),
+    "a word": (stacks.check_layers_that_fit, lambda *a: "many", "not a number of layers"),
     # The runs.
     "a Python loop": (stacks.check_scan_runs, lambda layer, ws, x: list_loop(jax.checkpoint(layer), ws, x), "grows"),
     "a scan of each layer alone": (stacks.check_scan_runs, lambda *a: runs(*a, key=id), "grows with the layers"),
@@ -431,6 +474,23 @@ def surrogate(make):
 
 
 TILES: Answers = {
+    "no tile": (tiles.check_crossing, lambda d, v, n: 2 * d, "the tile of logits has been left out"),
+    "a tile in 16 bits": (tiles.check_crossing, lambda d, v, n: 4 * d / (2 - 2 / n), "takes four bytes"),
+    "a sum in 16 bits": (tiles.check_crossing, lambda d, v, n: 2 * d / (2 - 4 / n), "in 16 bits, or in 32"),
+    "the tile on the other side": (tiles.check_crossing, lambda d, v, n: 4 * d / (2 + 4 / n), "mind the sign"),
+    "upside down": (tiles.check_crossing, lambda d, v, n: (2 - 4 / n) / (4 * d), "the inverse"),
+    "the words left in": (tiles.check_crossing, lambda d, v, n: 4 * v * d / (2 - 4 / n), "have V as a factor"),
+    "the words left in below": (
+        tiles.check_crossing,
+        lambda d, v, n: 4 * d / (2 - 4 / n) / v,
+        "have V as a factor",
+    ),
+    "a whole number of tokens": (tiles.check_crossing, lambda d, v, n: round(4 * d / (2 - 4 / n)), "unrounded"),
+    "what the H100 needs, whatever is asked": (
+        tiles.check_crossing,
+        lambda d, v, n: 4 * 4096 / 1.75,
+        "solve for N",
+    ),
     "softmax minus one-hot": (
         tiles.check_smoothed_gradient,
         lambda z, t, eps: softmax_minus(z, t, eps, share=0, own=1),
@@ -629,6 +689,17 @@ def test_a_wrong_answer_is_refused_with_its_hint(name):
 @pytest.mark.parametrize(
     ("check", "answer"),
     [
+        (stacks.check_layers_that_fit, line),
+        (
+            stacks.check_layers_that_fit,
+            lambda room, layer, a, b: np.floor((room + b - 2 * a) / (2 * layer + (b - a) / 8)),
+        ),
+        (
+            stacks.check_layers_that_fit,
+            lambda room, layer, a, b: 8 * (room + b - 2 * a) // (16 * layer + b - a),
+        ),
+        (tiles.check_crossing, lambda d, v, n: 4 * v * d / (2 * v - 4 * v / n)),
+        (tiles.check_crossing, lambda d, v, n: jnp.array(2 * d * n / (n - 2))),
         (stacks.check_scan_runs, runs),
         (stacks.check_scan_runs, runs_by_hand),
         # Of two counts that hold the same either is right.

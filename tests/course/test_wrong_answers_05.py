@@ -166,7 +166,75 @@ def word_by_word_in_an_open_loop(x, w, ids, axis):
     return lax.psum(found, axis)
 
 
+def mean(losses, counts, axis, *, meet=lax.psum, mask=True):
+    total = jnp.sum(jnp.where(counts, losses, 0)) if mask else jnp.sum(losses)
+    return meet(total, axis) / meet(jnp.sum(counts), axis)
+
+
+def of_its_own(losses, counts, axis):
+    return jnp.sum(losses * counts) / jnp.sum(counts)
+
+
 WRONG: Answers = {
+    # The mean over devices.
+    "the mean of the devices' means": (
+        mesh.check_mean_over_devices,
+        lambda *a: lax.pmean(of_its_own(*a), a[2]),
+        "has 0 / 0",
+    ),
+    "the mean of the means, without NaN": (
+        mesh.check_mean_over_devices,
+        lambda *a: lax.pmean(jnp.nan_to_num(of_its_own(*a)), a[2]),
+        "mean of the devices' means",
+    ),
+    "a device's own mean": (mesh.check_mean_over_devices, of_its_own, "end with different numbers"),
+    "the whole sum over its own count": (
+        mesh.check_mean_over_devices,
+        lambda losses, counts, axis: lax.psum(jnp.sum(losses * counts), axis) / jnp.sum(counts),
+        "end with different numbers",
+    ),
+    "all tokens": (mesh.check_mean_over_devices, lambda *a: lax.pmean(a[0].mean(), a[2]), "which of them count"),
+    "divided by all tokens": (
+        mesh.check_mean_over_devices,
+        lambda losses, counts, axis: lax.pmean(jnp.mean(losses * counts), axis),
+        "divide by all tokens",
+    ),
+    "the sum": (
+        mesh.check_mean_over_devices,
+        lambda losses, counts, axis: lax.psum(jnp.sum(losses * counts), axis),
+        "divided by what",
+    ),
+    "divided by the devices": (
+        mesh.check_mean_over_devices,
+        lambda losses, counts, axis: lax.pmean(jnp.sum(losses * counts), axis),
+        "divide by the devices",
+    ),
+    "all losses over those that count": (
+        mesh.check_mean_over_devices,
+        partial(mean, mask=False),
+        "which two numbers",
+    ),
+    "the count of eight devices": (
+        mesh.check_mean_over_devices,
+        lambda *a: mean(*a, meet=lambda x, axis: 8 * lax.pmean(x, axis)) * lax.axis_size(a[2]) / 8,
+        "wrong on 2 with 3",
+    ),
+    "losses that do not count times 0": (
+        mesh.check_mean_over_devices,
+        lambda losses, counts, axis: lax.psum(jnp.sum(losses * counts), axis) / lax.psum(jnp.sum(counts), axis),
+        "NaN times 0",
+    ),
+    "losses that do not count times 0, gathered": (
+        mesh.check_mean_over_devices,
+        lambda losses, counts, axis: lax.all_gather(losses @ counts, axis).sum() / lax.psum(counts.sum(), axis),
+        "NaN times 0",
+    ),
+    "every token gathered": (
+        mesh.check_mean_over_devices,
+        lambda losses, counts, axis: jnp.mean(lax.all_gather(losses, axis), where=lax.all_gather(counts, axis)),
+        "Two numbers say all",
+    ),
+    "a number for each token": (mesh.check_mean_over_devices, lambda losses, counts, axis: losses, "return one number"),
     # The softmax over devices.
     "sums added as they are": (
         mesh.check_merge_devices,
@@ -339,6 +407,18 @@ def test_a_wrong_answer_about_a_mesh_is_refused_with_its_hint(name):
 @pytest.mark.parametrize(
     ("check", "answer"),
     [
+        (mesh.check_mean_over_devices, mean),
+        (mesh.check_mean_over_devices, partial(mean, meet=lax.pmean)),
+        (
+            mesh.check_mean_over_devices,
+            lambda losses, counts, axis: (
+                lax.all_gather(losses.sum(where=counts), axis).sum() / lax.psum(counts.sum(), axis)
+            ),
+        ),
+        (
+            mesh.check_mean_over_devices,
+            lambda losses, counts, axis: lax.psum(jnp.nan_to_num(losses) @ counts, axis) / lax.psum(counts.sum(), axis),
+        ),
         (mesh.check_merge_devices, merged),
         (mesh.check_merge_devices, lambda *a: list(merged(*a))),
         (mesh.check_merge_devices, partial(added_in_shares, over=0)),

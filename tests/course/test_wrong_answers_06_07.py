@@ -15,6 +15,13 @@ from answers import Answers, refuse
 from llamem_course.exercises import llama3, train_llama3
 
 
+def block(D, H, K, h, F, norms=2, of_scale=None, keys=2, key_heads=None, out=1, matrices=3, width=None):
+    """The numbers of a block, right but for what the arguments say."""
+    width = width or H * h
+    attention = D * width * (1 + out) + keys * D * (key_heads or K) * h
+    return norms * (of_scale or D) + attention + matrices * D * F
+
+
 def slowed(angle_p, factor, old, low=1.0, high=4.0, wave=2 * np.pi, of: Any = lambda turns_p: turns_p, clip=True):
     """Llama 3.1's angles, right but for what the arguments say; `of`: in what the line between is straight."""
     turns_p = np.asarray(old * angle_p / wave, np.float64)
@@ -392,6 +399,34 @@ def whole_epochs(step, seed, n, B):
     return numbers[step * B - n * epochs[0] :][:B]
 
 
+def block_by_shapes(D, H, K, h, F):
+    shapes = [(D,), (D,), (D, H, h), (D, K, h), (D, K, h), (H, h, D), (D, F), (D, F), (F, D)]
+    return np.int64(sum(np.prod(shape) for shape in shapes))
+
+
+def block_in_jax(D, H, K, h, F):
+    return jnp.asarray(D * (2 + 2 * h * (H + K) + 3 * F))
+
+
+def pair_by_lists(ids, wrote):
+    pairs = list(zip(ids, wrote, strict=True))
+    return [int(i) for i in ids[:-1]], [int(i) if own else -100 for i, own in pairs[1:]]
+
+
+def pair_in_jax(ids, wrote):
+    following = jnp.roll(jnp.asarray(ids), -1)[:-1]
+    return jnp.asarray(ids)[:-1], jnp.where(jnp.asarray(wrote)[1:], following, -100)
+
+
+RIGHT_PAIRS = {"lists": pair_by_lists, "jax, rolled": pair_in_jax}
+
+
+def masked(ids, wrote, fill=-100):
+    return np.where(wrote, ids, fill)
+
+
+RIGHT_BLOCKS = {"shape by shape": block_by_shapes, "factored, a jax number": block_in_jax, "the solution": block}
+
 RIGHT = {
     "jax's keys": by_jax,
     "whole epochs, numpy's old generator": whole_epochs,
@@ -400,7 +435,43 @@ RIGHT = {
     "an argument bound, a helper inside": partial(of_a_sum_of_large_primes, salt=3),
 }
 
+PAIR = train_llama3.check_inputs_and_targets
 WRONG: Answers = {
+    "the marks of the inputs": (PAIR, lambda i, w: (i[:-1], np.where(w[:-1], i[1:], -100)), "one place off"),
+    "targets not moved": (PAIR, lambda i, w: (i[:-1], masked(i, w)[:-1]), "repeat what it reads"),
+    "the user's part learned too": (PAIR, lambda i, w: (i[:-1], i[1:]), "every target counts"),
+    "the user's part alone": (PAIR, lambda i, w: (i[:-1], masked(i, ~w)[1:]), "did the assistant write"),
+    "nothing cut off": (PAIR, lambda i, w: (i, masked(i, w)), "next token is known"),
+    "only the assistant's tokens": (PAIR, lambda i, w: (i[w][:-1], i[w][1:]), "next token is known"),
+    "inputs masked as well": (PAIR, lambda i, w: (masked(i, w)[:-1], masked(i, w)[1:]), "the user's and the assistant"),
+    "zeros for what does not count": (PAIR, lambda i, w: (i[:-1], masked(i, w, 0)[1:]), "Whose words"),
+    "moved the other way": (PAIR, lambda i, w: (i[1:], masked(i, w)[:-1]), "every token but the last"),
+    "moved by two": (PAIR, lambda i, w: (i[:-1], np.where(w[1:], np.roll(i, -2)[:-1], -100)), "comes after each"),
+    "the targets alone": (PAIR, lambda i, w: np.where(w, i, -100)[1:], "as a pair"),
+    "no norms": (llama3.check_weights_of_a_block, partial(block, norms=0), "begins with a norm"),
+    "one norm": (llama3.check_weights_of_a_block, partial(block, norms=1), "How many norms"),
+    "a norm of one number": (llama3.check_weights_of_a_block, partial(block, of_scale=1), "What does it multiply"),
+    "H heads of keys": (
+        llama3.check_weights_of_a_block,
+        lambda D, H, K, h, F: block(D, H, K, h, F, key_heads=H),
+        "grouped-query",
+    ),
+    "keys without values": (llama3.check_weights_of_a_block, partial(block, keys=1), "have K heads"),
+    "no wo": (llama3.check_weights_of_a_block, partial(block, out=0), "back to the stream"),
+    "two matrices": (llama3.check_weights_of_a_block, partial(block, matrices=2), "SwiGLU"),
+    "D channels in all heads": (
+        llama3.check_weights_of_a_block,
+        lambda D, H, K, h, F: block(D, H, K, h, F, width=D),
+        "need not be D",
+    ),
+    "a square wo": (
+        llama3.check_weights_of_a_block,
+        lambda D, H, K, h, F: block(D, H, K, h, F, out=0) + D * D,
+        "Which axes has wo",
+    ),
+    "in bytes": (llama3.check_weights_of_a_block, lambda *sizes: 2 * block(*sizes), "all nine arrays"),
+    "a number for one model": (llama3.check_weights_of_a_block, lambda *sizes: 218_112_000, "all nine arrays"),
+    "a list": (llama3.check_weights_of_a_block, lambda *sizes: [block(*sizes)], "Return one number"),
     "angles as they were": (llama3.check_slowed_angles, lambda angle_p, factor, old: angle_p, "one or less"),
     "every pair slowed": (llama3.check_slowed_angles, lambda angle_p, factor, old: angle_p / factor, "stays as it is"),
     "slow pairs made faster": (
@@ -611,4 +682,16 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_leads(name):
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_answer_in_another_style_passes(name, capsys):
     train_llama3.check_order(RIGHT[name])
+    assert "correct" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", RIGHT_BLOCKS)
+def test_a_right_count_in_another_style_passes(name, capsys):
+    llama3.check_weights_of_a_block(RIGHT_BLOCKS[name])
+    assert "correct" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", RIGHT_PAIRS)
+def test_a_right_pair_in_another_style_passes(name, capsys):
+    train_llama3.check_inputs_and_targets(RIGHT_PAIRS[name])
     assert "correct" in capsys.readouterr().out

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 from answers import Answers, refuse
 
-from llamem_course.exercises import lora_and_rl as rl
+from llamem_course.exercises import adapters as lora
+
+
+def merged_weight(w, down, up, scale):
+    return (w.astype(jnp.float32) + scale * down @ up).astype(w.dtype)
 
 
 def adapted(x, w, down, up, scale, adapter):
@@ -30,33 +34,6 @@ def everyone(x, w, down, up, scale, adapter):
     z_BATR = jnp.einsum("BTD,ADR->BATR", x, down) * scale[:, None, None]
     own_BA = jax.nn.one_hot(adapter, len(scale))
     return x @ w + jnp.einsum("BATR,ARF,BA->BTF", z_BATR, up, own_BA)
-
-
-def clipped(z, targets, advantages, old, epsilon, way="right"):
-    p = jnp.exp(z) / jnp.exp(z).sum(1, keepdims=True) if way == "unstable" else jax.nn.softmax(z)
-    hit = jax.nn.one_hot(targets, z.shape[1])
-    ratio = jnp.exp(jnp.sum(jax.nn.log_softmax(z) * hit, 1) - old)
-    bounded = jnp.clip(ratio, 1 - epsilon, 1 + epsilon)
-    free = ratio * advantages <= bounded * advantages
-    if way == "log":
-        bounded = jnp.exp(jnp.clip(jnp.log(ratio), -epsilon, epsilon))
-        free = ratio * advantages <= bounded * advantages
-    if way == "both sides":
-        free = ratio == bounded
-    if way == "the wrong side":
-        free = ratio * advantages >= bounded * advantages
-    if way == "never":
-        free = jnp.ones(len(z), bool)
-    g = -advantages * (1.0 if way == "no ratio" else ratio) * free
-    if way == "sign":
-        g = -g
-    if way == "only the target":
-        return g[:, None] * hit
-    if way == "sum":
-        return (g[:, None] * (hit - p)).sum(0)
-    if way == "mean":
-        g = g / len(g)
-    return g[:, None] * (hit - p)
 
 
 def by_token(x, w, down, up, scale, adapter):
@@ -103,18 +80,6 @@ def in_numpy(values, scale, dtype):
     return jnp.asarray((q * scale[..., None]).reshape(len(values), -1)).astype(dtype)
 
 
-def stopped_where(stops):
-    """The gradient of the clipped loss, but that a token stands still where `stops(ratio, advantage, epsilon)`."""
-
-    def answer(z, targets, advantages, old, epsilon):
-        hit = jax.nn.one_hot(targets, z.shape[1])
-        ratio = jnp.exp(jnp.sum(jax.nn.log_softmax(z) * hit, 1) - old)
-        g = jnp.where(stops(ratio, advantages, epsilon), 0, -advantages * ratio)
-        return g[:, None] * (hit - jax.nn.softmax(z))
-
-    return answer
-
-
 def block_by_block(values, scale, dtype):
     rows = []
     for row, stretches in zip(values, scale, strict=True):
@@ -128,25 +93,6 @@ def block_by_block(values, scale, dtype):
 
 def row_by_row(values, scale, dtype):
     return jnp.stack([blocks(values[i : i + 1], scale[i : i + 1], dtype)[0] for i in range(len(values))])
-
-
-def by_autodiff(z, targets, advantages, old, epsilon):
-    def loss(z):
-        hit = jax.nn.one_hot(targets, z.shape[1])
-        ratio = jnp.exp(jnp.sum(jax.nn.log_softmax(z) * hit, 1) - old)
-        return -jnp.sum(jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - epsilon, 1 + epsilon) * advantages))
-
-    return jax.grad(loss)(z)
-
-
-def by_autodiff_of_each_token(z, targets, advantages, old, epsilon):
-    def loss(logp, old, a):
-        ratio = jnp.exp(logp - old)
-        return -jnp.minimum(ratio * a, jnp.clip(ratio, 1 - epsilon, 1 + epsilon) * a)
-
-    hit = jax.nn.one_hot(targets, z.shape[1])
-    logp = jnp.sum(jax.nn.log_softmax(z) * hit, 1)
-    return jax.vmap(jax.grad(loss))(logp, old, advantages)[:, None] * (hit - jax.nn.softmax(z))
 
 
 def blocks(values, scale, dtype, way="right", minus=8, low=15):
@@ -178,158 +124,136 @@ def blocks(values, scale, dtype, way="right", minus=8, low=15):
 
 
 WRONG: Answers = {
-    "the weight alone": (rl.check_adapted, lambda x, w, *rest: x @ w, "the LoRA that you built"),
+    "what the adapter adds": (lora.check_merged_weight, lambda w, d, u, s: s * d @ u, "what the adapter adds"),
+    "the weight as it was": (lora.check_merged_weight, lambda w, d, u, s: w, "with a scale of 1"),
+    "no scale in the merge": (lora.check_merged_weight, lambda w, d, u, s: merged_weight(w, d, u, 1.0), "not with 2.5"),
+    "all of it scaled": (lora.check_merged_weight, lambda w, d, u, s: s * merged_weight(w, d, u, 1.0), "not with 2.5"),
+    "a scale without its sign": (
+        lora.check_merged_weight,
+        lambda w, d, u, s: merged_weight(w, d, u, abs(s)),
+        "with one below",
+    ),
+    "the adapter taken off": (
+        lora.check_merged_weight,
+        lambda w, d, u, s: merged_weight(w, d, u, -s),
+        "with a scale of 1",
+    ),
+    "a matrix of float32": (
+        lora.check_merged_weight,
+        lambda w, d, u, s: w.astype(jnp.float32) + s * d @ u,
+        "the matrix was bfloat16",
+    ),
+    "the delta rounded first": (
+        lora.check_merged_weight,
+        lambda w, d, u, s: w + (s * d @ u).astype(w.dtype),
+        "a rounding",
+    ),
+    "the factors rounded first": (
+        lora.check_merged_weight,
+        lambda w, d, u, s: merged_weight(w, d.astype(w.dtype), u.astype(w.dtype), s),
+        "a rounding",
+    ),
+    "another shape": (lora.check_merged_weight, lambda w, d, u, s: merged_weight(w, d, u, s).T, "its shape"),
+    "the weight alone": (lora.check_adapted, lambda x, w, *rest: x @ w, "the LoRA that you built"),
     "the delta alone": (
-        rl.check_adapted,
+        lora.check_adapted,
         lambda x, w, *rest: adapted(x, w, *rest) - x @ w,
         "the LoRA that you built",
     ),
     "the first example's adapter for all": (
-        rl.check_adapted,
+        lora.check_adapted,
         lambda x, w, d, u, s, a: adapted(x, w, d, u, s, jnp.full_like(a, a[0])),
         "one for each example is not",
     ),
     "the whole layer scaled": (
-        rl.check_adapted,
+        lora.check_adapted,
         lambda x, w, d, u, s, a: s[a][:, None, None] * adapted(x, w, d, u, jnp.ones_like(s), a),
         "what does it multiply",
     ),
     "no scale": (
-        rl.check_adapted,
+        lora.check_adapted,
         lambda x, w, d, u, s, a: adapted(x, w, d, u, jnp.ones_like(s), a),
         "a scale of its own",
     ),
-    "weights merged for each example": (rl.check_adapted, merged, "you merge weights"),
-    "weights merged for each adapter": (rl.check_adapted, merged_by_adapter, "you merge weights"),
-    "every adapter for every example": (rl.check_adapted, everyone, "not its own"),
+    "weights merged for each example": (lora.check_adapted, merged, "you merge weights"),
+    "weights merged for each adapter": (lora.check_adapted, merged_by_adapter, "you merge weights"),
+    "every adapter for every example": (lora.check_adapted, everyone, "not its own"),
     "four adapters": (
-        rl.check_adapted,
+        lora.check_adapted,
         lambda x, w, d, u, s, a: adapted(x, w, d[:4], u[:4], s[:4], a),
         "written down",
     ),
     "rank three": (
-        rl.check_adapted,
+        lora.check_adapted,
         lambda x, w, d, u, s, a: adapted(x, w, d[..., :3], u[:, :3], s, a),
         "written down",
     ),
-    "the scale twice": (rl.check_adapted, lambda x, w, d, u, s, a: adapted(x, w, d, u, s * s, a), "once"),
+    "the scale twice": (lora.check_adapted, lambda x, w, d, u, s, a: adapted(x, w, d, u, s * s, a), "once"),
     "the mean scale": (
-        rl.check_adapted,
+        lora.check_adapted,
         lambda x, w, d, u, s, a: adapted(x, w, d, u, 0 * s + s.mean(), a),
         "a scale of its own",
     ),
     "adapters in order": (
-        rl.check_adapted,
+        lora.check_adapted,
         lambda x, w, d, u, s, a: adapted(x, w, d, u, s, jnp.sort(a)),
         "one for each example is not",
     ),
     "adapters that send nothing down": (
-        rl.check_adapted,
+        lora.check_adapted,
         lambda x, w, d, u, s, a: x @ w + s[a][:, None, None] * (jax.lax.stop_gradient(x) @ d[a]) @ u[a],
         "layers below",
     ),
-    "clipped above alone": (
-        rl.check_clipped_gradient,
-        stopped_where(lambda r, a, epsilon: r > 1 + epsilon),
-        "holds it still",
-    ),
-    "good tokens clipped alone": (
-        rl.check_clipped_gradient,
-        stopped_where(lambda r, a, epsilon: (a > 0) & (r > 1 + epsilon)),
-        "must stand still",
-    ),
-    "bad tokens clipped alone": (
-        rl.check_clipped_gradient,
-        stopped_where(lambda r, a, epsilon: (a < 0) & (r < 1 - epsilon)),
-        "must stand still",
-    ),
-    "a bound of 1 / (1 + epsilon)": (
-        rl.check_clipped_gradient,
-        stopped_where(lambda r, a, epsilon: jnp.where(a > 0, r > 1 + epsilon, r < 1 / (1 + epsilon))),
-        "two bounds",
-    ),
-    "the likeliest token": (
-        rl.check_clipped_gradient,
-        lambda z, y, *rest: clipped(z, z.argmax(1), *rest),
-        "already there it is wrong",
-    ),
-    "the advantage's sign": (
-        rl.check_clipped_gradient,
-        lambda z, y, a, *rest: clipped(z, y, jnp.sign(a), *rest),
-        "already there it is wrong",
-    ),
-    "8 taken after the scale": (rl.check_dequantized, partial(blocks, way="minus last"), "the 8 or the scale"),
-    "divided by the scale": (rl.check_dequantized, partial(blocks, way="divided"), "the 8 or the scale"),
-    "shifted as a signed byte": (rl.check_dequantized, partial(blocks, way="a signed byte"), "a byte holds two"),
-    "computed in float16": (rl.check_dequantized, partial(blocks, way="float16"), "compute in float32"),
-    "the scale rounded first": (rl.check_dequantized, partial(blocks, way="the scale rounded"), "rounded twice"),
-    "column by column": (rl.check_dequantized, partial(blocks, way="columns"), "its own scale"),
-    "upwards": (rl.check_clipped_gradient, partial(clipped, way="sign"), "the sign"),
-    "only the target": (rl.check_clipped_gradient, partial(clipped, way="only the target"), "a row sums to"),
-    "a mean": (rl.check_clipped_gradient, partial(clipped, way="mean"), "6 times too small"),
-    "no ratio": (rl.check_clipped_gradient, partial(clipped, way="no ratio"), "at 1.1 and 0.9 not"),
-    "never clipped": (rl.check_clipped_gradient, partial(clipped, way="never"), "nothing is clipped"),
-    "clipped on both sides": (rl.check_clipped_gradient, partial(clipped, way="both sides"), "holds it still"),
-    "clipped on the wrong side": (rl.check_clipped_gradient, partial(clipped, way="the wrong side"), "holds it still"),
-    "one row": (rl.check_clipped_gradient, partial(clipped, way="sum"), "for each logit"),
-    "block by block in Python": (rl.check_dequantized, block_by_block, "leaves every turn in it"),
-    "row by row in Python": (rl.check_dequantized, row_by_row, "leaves every turn in it"),
-    "by autodiff": (rl.check_clipped_gradient, by_autodiff, "autodiff found them"),
-    "by autodiff, token by token": (rl.check_clipped_gradient, by_autodiff_of_each_token, "autodiff found them"),
+    "8 taken after the scale": (lora.check_dequantized, partial(blocks, way="minus last"), "the 8 or the scale"),
+    "divided by the scale": (lora.check_dequantized, partial(blocks, way="divided"), "the 8 or the scale"),
+    "shifted as a signed byte": (lora.check_dequantized, partial(blocks, way="a signed byte"), "a byte holds two"),
+    "computed in float16": (lora.check_dequantized, partial(blocks, way="float16"), "compute in float32"),
+    "the scale rounded first": (lora.check_dequantized, partial(blocks, way="the scale rounded"), "rounded twice"),
+    "column by column": (lora.check_dequantized, partial(blocks, way="columns"), "its own scale"),
+    "block by block in Python": (lora.check_dequantized, block_by_block, "leaves every turn in it"),
+    "row by row in Python": (lora.check_dequantized, row_by_row, "leaves every turn in it"),
     "adapters that never learn, down": (
-        rl.check_adapted,
+        lora.check_adapted,
         lambda x, w, d, u, s, a: x @ w + s[a][:, None, None] * (jax.lax.stop_gradient(x @ d[a]) @ u[a]),
         "gradient of down_ADR is not",
     ),
-    "sequence by sequence": (rl.check_adapted, sequence_by_sequence, "once for all"),
-    "a loop over sequences": (rl.check_adapted, sequences_in_a_loop, "once for all"),
-    "token by token": (rl.check_adapted, token_by_token, "once for all"),
-    "the thin products in a Python loop": (rl.check_adapted, thin_products_in_a_loop, "as Python's loops do"),
-    "number by number": (rl.check_dequantized, number_by_number, "inside `jit`"),
-    "in NumPy": (rl.check_dequantized, in_numpy, "inside `jit`"),
-    "one gather for each token": (rl.check_adapted, by_token, "you merge weights"),
-    "merged in a loop": (rl.check_adapted, merged_in_a_loop, "one by one|you merge weights"),
+    "sequence by sequence": (lora.check_adapted, sequence_by_sequence, "once for all"),
+    "a loop over sequences": (lora.check_adapted, sequences_in_a_loop, "once for all"),
+    "token by token": (lora.check_adapted, token_by_token, "once for all"),
+    "the thin products in a Python loop": (lora.check_adapted, thin_products_in_a_loop, "as Python's loops do"),
+    "number by number": (lora.check_dequantized, number_by_number, "inside `jit`"),
+    "in NumPy": (lora.check_dequantized, in_numpy, "inside `jit`"),
+    "one gather for each token": (lora.check_adapted, by_token, "you merge weights"),
+    "merged in a loop": (lora.check_adapted, merged_in_a_loop, "one by one|you merge weights"),
     "nothing for the layers below": (
-        rl.check_adapted,
+        lora.check_adapted,
         lambda x, w, *rest: jax.lax.stop_gradient(x @ w) + adapted(x, w, *rest) - x @ w,
         "layers below|FLOPs",
     ),
     "adapters that never learn": (
-        rl.check_adapted,
+        lora.check_adapted,
         lambda x, w, d, u, s, a: adapted(x, w, jax.lax.stop_gradient(d), u, s, a),
         "what a fine-tune trains",
     ),
     "every token times its adapter": (
-        rl.check_adapted,
+        lora.check_adapted,
         lambda x, w, d, u, s, a: x @ w + s[a][:, None, None] * ((x[..., None] * d[a][:, None]).sum(2) @ u[a]),
         "an array of 1440 numbers",
     ),
-    "epsilon fixed": (
-        rl.check_clipped_gradient,
-        lambda z, y, a, old, epsilon: clipped(z, y, a, old, 0.2),
-        "with 0.1 not",
-    ),
-    "two epsilons": (
-        rl.check_clipped_gradient,
-        lambda z, y, a, old, epsilon: clipped(z, y, a, old, 2 * epsilon),
-        "with 0.1 not|stand still|is clipped",
-    ),
-    "clipped in log space": (rl.check_clipped_gradient, partial(clipped, way="log"), "with 0.1 not"),
-    "exponentials of large logits": (rl.check_clipped_gradient, partial(clipped, way="unstable"), "with small logits"),
-    "no sign": (rl.check_dequantized, partial(blocks, minus=0), "two signs"),
-    "the middle as zero": (rl.check_dequantized, partial(blocks, minus=7.5), "off by 0.5 scales"),
-    "two's complement": (rl.check_dequantized, partial(blocks, way="signed"), "off by 8 scales"),
-    "below zero in uint8": (rl.check_dequantized, partial(blocks, way="uint8"), "take 8 from 3"),
-    "no block's scale": (rl.check_dequantized, lambda v, s, t: blocks(v, 0 * s + 1, t), "a block bring along"),
-    "the row's first scale": (rl.check_dequantized, lambda v, s, t: blocks(v, 0 * s + s[:, :1], t), "its own scale"),
-    "bytes as numbers": (rl.check_dequantized, lambda v, s, t: blocks(v, s, t, low=255), "two numbers"),
-    "neighbours in a byte": (rl.check_dequantized, partial(blocks, way="stack"), "16 further on"),
-    "halves of the row": (rl.check_dequantized, partial(blocks, way="halves"), "which axis"),
-    "high bits first": (rl.check_dequantized, partial(blocks, way="high"), "another order"),
-    "computed in the type": (rl.check_dequantized, partial(blocks, way="early"), "rounded twice"),
-    "always float32": (rl.check_dequantized, lambda v, s, t: blocks(v, s, jnp.float32), "asked for bfloat16"),
-    "one scale for all": (rl.check_dequantized, lambda v, s, t: blocks(v, 0 * s + s[0, 0], t), "its own scale"),
-    "blocks left apart": (rl.check_dequantized, lambda v, s, t: blocks(v, s, t).reshape(len(v), -1, 32), "a row of"),
+    "no sign": (lora.check_dequantized, partial(blocks, minus=0), "two signs"),
+    "the middle as zero": (lora.check_dequantized, partial(blocks, minus=7.5), "off by 0.5 scales"),
+    "two's complement": (lora.check_dequantized, partial(blocks, way="signed"), "off by 8 scales"),
+    "below zero in uint8": (lora.check_dequantized, partial(blocks, way="uint8"), "take 8 from 3"),
+    "no block's scale": (lora.check_dequantized, lambda v, s, t: blocks(v, 0 * s + 1, t), "a block bring along"),
+    "the row's first scale": (lora.check_dequantized, lambda v, s, t: blocks(v, 0 * s + s[:, :1], t), "its own scale"),
+    "bytes as numbers": (lora.check_dequantized, lambda v, s, t: blocks(v, s, t, low=255), "two numbers"),
+    "neighbours in a byte": (lora.check_dequantized, partial(blocks, way="stack"), "16 further on"),
+    "halves of the row": (lora.check_dequantized, partial(blocks, way="halves"), "which axis"),
+    "high bits first": (lora.check_dequantized, partial(blocks, way="high"), "another order"),
+    "computed in the type": (lora.check_dequantized, partial(blocks, way="early"), "rounded twice"),
+    "always float32": (lora.check_dequantized, lambda v, s, t: blocks(v, s, jnp.float32), "asked for bfloat16"),
+    "one scale for all": (lora.check_dequantized, lambda v, s, t: blocks(v, 0 * s + s[0, 0], t), "its own scale"),
+    "blocks left apart": (lora.check_dequantized, lambda v, s, t: blocks(v, s, t).reshape(len(v), -1, 32), "a row of"),
 }
 
 
@@ -359,16 +283,22 @@ def rows_in_a_map(values, scale, dtype):
     return jax.lax.map(lambda one: blocks(one[0][None], one[1][None], dtype)[0], (values, scale))
 
 
+def merged_column_by_column(w, down, up, scale):
+    columns = jax.vmap(lambda column_D, up_R: column_D.astype(jnp.float32) + scale * (down @ up_R))
+    return columns(w.T, up.T).T.astype(w.dtype)
+
+
 @pytest.mark.parametrize(
     ("check", "answer"),
     [
-        (rl.check_adapted, adapted),
-        (rl.check_adapted, thin_products_in_a_scan),
-        (rl.check_dequantized, rows_in_a_map),
-        (rl.check_adapted, side_by_side),
-        (rl.check_adapted, by_groups),
-        (rl.check_clipped_gradient, clipped),
-        (rl.check_dequantized, blocks),
+        (lora.check_merged_weight, merged_weight),
+        (lora.check_merged_weight, merged_column_by_column),
+        (lora.check_adapted, adapted),
+        (lora.check_adapted, thin_products_in_a_scan),
+        (lora.check_adapted, side_by_side),
+        (lora.check_adapted, by_groups),
+        (lora.check_dequantized, blocks),
+        (lora.check_dequantized, rows_in_a_map),
     ],
 )
 def test_a_right_answer_is_accepted(check, answer, capsys):

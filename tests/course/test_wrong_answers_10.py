@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import llamem
-from jaxmem import Title, matmul_flops
+from jaxmem import Title, compile_report, matmul_flops, saved_residuals, verify_remat
 from llamem_course.exercises import suspects
 from llamem_course.exercises import trust_but_verify as exercises
 
@@ -109,10 +109,35 @@ def unrolled(layer, w, x, key, remat):
     return mean_square(x)
 
 
+def temporaries(loss, w, x, remat):
+    return compile_report(jax.grad(lambda w, x: loss(w, x, remat)), w, x).parts["temporaries"]
+
+
+def compared(measure, least=1.0):
+    """Whether `measure(loss, w, x, remat)` is smaller with the flag than without, times `least`."""
+    return lambda loss, w, x: measure(loss, w, x, True) < least * measure(loss, w, x, False)
+
+
+def products(loss, w, x, remat):
+    return matmul_flops(jax.make_jaxpr(jax.grad(loss), static_argnums=2)(w, x, remat).jaxpr)
+
+
+def waiting(loss, w, x, remat):
+    return saved_residuals(lambda w, x: loss(w, x, remat), w, x).bytes
+
+
+def forward_alone(loss, w, x, remat):
+    return compile_report(lambda w, x: loss(w, x, remat), w, x).parts["temporaries"]
+
+
+def by_the_library(loss, w, x):
+    return verify_remat(loss, w, x, remat=True, baseline=False).holds
+
+
 # By mistake: the check, the answer, and what the hint is expected to speak of.
 WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "sound, all of them": (exercises.check_diagnosis, lambda: {name: set() for name in RIGHT}, "ben: it is not sound"),
-    "ada, by looking up case 3": (
+    "ada, by looking up case 4": (
         exercises.check_diagnosis,
         saying(ada={Title.RANDOMNESS}),
         "ada: .* does not fail. .* second layer",
@@ -122,7 +147,7 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "cleo: memory alone": (exercises.check_diagnosis, saying(cleo={Title.MEMORY}), "not all.*on, right and worth it"),
     "cleo: sound": (exercises.check_diagnosis, saying(cleo=set()), "Which function does the loop run"),
     "cleo: other numbers": (exercises.check_diagnosis, saying(cleo=OFF | {Title.LOSS}), "Can their numbers differ"),
-    "dan, by looking up case 4": (
+    "dan, by looking up case 5": (
         exercises.check_diagnosis,
         saying(dan=DIFFERENT | {Title.RANDOMNESS}),
         "What is left of NumPy",
@@ -236,6 +261,47 @@ WRONG: dict[str, tuple[Callable[..., None], Callable[..., Any], str]] = {
     "dropout with remat always": (exercises.check_cured_dropout, dropout(lambda remat: "nothing"), "flag"),
     "a checkpoint for the last four layers": (exercises.check_cured_dropout, last_four, "Do all layers"),
     "dropout, around the loop": (exercises.check_cured_dropout, dropout_around, "memory falls"),
+    "a checkpoint in the jaxpr": (
+        exercises.check_worth_it,
+        lambda loss, w, x: "checkpoint" in str(jax.make_jaxpr(loss, static_argnums=2)(w, x, True)),
+        "everything_saveable.*what does it change",
+    ),
+    "more products than without": (
+        exercises.check_worth_it,
+        lambda loss, w, x: products(loss, w, x, True) > products(loss, w, x, False),
+        "whole loop.*at once",
+    ),
+    "a product for each layer": (
+        exercises.check_worth_it,
+        lambda loss, w, x: products(loss, w, x, False) < products(loss, w, x, True) < 1.2 * products(loss, w, x, False),
+        "keeps h.*Which operations",
+    ),
+    "residuals": (exercises.check_worth_it, compared(waiting, 0.9), "whole loop.*at once"),
+    "the forward pass": (exercises.check_worth_it, compared(forward_alone, 0.9), "Do you compare gradients"),
+    "the wrong way round": (
+        exercises.check_worth_it,
+        lambda loss, w, x: temporaries(loss, w, x, False) < temporaries(loss, w, x, True),
+        "the one with the flag",
+    ),
+    "any less is worth it": (exercises.check_worth_it, compared(temporaries, 1.0), "How much less was asked for"),
+    "always": (exercises.check_worth_it, lambda loss, w, x: True, "nobody reads"),
+    "never": (exercises.check_worth_it, lambda loss, w, x: False, "each layer"),
+    "so many bytes": (
+        exercises.check_worth_it,
+        lambda loss, w, x: temporaries(loss, w, x, True) < 3_000_000,
+        "nobody reads|each layer",
+    ),
+    "the difference itself": (
+        exercises.check_worth_it,
+        lambda loss, w, x: temporaries(loss, w, x, False) - temporaries(loss, w, x, True),
+        "True or False",
+    ),
+    "the library's line": (exercises.check_worth_it, by_the_library, "library's line"),
+    "equal losses": (
+        exercises.check_worth_it,
+        lambda loss, w, x: bool(jnp.allclose(loss(w, x, True), loss(w, x, False))),
+        "nobody reads",
+    ),
 }
 
 
@@ -272,6 +338,27 @@ def test_a_checkpoint_in_a_checkpoint_of_the_same_layer_computes_nothing_more():
 @pytest.mark.parametrize("answer", [carried, counted, nested])
 def test_a_right_answer_in_another_style_passes(answer, capsys):
     exercises.check_cured_dropout(answer)
+    assert "correct" in capsys.readouterr().out
+
+
+def by_jax_itself(loss, w, x):
+    needs = []
+    for remat in (True, False):
+        both = jax.jit(jax.value_and_grad(lambda w, x, remat=remat: loss(w, x, remat)))
+        analysis = both.lower(w, x).compile().memory_analysis()
+        assert analysis
+        needs.append(analysis.temp_size_in_bytes)
+    return needs[0] / needs[1] <= 0.9
+
+
+def by_the_peak(loss, w, x):
+    reports = [compile_report(jax.grad(lambda w, x, r=r: loss(w, x, r)), w, x) for r in (True, False)]
+    return reports[0].peak_bytes < 0.9 * reports[1].peak_bytes
+
+
+@pytest.mark.parametrize("answer", [by_jax_itself, by_the_peak, compared(temporaries, 0.9)])
+def test_a_right_proof_in_another_style_passes(answer, capsys):
+    exercises.check_worth_it(answer)
     assert "correct" in capsys.readouterr().out
 
 

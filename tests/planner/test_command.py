@@ -66,9 +66,9 @@ def test_the_program_that_it_prints_runs(capsys, monkeypatch, lora):
     done = []
     model = types.SimpleNamespace(config=llamem.LlamaConfig.from_name("llama3.2-1b"))
     monkeypatch.setattr(llamem, "load_pretrained", lambda folder, **how: model)
-    for name in ("load_corpus", "load_chats", "Tokenizer"):
-        monkeypatch.setattr(llamem.train, name, lambda file, *others: file)
-    monkeypatch.setattr(llamem.train, "train", lambda *given, **how: done.append((*given, how)))
+    for module, name in ((llamem.train, "load_corpus"), (llamem.train, "load_chats"), (llamem.text, "Tokenizer")):
+        monkeypatch.setattr(module, name, lambda file, *others: file)
+    monkeypatch.setattr(llamem.runs, "train", lambda *given, **how: done.append((*given, how)))
     assert main(["plan", "llama3.2-1b", "--tokens", "4096", "--estimate", *lora]) == FITS
     out = capsys.readouterr().out
     exec(out[out.index("import llamem\n") :], {})

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxmem.checks import check_number, check_one_of, check_whole
-from llamem.adapters.weights import IN_LAYERS, PARAMETERS, put_on
+from llamem.adapters.weights import IN_LAYERS, PARAMETER_OF, put_on
 from llamem.llama.checked_inputs import check_ids, check_of_sequences
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
@@ -222,7 +222,7 @@ def merge_adapter(model: Llama, adapters: Adapters, i: int) -> Llama:
     for target in adapter.a:
         a, b, scale = adapter.a[target], adapter.b[target], adapter.scale[target]
         if target in IN_LAYERS:
-            blocks, name = params["blocks"], PARAMETERS[target]
+            blocks, name = params["blocks"], PARAMETER_OF[target]
             blocks[name] = _sum_by_layer(blocks[name], a[:, 0], b[:, 0], scale[:, 0])
         else:
             params["untied_head"] = _sum(model.head, b[0], a[0], scale[0])  # stored as [out, in]

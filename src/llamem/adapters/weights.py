@@ -15,7 +15,7 @@ from llamem.llama.model import Llama
 from llamem.llama.weights import MATRICES, cut, linear_together
 
 IN_LAYERS = ("q", "k", "v", "o", "gate", "up", "down")
-PARAMETERS = dict(zip(IN_LAYERS, MATRICES, strict=True))
+PARAMETER_OF = dict(zip(IN_LAYERS, MATRICES, strict=True))  # of a target
 
 
 Own = Callable[[Any, Any], tuple[Any, Any]]
@@ -136,7 +136,7 @@ def put_on(
             return (None,) * 4
         return adapters.a[target], adapters.b[target], adapters.scale[target], ids, own_of(target)
 
-    for target, name in PARAMETERS.items():
+    for target, name in PARAMETER_OF.items():
         setattr(blocks, name, AdaptedMatrix(getattr(blocks, name), *given(target, adapter_LB)))
     name = "embedding" if model.config.tied_head else "untied_head"
     setattr(model, name, AdaptedTable(getattr(model, name), *given("head", adapter_B)))

@@ -225,11 +225,7 @@ class Llama(nnx.Module):
         return self.head_table.at_hand()
 
     def hidden(
-        self,
-        tokens_BT: Int[Array, "B T"],
-        segments_BT: Int[Array, "B T"] | None = None,
-        *,
-        return_hidden: bool = False,
+        self, tokens_BT: Int[Array, "B T"], segments_BT: Int[Array, "B T"] | None = None, *, return_hidden: bool = False
     ) -> Any:
         """Return the last layer's output after the final norm, `[B, T, D]`: what the loss multiplies with the head.
 

@@ -6,12 +6,13 @@ answers the same questions can stand in a plain weight's place, and the model do
 | asked of | question | the plain answer |
 |---|---|---|
 | a matrix | `ready(dtype)`, once a layer, before all others | itself, cast |
-| | `linear(x)` | the product |
+| | `linear(x, dtype)` | the product, which accumulates and comes in `dtype`, that of `x` unless told |
 | | `cut(n, axis)` and `together(matrices, x)`, for groups of heads | n parts of its heads; one product for several |
 | | `total(out)` and `is_whole`, for parts of a result | the result itself; True |
 | | `tells_sequences_apart`, for tiles of tokens | False |
 | a table | `ready(dtype)` | itself, cast |
 | | `look_up(ids, dtype)` | rows |
+| | `at_hand()`, for whoever wants the numbers | all of them, on the device |
 | | `beside(x)`, for the loss | `x`, and the matrices that stand side by side as the head |
 | | `vocab_axis`, for the loss | None: all rows are here |
 | both | `is_trained`, for the order of gradients and the loss | True |

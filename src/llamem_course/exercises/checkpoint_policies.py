@@ -41,7 +41,7 @@ def _sums(table: dict[str, tuple[int, int]], names: Iterable[str]) -> tuple[int,
 
 
 def check_best_policy(fn: Callable[..., Any]) -> None:
-    """Exercise 1: the names that spare the most products within a budget, against every other choice of names."""
+    """Exercise 2: the names that spare the most products within a budget, against every other choice of names."""
     one_b, eight_b, qwen = (
         LlamaConfig.from_name(name, compute_dtype=jnp.bfloat16) for name in ("llama3.2-1b", "llama3-8b", "qwen3-0.6b")
     )
@@ -85,11 +85,11 @@ def check_best_policy(fn: Callable[..., Any]) -> None:
                 )
         return "Seven names are few enough to try every choice, before anything is compiled."
 
-    grade(1, body)
+    grade(2, body)
 
 
 def check_residual_bytes(fn: Callable[..., Any]) -> None:
-    """Exercise 2: what a policy keeps, by hand."""
+    """Exercise 1: what a policy keeps, by hand."""
 
     def body() -> str:
         llama = LlamaConfig.from_name("llama3-8b", compute_dtype=jnp.bfloat16)
@@ -130,7 +130,7 @@ def check_residual_bytes(fn: Callable[..., Any]) -> None:
             )
         return "Widths times tokens times layers: a policy can be priced before anything is compiled."
 
-    grade(2, body)
+    grade(1, body)
 
 
 def check_thrifty(fn: Callable[..., Any]) -> None:

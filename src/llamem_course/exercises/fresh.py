@@ -1,6 +1,6 @@
 """A reader's function in a Python that was never asked anything: what a run that goes on after a restart sees.
 
-The check of notebook 07's first exercise freezes the function before it calls it. This file is then run as a program,
+The check of notebook 07's second exercise freezes the function before it calls it. This file is then run as a program,
 with nothing of this process but the frozen function, and another salt of Python's hashes.
 """
 

@@ -1,4 +1,4 @@
-"""Checks of notebook 06's exercises: Llama 3.1's angles, and attention in tiles."""
+"""Checks of notebook 06's exercises: a block's weights, Llama 3.1's angles, and attention in tiles."""
 
 import itertools
 import tracemalloc
@@ -14,8 +14,40 @@ from llamem.llama.config import LlamaConfig, RopeScaling
 from llamem_course.exercises import grade
 
 
+def check_weights_of_a_block(fn: Callable[..., Any]) -> None:
+    """Exercise 1: how many numbers one block has, from its sizes."""
+
+    def body() -> str:
+        for sizes in ((4096, 32, 8, 128, 14_336), (2048, 32, 8, 64, 8192), (48, 6, 2, 10, 100), (24, 4, 4, 6, 7)):
+            D, H, K, h, F = sizes
+            norms, query, key, matrix = 2 * D, D * H * h, D * K * h, D * F
+            right = norms + 2 * query + 2 * key + 3 * matrix
+            found = fn(*sizes)
+            assert np.ndim(found) == 0 and found is not None, "Return one number, the sum over all nine arrays."
+            asked = {
+                right - norms: "Each half of a block begins with a norm. How many numbers has its scale?",
+                right - D: "How many norms are there in a block?",
+                right - norms + 2: "A norm's scale is not one number. What does it multiply?",
+                right + 2 * (query - key): "How many heads have keys and values, in grouped-query attention?",
+                right - key: "Which two projections have K heads?",
+                right - query: "What brings the heads' results back to the stream, and which size has it?",
+                right - matrix: "How many matrices has SwiGLU? One passes through silu, one does not, one leads back.",
+                right + 2 * (D * D - query): "H heads of h channels need not be D channels together.",
+                right + D * D - query: "Is one of wq and wo square in yours? Which axes has wo, which leads back?",
+                norms + query + h * h + 2 * key + 3 * matrix: "Which axes has the matrix that leads back, wo?",
+            }
+            if found != right:
+                hint = asked.get(found, "Write down the axes of all nine arrays, then multiply, then add.")
+                raise AssertionError(
+                    f"D={D:,}, H={H}, K={K}, h={h}, F={F:,}: yours is {found:,}, the block has {right:,}. {hint}"
+                )
+        return "Times the layers, plus the tables and a last norm: that is the number on the model card."
+
+    grade(1, body)
+
+
 def check_slowed_angles(fn: Callable[..., Any]) -> None:
-    """Exercise 1: Llama 3.1's angles from Llama 3's, against the package's."""
+    """Exercise 2: Llama 3.1's angles from Llama 3's, against the package's."""
 
     def body() -> str:
         for name, factor, old in (("llama3.1-8b", 8.0, 8192), ("llama3.2-1b", 32.0, 8192), ("llama3.1-8b", 4.0, 2048)):
@@ -36,9 +68,9 @@ def check_slowed_angles(fn: Callable[..., Any]) -> None:
                         f"factor={factor:g}, old={old:,}, {len(angle_p)} pairs: pair {i} makes {turns_p[i]:,.2f} turns "
                         f"in the first context, {rule}. Yours keeps {share_p[i]:.3f} of its angle."
                     )
-        return "These are Llama 3.1's angles: with them, your thirty lines are that model."
+        return "These are Llama 3.1's angles: with them, your lines are that model."
 
-    grade(1, body)
+    grade(2, body)
 
 
 def _angles(config: LlamaConfig) -> np.ndarray:
@@ -48,7 +80,7 @@ def _angles(config: LlamaConfig) -> np.ndarray:
 
 
 def check_attend_in_tiles(fn: Callable[..., Any]) -> None:
-    """Exercise 2: one query's attention over tiles of keys and values that come one at a time."""
+    """Exercise 3: one query's attention over tiles of keys and values that come one at a time."""
     keys = jax.random.split(jax.random.key(0), 3)
     q_h = jax.random.normal(keys[0], (8,))
     k_Sh, v_Sh = (jax.random.normal(key, (23, 8)) for key in keys[1:])
@@ -86,7 +118,7 @@ def check_attend_in_tiles(fn: Callable[..., Any]) -> None:
             )
         return "This is FlashAttention's forward pass, for one query."
 
-    grade(2, body)
+    grade(3, body)
 
 
 def _plain(q_h: Any, k_Sh: Any, v_Sh: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checks of notebook 08's exercises: two lines of a plan's ledger, a feed-forward by rows, a better plan."""
+"""Checks of notebook 08's exercises: a better plan, two lines of a plan's ledger, a feed-forward by rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from llamem.planner.sizes import Sizes
 from llamem_course.exercises import grade
 
 GiB = 2**30
-# Exercise 3: a plan that fits and wastes time, for this model, chip and length.
+# Exercise 1: a plan that fits and wastes time, for this model, chip and length.
 CHIP, TOKENS = "v5e-1", 65_536
 GIVEN = Plan(head_groups=8, mlp_tiles=64, offload=("block_in",), moments="host")
 
@@ -26,7 +26,7 @@ def one_b() -> LlamaConfig:
 
 
 def check_ledger_lines(fn: Callable[..., Any]) -> None:
-    """Exercise 1: the residuals and the feed-forward of a plan, as `llamem.estimate` has them."""
+    """Exercise 2: the residuals and the feed-forward of a plan, as `llamem.estimate` has them."""
     wide = one_b().replace(compute_dtype=jnp.float32, param_dtype=jnp.float32)
     away, rows = Plan(offload=("block_in",)), Plan(mlp_tiles=16)
 
@@ -59,7 +59,7 @@ def check_ledger_lines(fn: Callable[..., Any]) -> None:
                     )
         return "Two tools, two lines: you know what each buys before anything is compiled."
 
-    grade(1, body)
+    grade(2, body)
 
 
 def _in_bf16(name: str) -> LlamaConfig:
@@ -109,7 +109,7 @@ def _feed_forward(config: LlamaConfig, tokens: int, plan: Plan, right: int) -> d
 
 
 def check_feed_forward(fn: Callable[..., Any]) -> None:
-    """Exercise 2: a feed-forward by rows that never holds all of gate and up, and loses no bits."""
+    """Exercise 3: a feed-forward by rows that never holds all of gate and up, and loses no bits."""
     N, D, F, tiles = 2048, 12, 96, 128
     keys = jax.random.split(jax.random.key(0), 5)
     w32 = {
@@ -191,7 +191,7 @@ def check_feed_forward(fn: Callable[..., Any]) -> None:
                 )
         return "One tile of gate and up at a time, and no bit lost in the sum."
 
-    grade(2, body)
+    grade(3, body)
 
 
 def _whole(w: Any, x_ND: Any) -> Any:
@@ -204,12 +204,12 @@ def _error(found: Any, true: Any) -> float:
 
 
 def given_estimate() -> Estimate:
-    """Return what the plan of exercise 3 is estimated to need."""
+    """Return what the plan of exercise 1 is estimated to need."""
     return estimate(one_b(), GIVEN, CHIP, seq_len=TOKENS)
 
 
 def check_better_plan(fn: Callable[[], Plan]) -> None:
-    """Exercise 3: a plan that fits the same chip and takes at least a seventh less time, by estimate."""
+    """Exercise 1: a plan that fits the same chip and takes at least a seventh less time, by estimate."""
 
     def body() -> str:
         plan = fn()
@@ -232,4 +232,4 @@ def check_better_plan(fn: Callable[[], Plan]) -> None:
             f"{found.peak_bytes / GiB:.2f} GiB and {saved:.0%} less time, by estimate: what is not needed is not free."
         )
 
-    grade(3, body)
+    grade(1, body)

@@ -1,4 +1,4 @@
-"""Lists of layers of several widths, on which the answers to exercise 1 of notebook 03 are tried, and how."""
+"""Lists of layers of several widths, on which the answers to exercise 3 of notebook 03 are tried, and how."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -19,7 +19,7 @@ from llamem_course.exercises import grade
 
 
 def check_my_sequences(fn: Callable[..., Any]) -> None:
-    """Exercise 1: which sequences a host reads at a step of a run whose number of hosts changes."""
+    """Exercise 2: which sequences a host reads at a step of a run whose number of hosts changes."""
 
     def body() -> str:
         runs = ((12, {0: 4, 100: 2}), (12, {0: 2, 7: 3, 50: 6}), (8, {0: 8}), (6, {5: 1, 0: 3}))
@@ -34,7 +34,7 @@ def check_my_sequences(fn: Callable[..., Any]) -> None:
                 _compare(parts, step, batch_size, hosts, hosts_from)
         return "Every sequence once, in the order of one host, whoever is there to read it."
 
-    grade(1, body)
+    grade(2, body)
 
 
 def _compare(parts: list[list[int]], step: int, batch_size: int, hosts: int, hosts_from: dict[int, int]) -> None:
@@ -53,7 +53,7 @@ def _compare(parts: list[list[int]], step: int, batch_size: int, hosts: int, hos
 
 
 def check_tokens_at_par(fn: Callable[..., float]) -> None:
-    """Exercise 2: tokens on each chip from which on products take as long as messages, under FSDP."""
+    """Exercise 1: tokens on each chip from which on products take as long as messages, under FSDP."""
 
     def body() -> str:
         for flops, link, n_bytes, remat in (
@@ -100,7 +100,7 @@ def check_tokens_at_par(fn: Callable[..., float]) -> None:
             )
         return "Neither the model's size nor the number of chips came up: only the tokens on each."
 
-    grade(2, body)
+    grade(1, body)
 
 
 def check_mesh(fn: Callable[..., Any]) -> None:
@@ -120,6 +120,8 @@ def check_mesh(fn: Callable[..., Any]) -> None:
             raise AssertionError("It was not checked: the peak is the TPU compiler's word, and there is none here.")
         report = compile_report(step, state, shapes, donate_argnums=(0,), chip="v5p:4x4x4")
         peak = report.peak_bytes / GiB
+        if mesh.context == 2 and mesh.tensor == 1:
+            assert peak < 18, f"The peak is {peak:.1f} GiB a chip: it is the right axis, and you can split further."
         copies = " Along data= weights and moments are held whole by each part." if mesh.data > 1 else ""
         assert peak < 18, (
             f"The peak is {peak:.1f} GiB a chip.{copies} Weights and moments can be split as far as there are chips: "

@@ -1,4 +1,4 @@
-"""Checks of notebook 03's exercises: runs of equal layers, groups, and keys for each layer."""
+"""Checks of notebook 03's exercises: layers that fit, groups, runs of equal layers, and keys for each layer."""
 
 import operator
 from collections.abc import Callable
@@ -25,8 +25,51 @@ from llamem_course.exercises.runs_of_layers import (
 _DEPTH = 6
 
 
+def check_layers_that_fit(fn: Callable[[int, int, int, int], int]) -> None:
+    """Exercise 1: how deep a model may be, by a straight line through two compiled depths."""
+
+    def body() -> str:
+        # Bytes: room, weights of a layer, an input, what the program needs beside the inputs.
+        for room, layer, one_input, workspace in (
+            (80 * 2**30, 30 * 2**20, 100 * 2**20, 5000 * 2**20),
+            (16 * 2**30, 116 * 2**20, 32 * 2**20, 928 * 2**20),
+            (80 * 2**30, 416 * 2**20, 64 * 2**20, 3000 * 2**20),
+            (10_000, 30, 400, 100),
+            (10_000, 400, 30, 99),
+            (3000, 100, 50, 500),  # 10 layers fill it to the last byte
+        ):
+            held_8, held_16 = (depth * one_input + workspace for depth in (8, 16))
+            case = f"room {room:,}, a layer {layer:,}, temporaries {held_8:,} and {held_16:,} bytes"
+            found = fn(room, layer, held_8, held_16)
+            assert found is not None, f"{case}: return a number of layers"
+            try:
+                whole = int(found)
+            except (TypeError, ValueError):
+                raise AssertionError(f"{case}: {found!r} is not a number of layers") from None
+            assert whole == found, f"{case}: {found} is not a whole number, and a part of a layer is of no use"
+            right = (room - workspace) // (2 * layer + one_input)
+            told = (
+                ((room - workspace) // (layer + one_input), "has a layer's gradient found its room?"),
+                (room // (2 * layer + one_input), "what do the temporaries hold when there are no layers at all?"),
+                ((room - held_8) // (2 * layer + one_input), "the temporaries at 8 layers hold 8 inputs as well"),
+                ((room - workspace) // (2 * layer), "one more layer adds something to the temporaries, too"),
+                ((room - workspace) // one_input, "have the weights and their gradient found their room?"),
+                (room // (2 * layer + held_16 // 16), "do temporaries grow from nothing, or from a beginning?"),
+                (room // (2 * layer + held_8 // 8), "do temporaries grow from nothing, or from a beginning?"),
+                (right + 1, "the last layer does not fit whole"),
+                (right - 1, "one more layer would still fit, if only just"),
+            )
+            if whole != right:
+                hint = next((hint for wrong, hint in told if whole == wrong), "")
+                hint = hint or "which bytes does one more layer add, and which are there without any layer?"
+                raise AssertionError(f"{case}: {whole:,} layers are too {'many' if whole > right else 'few'}; {hint}")
+        return "Two compilations, and a straight line through them."
+
+    grade(1, body)
+
+
 def check_scan_runs(fn: Callable[..., Any]) -> None:
-    """Exercise 1: a scan for each run of layers of equal shapes, run and looked into."""
+    """Exercise 3: a scan for each run of layers of equal shapes, run and looked into."""
     x_ND = jax.random.normal(jax.random.key(2), (TOKENS, WIDTH))
 
     def body() -> str:
@@ -70,7 +113,7 @@ def check_scan_runs(fn: Callable[..., Any]) -> None:
         _assert_only_the_last(lambda w: fn(softmax_layer, w, x_ND), few[:2], 2 * x_ND.size)
         return "A program as long as its runs, and of each layer its input alone."
 
-    grade(1, body)
+    grade(3, body)
 
 
 def check_best_groups(fn: Callable[[int, int, int], int]) -> None:
@@ -90,7 +133,7 @@ def check_best_groups(fn: Callable[[int, int, int], int]) -> None:
             (7, 5, 1),
             (28, 102, 748),
         ):
-            case = f"{n_layers} layers, x of {x} and weights of {w} bytes"
+            case = f"{n_layers} layers, inputs of {x} and weights of {w} bytes"
             try:
                 found = fn(n_layers, x, w)
             except ValueError as error:  # such as that of an empty search
@@ -125,7 +168,7 @@ def check_best_groups(fn: Callable[[int, int, int], int]) -> None:
 
 
 def check_dropout_stack(fn: Callable[..., Any]) -> None:
-    """Exercise 3: a scanned, rematerialised stack in which every layer draws its own random numbers."""
+    """Exercise 4: a scanned, rematerialised stack in which every layer draws its own random numbers."""
     w = _weights(_DEPTH) | {"bit": 2.0 ** jnp.arange(_DEPTH)}
     x_ND = jax.random.normal(jax.random.key(5), (40, WIDTH))
 
@@ -209,7 +252,7 @@ def check_dropout_stack(fn: Callable[..., Any]) -> None:
         _assert_only_the_last(lambda w: fn(noisy, w, x_ND, jax.random.key(3)), w, _DEPTH * x_ND.size)
         return "Keys are inputs of the scan; the recomputation draws the same masks from them."
 
-    grade(3, body)
+    grade(4, body)
 
 
 def _assert_only_the_last(program: Callable[..., Any], w: Any, size: int) -> None:

@@ -17,8 +17,54 @@ from llamem_course.exercises.fresh import ask_afresh, freeze
 _FAR = 2, 3, 10, 100, 1000, 10_000, 100_000, 1_000_000
 
 
+def check_inputs_and_targets(fn: Callable[..., Any]) -> None:
+    """Exercise 1: of a chat, inputs and the tokens that follow them, of which only the assistant's count."""
+
+    def body() -> str:
+        for ids, wrote in (
+            ([11, 12, 13, 14, 15, 16, 17], [0, 0, 0, 1, 1, 1, 0]),
+            ([21, 22, 23, 24, 25, 22, 27, 28, 29], [0, 0, 1, 1, 0, 0, 0, 1, 1]),
+            ([5, 0, 7, 0], [0, 1, 0, 1]),
+        ):
+            ids, wrote = np.asarray(ids), np.asarray(wrote, bool)
+            found = fn(ids.copy(), wrote.copy())
+            assert isinstance(found, tuple | list) and len(found) == 2, "Return inputs and targets, as a pair."
+            inputs, targets = (np.asarray(part) for part in found)
+            told = f"ids {ids.tolist()}, wrote {wrote.astype(int).tolist()}"
+            for name, part in (("inputs", inputs), ("targets", targets)):
+                assert part.shape == (len(ids) - 1,), (
+                    f"{told}: your {name} have the shape {part.shape}. A chat of {len(ids)} tokens has "
+                    f"{len(ids) - 1} places at which a next token is known."
+                )
+            assert np.array_equal(inputs, ids[:-1]), (
+                f"{told}: your inputs are {inputs.tolist()}. The model reads every token but the last, the user's and "
+                "the assistant's alike, since an answer depends on the question."
+            )
+            right = np.where(wrote, ids, -100)[1:]
+            assert not np.array_equal(targets, np.where(wrote[:-1], ids[1:], -100)) or np.array_equal(right, targets), (
+                f"{told}: your targets are {targets.tolist()}. They are the right tokens, and the marks are one place "
+                "off: is it who wrote the input that counts, or who wrote the token that is to be predicted?"
+            )
+            assert not np.array_equal(targets, np.where(wrote, ids, -100)[:-1]), (
+                f"{told}: your targets are {targets.tolist()}. Each is its own input: what has a model to learn in "
+                "order to repeat what it reads?"
+            )
+            counted = targets != -100
+            assert not counted.all(), f"{told}: every target counts. Whose words should the model learn to write?"
+            assert np.array_equal(counted, wrote[1:]), (
+                f"{told}: your targets are {targets.tolist()}. Which of the tokens that come next did the assistant "
+                "write? All others are -100."
+            )
+            assert np.array_equal(targets, right), (
+                f"{told}: your targets are {targets.tolist()}. The right places count; which token comes after each?"
+            )
+        return "The model reads the whole chat, and learns only to write its own part."
+
+    grade(1, body)
+
+
 def check_order(fn: Callable[..., Any]) -> None:
-    """Exercise 1: the sequences of a step, as a function of step, seed and sizes alone."""
+    """Exercise 2: the sequences of a step, as a function of step, seed and sizes alone."""
     try:
         untouched: bytes | TypeError = freeze(fn)  # before it is asked anything
     except TypeError as error:
@@ -122,7 +168,7 @@ def check_order(fn: Callable[..., Any]) -> None:
         check_a_new_process()
         return "Seed and epoch make the order, the step a place in it: a run that was killed has lost nothing."
 
-    grade(1, body)
+    grade(2, body)
 
 
 def _seconds(fn: Callable[..., Any], *args: int) -> float:
@@ -132,7 +178,7 @@ def _seconds(fn: Callable[..., Any], *args: int) -> float:
 
 
 def check_accumulated(fn: Callable[..., Any]) -> None:
-    """Exercise 2: the gradients of a large batch from parts of it, added up in f32 inside one loop."""
+    """Exercise 3: the gradients of a large batch from parts of it, added up in f32 inside one loop."""
 
     def loss(params: Any, x_BD: Any) -> Any:
         return jnp.mean(jnp.tanh(x_BD @ params["in"]) @ params["out"]).astype(jnp.float32)
@@ -237,7 +283,7 @@ def check_accumulated(fn: Callable[..., Any]) -> None:
         )
         return "As many sequences as you like, for the memory of one part and one sum."
 
-    grade(2, body)
+    grade(3, body)
 
 
 def _pairs(a: Any, b: Any) -> Any:

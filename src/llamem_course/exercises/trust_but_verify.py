@@ -1,4 +1,4 @@
-"""Checks of notebook 10's exercises: a diagnosis by proofs, and a program that passes them all."""
+"""Checks of notebook 10's exercises: a program that passes the proofs, a diagnosis by them, a proof of one's own."""
 
 import functools
 import operator
@@ -14,6 +14,7 @@ from llamem_course.exercises import grade
 from llamem_course.exercises.suspects import SUSPECTS
 from llamem_course.exercises.suspects import dropped as _dropped
 from llamem_course.exercises.suspects import layer as _layer
+from llamem_course.exercises.suspects import scanned as _scanned
 
 _UP, _DOWN, _X, _KEY = jax.random.split(jax.random.key(5), 4)
 _LAYERS = 7  # one more than the notebook's, so that its number written into an answer does not pass
@@ -21,13 +22,13 @@ _W = {"up": jax.random.normal(_UP, (_LAYERS, 16, 64)) / 4, "down": jax.random.no
 _START = jax.random.normal(_X, (1024, 16))
 
 
-# Exercise 1: what to ask of one that is sound where it is said to need memory, or not to be on; and of each suspect,
+# Exercise 2: what to ask of one that is sound where it is said to need memory, or not to be on; and of each suspect,
 # where a proof that fails is missing from the answer, and where one stands in it that holds.
 _PLACE = "Where does its checkpoint stand: around what, and inside of the loop or outside?"
 _QUESTIONS = {
     "ada": (
         "Run it by hand through two layers.",
-        "It closes over a key, like case 3. With which key does the second layer draw, and with which the third?",
+        "It closes over a key, like case 4. With which key does the second layer draw, and with which the third?",
     ),
     "ben": (
         "Is the loop inside of the checkpoint, or around it? What is there when the backward pass begins?",
@@ -113,7 +114,7 @@ def _verified(name: str) -> Verification:
 
 
 def check_diagnosis(fn: Callable[[], Any]) -> None:
-    """Exercise 1: for each of the notebook's four suspects the proofs that fail, compared with `verify_remat`."""
+    """Exercise 2: for each of the notebook's four suspects the proofs that fail, compared with `verify_remat`."""
 
     def body() -> str:
         answer, names = fn(), [suspect.__name__ for suspect in SUSPECTS]
@@ -140,7 +141,7 @@ def check_diagnosis(fn: Callable[[], Any]) -> None:
                 raise AssertionError(f"{name}: {so_far}. {missed}")
         return "Three faults, three signatures; and one that only looks like a fault."
 
-    grade(1, body)
+    grade(2, body)
 
 
 def _check_keys(fn: Callable[..., Any]) -> None:
@@ -167,7 +168,7 @@ def _check_keys(fn: Callable[..., Any]) -> None:
 
 
 def check_cured_dropout(fn: Callable[..., Any]) -> None:
-    """Exercise 2: one key per layer, made of the step's, and a checkpoint around each layer."""
+    """Exercise 1: one key per layer, made of the step's, and a checkpoint around each layer."""
 
     def body() -> str:
 
@@ -187,4 +188,81 @@ def check_cured_dropout(fn: Callable[..., Any]) -> None:
         _check_numbers(without_dropout, 3)
         return "Keys travel with the weights."
 
-    grade(2, body)
+    grade(1, body)
+
+
+# Exercise 3: by program, whether its checkpoint is worth it, and what to ask of an answer that thinks otherwise.
+_KEEPS_H = jax.checkpoint_policies.save_only_these_names("h")
+_WORTH = {
+    "a checkpoint around each layer": (
+        True,
+        "It keeps only the layer's input. Do you compare gradients, and the one with the flag with the one without?",
+    ),
+    "a flag that nobody reads": (False, "Both its programs are the same. What would have to differ?"),
+    "everything_saveable": (
+        False,
+        "Its checkpoint stands in the traced program. But what does it change of what the gradient needs?",
+    ),
+    "a checkpoint around the whole loop": (
+        False,
+        "Few residuals wait between its passes, and everything runs again. How much is there at once while the "
+        "backward pass runs?",
+    ),
+    "a policy that keeps h": (
+        True,
+        "No product runs again in it. Which operations do, and what need not be kept because of them?",
+    ),
+    "a checkpoint around each layer, and a gradient that is stopped": (
+        True,
+        "Whether it is right is another proof's question. Asked was only whether the checkpoint saves memory.",
+    ),
+    "a checkpoint for a sixteenth of the rows": (
+        False,
+        "It does need less, by about a twentieth. How much less was asked for?",
+    ),
+}
+
+
+def _of_two_ways(name: str) -> Callable[[Any, Any, Any], Any]:
+    """Return the loss of one of `_WORTH`, with a flag."""
+
+    def loss(w: Any, x: Any, remat: bool) -> Any:
+        whole = functools.partial(_scanned, _layer)
+        if "stopped" in name and remat:
+            w = w | {"up": jax.lax.stop_gradient(w["up"])}
+        if "sixteenth" in name:  # a product of two losses, so that what both keep waits at once
+            rows = len(x) // 16
+            few = functools.partial(_scanned, jax.checkpoint(_layer)) if remat else whole
+            return whole(w, x[rows:]) * few(w, x[:rows])
+        if not remat or name == "a flag that nobody reads":
+            return whole(w, x)
+        if name == "a checkpoint around the whole loop":
+            return jax.checkpoint(whole)(w, x)
+        policy = {"everything_saveable": jax.checkpoint_policies.everything_saveable, "a policy that keeps h": _KEEPS_H}
+        return _scanned(jax.checkpoint(_layer, policy=policy.get(name)), w, x)
+
+    return loss
+
+
+def check_worth_it(fn: Callable[..., Any]) -> None:
+    """Exercise 3: a proof that a checkpoint saves memory."""
+
+    def body() -> str:
+        if "verify_remat" in getattr(getattr(fn, "__code__", None), "co_names", ()):
+            raise AssertionError(
+                "verify_remat is the library's line, and this exercise builds it. Which two numbers of the first "
+                "section would you compare?"
+            )
+        small = jax.tree.map(operator.itemgetter(slice(3)), _W)
+        for w, x in ((_W, _START), (small, _START[:256])):
+            for name, (worth, question) in _WORTH.items():
+                found = fn(_of_two_ways(name), w, x)
+                if not isinstance(found, bool | np.bool_) and not (hasattr(found, "dtype") and found.dtype == bool):
+                    raise AssertionError(f"Return True or False, not {found!r}: is the checkpoint worth it?")
+                if bool(found) != worth:
+                    raise AssertionError(
+                        f"{name}, {len(x):,} rows, {len(w['up'])} layers: your proof says {bool(found)}. {question}"
+                    )
+        return "It asks the compiler what it needs: a checkpoint is judged by its effect."
+
+    grade(3, body)

@@ -11,8 +11,39 @@ from jaxmem.jaxprs import equations
 from llamem_course.exercises import grade
 
 
+def check_crossing(fn: Callable[[int, int, int], float]) -> None:
+    """Exercise 1: the number of tokens at which tiles of tokens need as much as all logits in 16 bits."""
+
+    def body() -> str:
+        for width, vocab, tiles in ((4096, 128_256, 16), (2048, 128_256, 16), (4096, 32_000, 16), (1024, 151_936, 4)):
+            case = f"a width of {width:,}, {vocab:,} words, {tiles} tiles"
+            found = fn(width, vocab, tiles)
+            assert found is not None, f"{case}: return a number of tokens"
+            found = float(found)
+            right = 4 * width / (2 - 4 / tiles)
+            told = (
+                (2 * width, "the tile of logits has been left out: it takes 4 * N * V / num_tiles bytes"),
+                (4 * width / (2 - 2 / tiles), "in a tile a logit takes four bytes, for the softmax"),
+                (2 * width / (2 - 4 / tiles), "is the sum of the head's gradient in 16 bits, or in 32?"),
+                (4 * width / (2 + 4 / tiles), "the tile stands on the side of the tiles: mind the sign"),
+                (1 / right, "that is the inverse; which side has N?"),
+                (right * vocab, "both sides have V as a factor, the sum as well as the logits"),
+                (right / vocab, "both sides have V as a factor, the sum as well as the logits"),
+            )
+            if not np.isclose(found, right, rtol=1e-6):
+                hint = next((hint for wrong, hint in told if np.isclose(found, wrong, rtol=1e-3)), "")
+                more, less = 2 * found * vocab, 4 * vocab * width + 4 * found * vocab / tiles
+                sides = f"with {found:,.2f} tokens all logits take {more:,.0f} bytes, tiles of tokens {less:,.0f}"
+                whole = np.isclose(found, right, rtol=1e-3)
+                hint = hint or ("return the fraction, unrounded" if whole else "write down both and solve for N")
+                raise AssertionError(f"{case}: {sides}; {hint}.")
+        return "The vocabulary cancels! With 16 tiles and a width of 4,096 the H100's compiler turns there, too."
+
+    grade(1, body)
+
+
 def check_smoothed_gradient(fn: Callable[..., Any]) -> None:
-    """Exercise 1: the gradient of label-smoothed cross-entropy for the logits."""
+    """Exercise 2: the gradient of label-smoothed cross-entropy for the logits."""
     z_NV = jax.random.normal(jax.random.key(0), (6, 5))
     targets_N = jnp.array([0, 4, 2, 2, 1, 3])
 
@@ -54,11 +85,11 @@ def check_smoothed_gradient(fn: Callable[..., Any]) -> None:
         _close(fn(200 * z_NV[:4], targets_N[:4], 0.1), jax.grad(losses)(200 * z_NV[:4], 0.1, targets_N[:4]), hint)
         return "Every row still sums to 0: a mixture of targets weighs 1, and so does softmax."
 
-    grade(1, body)
+    grade(2, body)
 
 
 def check_frozen_loss(fn: Callable[..., Any]) -> None:
-    """Exercise 2: `custom_vjp` around a function that makes the loss and one gradient."""
+    """Exercise 3: `custom_vjp` around a function that makes the loss and one gradient."""
 
     def make_openly(x_ND: Any, head_VD: Any, targets_N: Any) -> tuple[Any, Any]:
         d_NV = jax.nn.softmax(_logits(x_ND, head_VD)) - jax.nn.one_hot(targets_N, len(head_VD))
@@ -75,13 +106,13 @@ def check_frozen_loss(fn: Callable[..., Any]) -> None:
         assert getattr(value, "shape", None) == (), (
             "the loss is one number; its gradient is a residual, no second result"
         )
-        _close(value, _plain(x_ND, head_VD, targets_N), "the value is that of `make`")
+        _close(value, _plain(x_ND, head_VD, targets_N), "the value is that of `sweep`")
         for scale, where in ((1.0, "a sum"), (1 / 12, "a mean"), (-1 / 3, "a loss that is subtracted")):
             found = jax.grad(lambda x, scale=scale: scale * loss(x, head_VD, targets_N))(x_ND)
             exact = jax.grad(lambda x, scale=scale: scale * _plain(x, head_VD, targets_N))(x_ND)
             assert np.any(found), (
-                "the gradient is all zeros: JAX finds nothing in `make` to differentiate. Which tool gives it the "
-                "gradient that `make` returns?"
+                "the gradient is all zeros: JAX finds nothing in `sweep` to differentiate. Which tool gives it the "
+                "gradient that `sweep` returns?"
             )
             hint = ""
             if getattr(found, "shape", None) == exact.shape:
@@ -90,10 +121,12 @@ def check_frozen_loss(fn: Callable[..., Any]) -> None:
                 hint += "which way does your backward pass learn of that number?"
             _close(found, exact, f"under {where} the gradient of the hidden states is wrong{hint}")
         openly = jax.grad(fn(make_openly))(x_ND, head_VD, targets_N)
-        hint = "where JAX can differentiate `make`, as `frozen_head`, the gradient is wrong: does it come twice?"
+        hint = "where JAX can differentiate `sweep`, such as `frozen_head`, the gradient is wrong: does it come twice?"
         _close(openly, jax.grad(_plain)(x_ND, head_VD, targets_N), hint)
         value, _ = jax.value_and_grad(loss)(x_ND, head_VD, targets_N)
-        hint = "the value is that of `make` as long as nobody differentiates; what does your forward pass return first?"
+        hint = (
+            "the value is that of `sweep` as long as nobody differentiates; what does your forward pass return first?"
+        )
         _close(value, _plain(x_ND, head_VD, targets_N), hint)
         try:
             for_head = jax.grad(loss, argnums=1)(x_ND, head_VD, targets_N)
@@ -103,7 +136,7 @@ def check_frozen_loss(fn: Callable[..., Any]) -> None:
         program = jax.make_jaxpr(jax.grad(lambda x: loss(x, head_VD, targets_N)))(x_ND).jaxpr
         products = [eqn.outvars[0].aval for eqn, _ in equations(program) if eqn.primitive.name == "dot_general"]
         calls = sum(getattr(out, "shape", None) == x_ND.shape for out in products)  # each of them sweeps once
-        assert calls == 1, f"forward and backward together call `make` {calls} times; all is known after one"
+        assert calls == 1, f"forward and backward together call `sweep` {calls} times; all is known after one"
         _, pull = jax.vjp(lambda x: loss(x, head_VD, targets_N), x_ND)
         jax.vjp(lambda x: loss(x, head_VD, targets_N), 2 * x_ND)  # another forward pass before this one's backward
         hint = "the backward pass takes the gradient of another forward pass: what it needs, its own must return"
@@ -121,7 +154,7 @@ def check_frozen_loss(fn: Callable[..., Any]) -> None:
         _assert_cotangent_whole(fn)
         return "One sweep, one residual, no head in the backward pass at all."
 
-    grade(2, body)
+    grade(3, body)
 
 
 def _assert_cotangent_whole(fn: Callable[..., Any]) -> None:
@@ -130,7 +163,7 @@ def _assert_cotangent_whole(fn: Callable[..., Any]) -> None:
     loss = fn(lambda x_ND, *_: (jnp.zeros(()), jnp.full(x_ND.shape, 1.5)))
     found = jax.grad(lambda x: loss(x, jnp.zeros((3, 4), x.dtype), jnp.zeros(255, int)) / tokens)(x_ND)
     assert np.all(found == jnp.bfloat16(1.5 / tokens)), (
-        "in bfloat16 the whole gradient is a little off, all of it by the same part. `make` gave 1.5 everywhere, a "
+        "in bfloat16 the whole gradient is a little off, all of it by the same part. `sweep` gave 1.5 everywhere, a "
         f"mean over {tokens} tokens makes it {jnp.bfloat16(1.5 / tokens):.6f} in bfloat16, yours is "
         f"{float(found.ravel()[0]):.6f}: 1 / {tokens} was rounded to 8 bits first. In which type does the number that "
         "multiplies everything arrive, and in which is it used?"

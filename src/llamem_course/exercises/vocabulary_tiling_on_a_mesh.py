@@ -25,8 +25,58 @@ ARRIVES |= dict.fromkeys(("all_gather", "all_to_all"), _share("all-gather", DEVI
 ARRIVES |= {"reduce_scatter": _share("reduce-scatter", DEVICES), "ppermute": 1.0}
 
 
+def check_mean_over_devices(fn: Callable[..., Any]) -> None:
+    """Exercise 1: the mean loss over all devices' tokens, where some tokens do not count."""
+    losses_En = jnp.arange(1.0, 8 * 6 + 1).reshape(8, 6) ** 1.5
+    counts_En = (jnp.arange(48).reshape(8, 6) % 7 < 4) & (jnp.arange(8)[:, None] != 5)  # device 5 has padding alone
+    counts_En = counts_En.at[2].set(jnp.arange(6) == 1)
+
+    def body() -> str:
+        found_E = _on_devices(fn, losses_En, counts_En)
+        assert getattr(found_E, "shape", None) == (DEVICES,), (
+            f"return one number, the mean; yours has the shape {getattr(found_E, 'shape', None)} on {DEVICES} devices"
+        )
+        right = losses_En[counts_En].mean()
+        own_E = jnp.sum(losses_En * counts_En, 1) / jnp.sum(counts_En, 1)
+        told = (
+            (own_E.mean(), "a device without a token that counts has 0 / 0, and it is in your mean"),
+            (jnp.nan_to_num(own_E).mean(), "that is the mean of the devices' means: each weighs as much as another"),
+            (jnp.nanmean(own_E), "that is the mean of the devices' means: each weighs as much as another"),
+            (losses_En.mean(), "that is the mean over all tokens: which of them count?"),
+            (jnp.mean(losses_En * counts_En), "you divide by all tokens; how many count?"),
+            (jnp.sum(losses_En * counts_En), "that is the sum: divided by what?"),
+            (jnp.sum(losses_En * counts_En) / DEVICES, "you divide by the devices; how many tokens count?"),
+        )
+        if not np.allclose(found_E, right, rtol=1e-5):
+            assert np.allclose(found_E, found_E[0], rtol=1e-5, equal_nan=True), (
+                f"the devices end with different numbers, {', '.join(f'{one:.2f}' for one in found_E[:3])} ...: the "
+                "sum or the count is still a device's own"
+            )
+            hints = (hint for wrong, hint in told if np.allclose(found_E[0], wrong, rtol=1e-5, equal_nan=True))
+            hint = next(hints, "which two numbers has each device to give, and when are they divided?")
+            raise AssertionError(f"yours is {found_E[0]:.3f} where {right:.3f} is right; {hint}")
+        with jax.disable_jit():  # compiled, NaN * False is 0: XLA makes a choice of such a product
+            padded_E = _on_devices(fn, jnp.where(counts_En, losses_En, jnp.nan), counts_En)
+        assert np.allclose(padded_E, right, rtol=1e-5), (
+            f"right while every loss is a number, but it is {padded_E[0]:.3f} where the losses of tokens that do not "
+            "count are NaN. What is NaN times 0, unless a compiler drops the product? Leave such a loss out"
+        )
+        few, counts_few = losses_En[:2, :3], jnp.array([[True, False, True], [False, True, False]])
+        assert np.allclose(_on_devices(fn, few, counts_few), few[counts_few].mean(), rtol=1e-5), (
+            "right on 8 devices with 6 tokens each, wrong on 2 with 3: is a number written into your answer?"
+        )
+        arriving = _arriving(_traced(fn, jnp.zeros(1000), jnp.ones(1000, bool)))
+        assert arriving < 100, (
+            f"right, but with 1,000 tokens on each device {arriving:,.0f} bytes arrive at each. Two numbers say all "
+            "that others have to know of a device's tokens"
+        )
+        return "Sum and count travel, and are divided once, at the end."
+
+    grade(1, body)
+
+
 def check_merge_devices(fn: Callable[..., Any]) -> None:
-    """Exercise 1: logsumexp and the softmax's mean of the head's rows, from what each device found in its own rows."""
+    """Exercise 3: logsumexp and the softmax's mean of the head's rows, from what each device found in its own rows."""
     N, D = 16, 8  # multiples of the devices: who divides tokens or columns among them may do so
     z_ENU = 60 * jax.random.normal(jax.random.key(0), (DEVICES, N, 5))
     z_ENU = z_ENU.at[:, 1].divide(60.0)  # a token for which no word has all the weight
@@ -77,7 +127,7 @@ def check_merge_devices(fn: Callable[..., Any]) -> None:
         )
         return "Two numbers and one row per token travel, whatever the size of the vocabulary."
 
-    grade(1, body)
+    grade(3, body)
 
 
 def check_target_logit(fn: Callable[..., Any]) -> None:

@@ -22,9 +22,16 @@ def refuse_waiting_gradients(program: Any) -> None:
 
 
 def refuse_second_state(program: Any) -> None:
-    """Raise AssertionError where something beside loops and updates in place makes an array as large as all layers."""
+    """Raise AssertionError where anything but a loop's carry and updates in place is as large as all layers."""
     for eqn, _ in equations(program):
         shapes = {getattr(var.aval, "shape", ()) for var in eqn.outvars} & {(L, D, F), (L, F, D)}
+        stacked = eqn.outvars[eqn.params["num_carry"] :] if eqn.primitive.name == "scan" else []
+        if any(getattr(var.aval, "shape", ()) in shapes for var in stacked):
+            raise AssertionError(
+                "the numbers are right, but the scan stacks up the new layers: a scan's outputs are a second stack "
+                "beside the one it reads, and there is no room for two. In which part of a scan does one turn change "
+                "what the next one is given?"
+            )
         if shapes and eqn.primitive.name not in _IN_PLACE and not inner_jaxprs(eqn):
             raise AssertionError(
                 f"the numbers are right, but `{eqn.primitive.name}` makes an array {[*shapes.pop()]}, as large as the "

@@ -25,7 +25,7 @@ PEAKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What exercise 1 gives of a configuration: enough to predict with, too little to compile."""
+    """What exercise 2 gives of a configuration: enough to predict with, too little to compile."""
 
     n_params: int
     n_layers: int
@@ -36,7 +36,7 @@ class Sizes:
 
 
 def check_peak_with_logits(fn: Callable[..., Any]) -> None:
-    """Exercise 1: the peak of a step whose layers are rematerialised and whose loss holds all logits."""
+    """Exercise 2: the peak of a step whose layers are rematerialised and whose loss holds all logits."""
 
     def body() -> str:
         for (name, sequences, length, stored, computed), peak in PEAKS.items():
@@ -65,7 +65,8 @@ def check_peak_with_logits(fn: Callable[..., Any]) -> None:
                 ("half the layers' inputs: in which type are they kept?", -inputs / 2),
                 ("the gradient of the head: is it there before the logits' own is complete?", head),
                 ("the embedding and its moments: is it no weight?", -3 * head),
-                ("an array of the logits' size: what stands beside them for a moment, in which type?", -logits),
+                ("an array of f32 logits: how many are there at once, with how many bytes a number?", -logits),
+                ("one and a half arrays of f32 logits: how many, with how many bytes a number?", -1.5 * logits),
                 ("half the logits: are all of those arrays of the same type?", -logits / 2),
             )
             what, size = min(named, key=lambda one: abs(got - counted - one[1]))
@@ -79,11 +80,11 @@ def check_peak_with_logits(fn: Callable[..., Any]) -> None:
             )
         return "Five steps that nobody showed, within 1.2 % of the compiler."
 
-    grade(1, body)
+    grade(2, body)
 
 
 def check_kept_bytes(fn: Callable[..., Any]) -> None:
-    """Exercise 2: a meter of residuals, built from `jax.vjp`."""
+    """Exercise 3: a meter of residuals, built from `jax.vjp`."""
 
     def kept(f: Callable[..., Any], *args: Any) -> list[Any]:
         return jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *args))
@@ -145,7 +146,7 @@ def check_kept_bytes(fn: Callable[..., Any]) -> None:
             )
         return "The same meter reads any function, yours too."
 
-    grade(2, body)
+    grade(3, body)
 
 
 def _bytes(leaves: Iterable[Any]) -> int:
@@ -167,7 +168,7 @@ SCHEDULES = {
 
 
 def check_peak_and_operation(fn: Callable[..., Any]) -> None:
-    """Exercise 3: the peak of a schedule, and when it is reached."""
+    """Exercise 1: the peak of a schedule, and when it is reached."""
 
     def held(schedule: list[tuple[int, int, int]], step: int, ends: int = 0) -> int:
         return sum(size for first, last, size in schedule if first <= step <= last - ends)
@@ -196,4 +197,4 @@ def check_peak_and_operation(fn: Callable[..., Any]) -> None:
             )
         return "So a timeline finds its fullest moment, whatever the arrays are."
 
-    grade(3, body)
+    grade(1, body)
