@@ -32,7 +32,7 @@ def find_chip(name: str) -> Chip:
 
     "cpu", "gpu" and "tpu" mean the local device, which must be of that kind. Raises ValueError for an unknown name,
     RuntimeError for a local device of another kind, ImportError that says how to get it where the compiler for an
-    absent chip is missing (`llamem.fetch_compilers`).
+    absent chip is missing (`jaxmem.fetch_compilers`).
     """
     chip = chip_called(name)
     if chip.absent and find_compilers(chip.platform) is None and not stored_answers.are_there():
