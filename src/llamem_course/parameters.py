@@ -30,12 +30,7 @@ def check_parameters(*rules: tuple[bool, str], **chips: Any) -> None:
     for holds, sentence in rules:
         if not holds:
             raise ValueError(sentence)
-    check_chips(**chips)
-
-
-def check_chips(**names: Any) -> None:
-    """Raise ValueError, with the parameter and the names there are, for a chip that nobody knows."""
-    for parameter, value in names.items():
+    for parameter, value in chips.items():
         for name in value if isinstance(value, list) else [value]:
             try:
                 chip_called(name)

@@ -346,6 +346,16 @@ def hidden(trained: tuple[int, int], frozen: tuple[int, int]) -> Callable[..., f
     return answer
 
 
+def clipped_before(backward):
+    """What arrives is made smaller, and then `backward` runs: gradients are linear in it, so all are clipped."""
+
+    def clipped(layer, update, state, inputs_LND, dy_ND, max_norm):
+        norm = norm_in_a_carry(layer, state, inputs_LND, dy_ND)
+        return backward(layer, update, state, inputs_LND, jnp.minimum(1.0, max_norm / norm) * dy_ND)[1]
+
+    return clipped
+
+
 WRONG: Answers = {
     "nothing recomputed": (HIDDEN, hidden((7, 6), (2, 4)), "What runs once more"),
     "the forward pass alone": (HIDDEN, hidden((7, 2), (2, 2)), "forward pass alone"),
@@ -398,13 +408,7 @@ WRONG: Answers = {
     "updated a turn late, in a cond": (BACKWARD, updated_a_turn_late_in_a_cond, "Where must the update stand"),
     "clipped and updated a turn late": (
         CLIPPED,
-        lambda layer, update, state, inputs, dy, most: updated_a_turn_late(
-            layer,
-            update,
-            state,
-            inputs,
-            dy * jnp.minimum(1.0, most / norm_in_a_carry(layer, state, inputs, dy)),
-        )[1],
+        clipped_before(updated_a_turn_late),
         "Where must the update stand",
     ),
     "a loop of Python's": (BACKWARD, in_a_python_loop, "writes each layer into it"),
@@ -415,13 +419,7 @@ WRONG: Answers = {
     "new layers stacked up by the scan": (BACKWARD, with_the_state_scanned, "outputs are a second stack"),
     "new layers stacked up by the scan, clipped": (
         CLIPPED,
-        lambda layer, update, state, inputs, dy, most: with_the_state_scanned(
-            layer,
-            update,
-            state,
-            inputs,
-            dy * jnp.minimum(1.0, most / norm_in_a_carry(layer, state, inputs, dy)),
-        )[1],
+        clipped_before(with_the_state_scanned),
         "outputs are a second stack",
     ),
     "the stack turned round": (BACKWARD, turned_round, "in reverse order"),
@@ -504,10 +502,6 @@ def norm_in_a_carry(layer, state, inputs_LND, dy_ND):
 def test_other_right_answers_are_accepted(capsys):
     """Gradients are linear in what arrives: whoever makes that smaller has clipped them all."""
 
-    def smaller_from_the_start(layer, update, state, inputs_LND, dy_ND, max_norm):
-        norm = norm_in_a_carry(layer, state, inputs_LND, dy_ND)
-        return right(layer, update, state, inputs_LND, jnp.minimum(1.0, max_norm / norm) * dy_ND)[1]
-
     def weights_fetched_a_turn_early(layer, update, state, inputs_LND, dy_ND):
         def visit(dx, carry, i, x):
             state, fetched = carry
@@ -539,6 +533,6 @@ def test_other_right_answers_are_accepted(capsys):
     for answer in (right, weights_fetched_a_turn_early, in_a_fori_loop):
         BACKWARD(answer)
     CLIPPED(two_passes(state_carried_along))
-    CLIPPED(smaller_from_the_start)
+    CLIPPED(clipped_before(right))
     HIDDEN(hidden((7, 8), (2, 6)))
     assert capsys.readouterr().out.count("correct") == 6

@@ -9,10 +9,9 @@ from typing import Any
 from jaxmem.checks import check_whole, few, show
 from jaxmem.files import read_json
 from llamem.llama.config import LlamaConfig, RopeScaling
-from llamem.text.tokenizer import GENERATION
+from llamem.text.tokenizer import GENERATION, MAX_CONFIG_BYTES
 
 _MODEL_TYPES = {"Llama": "llama", "Qwen3": "qwen3"}
-_MAX_BYTES = 10_000_000  # real ones have a few thousand
 # Our fields by theirs. A `LlamaConfig` checks the values.
 _FIELDS = {
     "vocab_size": "vocab_size",
@@ -63,7 +62,7 @@ def config_from_hf(config: Mapping[str, Any] | str | os.PathLike, **changes: Any
     path = Path(config).expanduser()
     content, beside = read_config(path), (path if path.is_dir() else path.parent) / GENERATION
     if beside.is_file():
-        generation = _token_ids(content) | read_json(beside, _MAX_BYTES)
+        generation = _token_ids(content) | read_json(beside, MAX_CONFIG_BYTES)
         changes = {"generation_config": json.dumps(generation)} | changes
     try:
         return config_from_hf(content, **changes)
@@ -76,7 +75,7 @@ def read_config(path: Path) -> dict[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise FileNotFoundError(f"There is no {file}: expected a Hugging Face config.json, or a folder that holds one.")
-    return read_json(file, _MAX_BYTES)
+    return read_json(file, MAX_CONFIG_BYTES)
 
 
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:

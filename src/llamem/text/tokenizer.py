@@ -27,6 +27,7 @@ DOCUMENT_ENDS = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>")
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|eom_id|>", "<end_of_turn>")
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")  # what transformers gives to a template
 GENERATION = "generation_config.json"
+MAX_CONFIG_BYTES = 10_000_000  # of a `config.json` or what stands beside it; real ones have a few thousand
 _MAX_BYTES = 200_000_000  # of a JSON file; those of large vocabularies have some twenty million
 
 
@@ -377,5 +378,5 @@ def _write_token_ids(folder: Path, bos_id: int | None, stop_ids: Sequence[int]) 
     token_ids = {"bos_token_id": bos_id, "eos_token_id": list(stop_ids) if len(stop_ids) > 1 else stop_ids[0]}
     for file in (folder / GENERATION, folder / "config.json"):
         if file.is_file() or file.name == GENERATION:
-            content = read_json(file, _MAX_BYTES) if file.is_file() else {}
+            content = read_json(file, MAX_CONFIG_BYTES) if file.is_file() else {}
             write_whole(file, json.dumps(content | token_ids, indent=2))
