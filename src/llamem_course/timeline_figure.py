@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -25,7 +26,7 @@ COLOURS: dict[str, str] = dict(
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _HOST = "on the host"
 _DARK = {"optimizer", "batch", "residuals", "workspace", "output"}  # light colours, which take dark letters
-_HATCHED = {"hatch": "////", "edgecolor": "0.45"}  # what is set aside for the output
+_HATCHED: dict[str, Any] = {"hatch": "////", "edgecolor": "0.45"}  # what is set aside for the output
 
 
 def timelines(reports: Mapping[str, Report | Timeline]) -> dict[str, Timeline]:
@@ -184,10 +185,16 @@ def _areas(ax: Axes, one: Timeline, n_bytes: int) -> None:
         if sizes.any():
             lower_edge, upper_edge = np.append(base, base[-1]), np.append(upper, upper[-1])
             named = sizes.max() / n_bytes > 0.004 * height  # else too thin for the legend
-            style = {"facecolor": COLOURS[category], "linewidth": 0, "label": category if named else None}
-            if category == "output":
-                style |= _HATCHED
-            ax.fill_between(steps, lower_edge, upper_edge, step="post", **style)
+            ax.fill_between(
+                steps,
+                lower_edge,
+                upper_edge,
+                step="post",
+                facecolor=COLOURS[category],
+                linewidth=0,
+                label=category if named else None,
+                **(_HATCHED if category == "output" else {}),
+            )
             _name_area(ax, category, base, upper, host / n_bytes)
         base = upper
     ax.step(steps, np.append(base, base[-1]), where="post", color="black", linewidth=0.7)
