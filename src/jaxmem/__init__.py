@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from jaxmem.compilers import fetch_compilers
     from jaxmem.compiling import compile_report, matmul_flops
     from jaxmem.fitting import Fitting, NothingFits, find_fitting, largest, options
-    from jaxmem.report import Buffer, Collective, Comparison, GiB, Report, compare
+    from jaxmem.hlo import Buffer, Collective
+    from jaxmem.report import Comparison, GiB, Report, compare
     from jaxmem.residuals import Residuals, saved_residuals
+    from jaxmem.verify.comparisons import Proof, Title
     from jaxmem.verify.verification import Verification, assert_remat, verify_remat
-    from jaxmem.verify.with_and_without import Proof, Title
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -27,13 +27,11 @@ from jaxmem.compilers import find_compilers, no_compilers
 from jaxmem.cross_compile import Request, compile_absent, export_for, traced_for
 from jaxmem.dump import needed_bytes, read_dump, remedy
 from jaxmem.flops import count_products, matmul_flops
-from jaxmem.hlo import optimised_text, parse
-from jaxmem.hlo_counts import describe
+from jaxmem.hlo import Buffer, Collective, describe, optimised_text, parse
 from jaxmem.jaxprs import callbacks_in, moved_to_host
 from jaxmem.provenance import find_provenance
-from jaxmem.report import Buffer, Collective, Depth, Report
-from jaxmem.report_cache import cached
-from jaxmem.report_notes import program_notes
+from jaxmem.report import Depth, Report, program_notes
+from jaxmem.stored_answers import cached
 from jaxmem.timeline import Timeline
 
 __all__ = ["compile_report", "matmul_flops", "moved_to_host"]

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.buffer_assignment import ASSIGNMENT, Allocation, Platform, program_stem, read_assignment
-from jaxmem.hlo import parse
-from jaxmem.hlo_counts import describe, kernel_constant_bytes
+from jaxmem.hlo import describe, kernel_constant_bytes, parse
 from jaxmem.timeline import read_schedule
 
 # What the compilers for TPUs and for GPUs write next, once memory is assigned and the files that say how are closed. A

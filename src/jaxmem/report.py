@@ -1,40 +1,37 @@
-"""What a compiler said of one program on one chip, and several such answers side by side: as text and as HTML."""
+"""What a compiler said of one program on one chip, and several such answers side by side: as text and as HTML.
+
+A report warns where its numbers stop, and of programs that are probably not what was meant.
+"""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from typing import Literal
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+
+from jaxmem.arguments import Leaf, shard_bytes
 from jaxmem.chips import Chip
+from jaxmem.flops import Products
+from jaxmem.hlo import Buffer, Collective
+from jaxmem.jaxprs import (
+    Scan,
+    constants_in,
+    control_flow,
+    donates_itself,
+    equations,
+    inner_jaxprs,
+    inputs_used,
+    moved_to_host,
+)
 from jaxmem.printing import Shown, Table, size_text
 from jaxmem.timeline import Timeline
 
 GiB = 2**30
 Depth = Literal["memory", "code"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Buffer:
-    """An array that the compiled program writes to the device's memory: `bf16[16,8192]`, the operation of JAX's that it
-    is the result of, and the line that asked for it, `model.py:12` or "".
-
-    `at_once`: how many of this shape and operation lie in memory at the same time, at most; None where the compiler
-    wrote down no schedule, or the array is written where another lies.
-    """
-
-    shape: str
-    bytes: int
-    operation: str
-    source: str
-    at_once: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One kind of messages between chips: "all-gather", how many, and the bytes of all their results on one chip."""
-
-    operation: str
-    times: int
-    bytes: int
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -165,3 +162,148 @@ def _bar(report: Report) -> str:
     )
     frame = "display:flex;height:1em;width:32em;max-width:100%;border:1px solid gray"
     return f'<div role="img" aria-label="the parts of the peak" style="{frame}">{spans}</div>'
+
+
+_SMALL = 2**20  # bytes of which nothing is said
+
+
+def program_notes(
+    report: Report,
+    traced: jex_core.ClosedJaxpr,
+    products: Products,
+    leaves: Sequence[Leaf],
+    answer: Mapping[str, Any],
+) -> Iterator[str]:
+    """Yield the warnings of a report on a traced program, its products, its arguments, and the compiler's answer."""
+    chip = report.chip
+    yield from _state_notes(traced, leaves)
+    yield from _constant_notes(report, traced)
+    yield from _sum_notes(traced, leaves)
+    if products.loops:
+        yield f"{products.loops} of its loops do not say how often they run: matrix products there count once."
+    if answer["collectives"] is None:
+        yield "what chips send to each other cannot be counted: a loop does not say how often it runs."
+    names = {eqn.primitive.name for eqn, _ in equations(traced.jaxpr)}
+    if not chip.has_bf16 and _multiplies_bf16(traced):
+        yield (
+            f"bf16 is not native on {chip.name}: its matrix products run in f32, on f32 copies of their operands, "
+            "which count as temporaries, and at a fraction of the speed. Take float16 with a loss scale."
+        )
+    if chip.platform == "tpu" and report.peak_bytes < 512 * 2**20:
+        yield "so small that much of it lives in on-chip memory (VMEM), which temporaries do not count."
+    hosted = any(leaf.on_host for leaf in leaves) or moved_to_host(traced.jaxpr)
+    if hosted and not report.host_bytes and not report.refused:
+        yield (
+            "the program moves arrays to the host's memory, and none arrived: the compiler kept them on the device."
+            if chip.platform != "cpu"
+            else "arrays in the host's memory count as the device's: on a CPU that is the same, and nothing is gained."
+        )
+    if not names & {"sharding_constraint", "shard_map"} and any(map(_is_cut_by_the_compiler, leaves)):
+        yield (
+            "its arguments are cut over a mesh and nothing inside is: how the work is shared, the compiler decides. A "
+            "model that says so itself may do it only inside its contexts (jax.set_mesh, flax's axis_rules): the "
+            "program is traced by this call, so open them around it."
+        )
+    if chip.capacity_bytes and 0.85 * chip.capacity_bytes < report.peak_bytes <= chip.capacity_bytes:
+        yield "close to the limit, where the compiler rematerialises on its own: judge your remat on a roomier chip."
+    if asked := answer.get("asked"):
+        yield (
+            f"the program asks which device it runs on, {asked[0]}, and hears of this machine's: where it chooses by "
+            f"that, this is not its program for {chip.name}. Let it ask jaxmem.compiling_for()."
+        )
+    if (inside := answer.get("kernel_array_bytes", 0)) > _SMALL:
+        yield (
+            "this CPU's compiler put products and what follows them into kernels of its own, and what those need while "
+            f"they run is not in these numbers: an array of {size_text(inside)} is made or held inside of one."
+        )
+    if "products_by_library" in answer:
+        yield (
+            "compiled with all matrix products by cuBLAS: this compiler finds no tiles for one of them where no GPU is "
+            "there to try them on. On the GPU itself the compiler chooses for each, so that memory may differ a little."
+        )
+
+
+def _is_cut_by_the_compiler(leaf: Leaf) -> bool:
+    """Return whether an argument is cut over devices of a mesh on which the compiler decides how to go on."""
+    sharding = leaf.shape.sharding
+    if not isinstance(sharding, jax.sharding.NamedSharding) or sharding.is_fully_replicated:
+        return False
+    return jax.sharding.AxisType.Auto in sharding.mesh.axis_types
+
+
+def _multiplies_bf16(traced: jex_core.ClosedJaxpr) -> bool:
+    products = (eqn for eqn, _ in equations(traced.jaxpr) if eqn.primitive.name == "dot_general")
+    return any(str(var.aval.dtype) == "bfloat16" for eqn in products for var in eqn.invars)  # pyrefly: ignore
+
+
+def _state_notes(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Iterator[str]:
+    """Yield a donation of which the report was not told, a state that is donated and not given back, and arguments
+    without which every result is the same.
+    """
+    results = {(out.shape, out.dtype) for out in traced.out_avals}
+    arguments = dict.fromkeys(leaf.argument for leaf in leaves)
+    used = inputs_used(traced) if leaves else []
+    if donates_itself(traced.jaxpr) and not any(leaf.donated for leaf in leaves):
+        yield (
+            "the function donates arguments, as jax.jit(donate_argnums=) has it, and inside of another program that "
+            "means nothing: they count as kept. Tell the report, compile_report(..., donate_argnums=(0,))."
+        )
+    for argument in arguments:
+        own = [i for i, leaf in enumerate(leaves) if leaf.argument == argument]
+        name = leaves[own[0]].name.partition("[")[0].partition(".")[0] or f"argument {argument}"
+        donated = sum(leaves[i].bytes for i in own if leaves[i].donated)
+        returned = any((leaves[i].shape.shape, leaves[i].shape.dtype) in results for i in own)
+        if donated > _SMALL and not returned:
+            yield (
+                f"`{name}` is donated ({size_text(donated)}), and nothing of it is given back: no result has the shape "
+                "and type of one of its arrays. A step that changes its state has to return it."
+            )
+        idle = sum(leaves[i].bytes for i in own if not used[i])
+        if idle > _SMALL:
+            yield (
+                f"{size_text(idle)} of `{name}` reach no result: the compiler leaves out what is computed with them. "
+                "A step that updates an optimizer's state and weights has to return both."
+            )
+
+
+def _sum_notes(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Iterator[str]:
+    """Yield a loop that adds up arrays like those of an argument, as gradient accumulation does."""
+    given = [leaf.shape for leaf in leaves if jnp.issubdtype(leaf.shape.dtype, jnp.floating)]
+    shapes = [shape.sharding.shard_shape(shape.shape) if shape.sharding else shape.shape for shape in given]
+    for sums in _sums_of_loops(traced.jaxpr):
+        alike = [aval for aval in sums if aval.shape in shapes]
+        # Not the gradients of a few arrays, such as a tiled loss adds up: of weights beside two moments it is a third.
+        if len(alike) > 1 and sum(a.size for a in alike) > sum(map(math.prod, shapes)) / 4:
+            size = size_text(sum(map(shard_bytes, alike)))
+            yield (
+                f"a loop adds up {size} in {alike[0].dtype.name}, as gradient accumulation does. They lie beside the "
+                "gradients of a part from the first part to the last, so that 2 parts can need more memory than 1."
+            )
+            return
+
+
+def _sums_of_loops(jaxpr: jex_core.Jaxpr) -> Iterator[list[Any]]:
+    """Yield for each scan the types of what it carries from zeros on."""
+    makers = {id(var): eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+    def is_zeros(var: Any) -> bool:
+        made = makers.get(id(var))
+        return made is not None and all(isinstance(x, jex_core.Literal) and np.all(x.val == 0) for x in made.invars)
+
+    for eqn in jaxpr.eqns:
+        if isinstance(flow := control_flow(eqn), Scan):
+            carried = eqn.invars[flow.n_consts : flow.n_consts + flow.n_carry]
+            yield [var.aval for var in carried if is_zeros(var)]
+        for inner in inner_jaxprs(eqn):
+            yield from _sums_of_loops(inner)
+
+
+def _constant_notes(report: Report, traced: jex_core.ClosedJaxpr) -> Iterator[str]:
+    if report.constant_bytes <= _SMALL:
+        return
+    closed = sorted(constants_in(traced), key=lambda row: -shard_bytes(row[0]))[:3]
+    named = [f"{const.dtype}{list(const.shape)}{f' in {line}' if line else ''}" for const, line in closed]
+    yield (
+        f"{size_text(report.constant_bytes)} are constants: arrays that are closed over, not passed"
+        f"{' (' + ', '.join(named) + ')' if named else ''}. They count as temporaries. Pass them as arguments."
+    )

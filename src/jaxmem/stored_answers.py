@@ -1,18 +1,22 @@
-"""Compilers' answers that travel with the course, for where there is no compiler: macOS, or no network.
+"""Compilers' answers that were kept: in the user's cache, and those that travel with the course.
 
-A notebook asks the same questions wherever it runs with its own parameters, and the answers of the day when its outputs
-were stored are in a small file beside the package. A question is known again by what does not depend on the version
-of JAX that traces it: the chip, the shapes of what goes in and comes out, and how often which operation runs that no
-version renames. Where two questions of one notebook look alike and have different answers, neither is stored.
+The course's are for where there is no compiler: macOS, or no network. A notebook asks the same questions wherever it
+runs with its own parameters, and the answers of the day when its outputs were stored are in a small file beside the
+package. A question is known again by what does not depend on the version of JAX that traces it: the chip, the shapes of
+what goes in and comes out, and how often which operation runs that no version renames. Where two questions of one
+notebook look alike and have different answers, neither is stored.
 """
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import lzma
 import os
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +24,8 @@ from jax.extend import core as jex_core
 
 from jaxmem.arguments import Leaf
 from jaxmem.chips import Chip
-from jaxmem.files import write_whole
+from jaxmem.dump import needed_bytes
+from jaxmem.files import cache_folder, write_whole
 from jaxmem.jaxprs import PRODUCTS, equations, given_name, moved_to_host
 from jaxmem.timeline import Timeline
 
@@ -135,3 +140,44 @@ def pack(folder: Path, file: Path, day: str, parameters: dict[str, Any]) -> tupl
     text = json.dumps({"day": day, "parameters": parameters, "answers": answers}, separators=(",", ":"))
     write_whole(file, lzma.compress(text.encode(), preset=9))
     return len(answers), len(alike)
+
+
+def cached(program: str, compile_it: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the answer kept for a program, or else that of `compile_it`, kept from now on.
+
+    `program` names all that an answer depends on. An answer that other code of this package read is no answer of this.
+    Of errors only the refusal of a program as too big is kept. Where the cache cannot be read or written, it compiles,
+    and a warning says so once.
+    """
+    key = hashlib.sha256(f"{_reading_code()} {program}".encode()).hexdigest()
+    file = cache_folder("reports") / f"{key[:32]}.json"
+    with contextlib.suppress(OSError, ValueError):  # never compiled, not to be read
+        return json.loads(file.read_text())
+    answer = compile_it()
+    if "error" not in answer or needed_bytes(answer["error"]) is not None:  # others may not be there next time
+        try:
+            write_whole(file, json.dumps(answer))
+        except OSError as error:
+            _warn_once(str(file.parent), str(error))
+    return answer
+
+
+# What only says where answers come from, and where they go.
+_READS_NOTHING = ("checks", "command", "compilers", "files", "fitting", "printing", "stored_answers")
+
+
+@functools.cache
+def _reading_code() -> str:
+    texts = [
+        file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")) if file.stem not in _READS_NOTHING
+    ]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
+
+
+@functools.cache
+def _warn_once(folder: str, reason: str) -> None:
+    warnings.warn(
+        f"reports cannot be kept in {folder} ({reason}): each one is compiled anew, every time. Set LLAMEM_CACHE to a "
+        "folder that can be written.",
+        stacklevel=4,
+    )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from llamem.files import load_pretrained, smollm2_file
-from llamem.files.hub import WHEEL, hub_folder
+from llamem.files.pretrained import WHEEL, hub_folder
 from llamem.llama import Llama
 from llamem.text import Tokenizer
 

@@ -21,7 +21,7 @@ from llamem import TrainSettings
 from llamem.adapters import IN_LAYERS, TARGET_MODULES
 from llamem.adapters.step import losses_and_grads
 from llamem.runs import loss_fn
-from llamem.train.batch_loss import summed_loss
+from llamem.train.step import summed_loss
 
 # Without their types: some of what is passed is wrong on purpose.
 Adapters: Any = llamem.Adapters

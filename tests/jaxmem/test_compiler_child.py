@@ -13,7 +13,7 @@ import pytest
 from jaxmem import compiler_process, compilers, dump
 from jaxmem import cross_compile as absent
 from jaxmem.chips import CHIPS
-from jaxmem.report_cache import cached
+from jaxmem.stored_answers import cached
 
 TOO_BIG = "RESOURCE_EXHAUSTED: E1000: the memory required for HLO temporaries (20.5G) exceeds 15.75G"
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
-from jaxmem import command, compilers, stored_answers
+from jaxmem import __main__ as command
+from jaxmem import compilers, stored_answers
 from llamem_course import notebook
 
 SHAPE = jax.ShapeDtypeStruct((384, 640), jnp.float32)

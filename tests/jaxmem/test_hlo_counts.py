@@ -9,8 +9,7 @@ import pytest
 import jaxmem
 from jaxmem import compiling
 from jaxmem.dump import read_dump
-from jaxmem.hlo import parse
-from jaxmem.hlo_counts import Collective, collectives, compiled_matmul_flops, kernel_constant_bytes
+from jaxmem.hlo import Collective, collectives, compiled_matmul_flops, kernel_constant_bytes, parse
 
 # Lines that three compilers wrote, cut to what matters. A batch of 2 x 8 products [1024, 128] @ [128, 1024].
 TPU_BATCH = """

@@ -19,8 +19,7 @@ from jaxmem import compiling as memory
 from jaxmem import cross_compile as absent
 from jaxmem.arguments import read_leaves
 from jaxmem.dump import memory_is_assigned, read_dump
-from jaxmem.hlo import parse
-from jaxmem.hlo_counts import largest_buffers
+from jaxmem.hlo import largest_buffers, parse
 
 HERE = Path(__file__).resolve().parent
 F32 = jnp.float32

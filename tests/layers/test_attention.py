@@ -12,9 +12,8 @@ from norms import relative_errors
 
 import jaxmem
 import llamem
-from llamem.layers.attention import SPLASH_BLOCK, causal_attention
+from llamem.layers.attention import KEY_TILE, QUERY_TILE, SPLASH_BLOCK, causal_attention, flash_attention
 from llamem.layers.remat import checkpoint
-from llamem.layers.tiled_attention import KEY_TILE, QUERY_TILE, flash_attention
 
 pytestmark = pytest.mark.accelerator
 

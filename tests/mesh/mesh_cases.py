@@ -27,15 +27,21 @@ from norms import errors_by_name  # noqa: E402
 from stopping import stopped_after  # noqa: E402
 
 from jaxmem.compiling import matmul_flops  # noqa: E402
-from jaxmem.hlo import optimised_text, parse  # noqa: E402
-from jaxmem.hlo_counts import compiled_matmul_flops  # noqa: E402
+from jaxmem.hlo import (  # noqa: E402
+    compiled_matmul_flops,
+    optimised_text,
+    parse,
+)
 from llamem import LlamaConfig, Plan, TrainSettings, generate  # noqa: E402
 from llamem.layers.attention import causal_attention  # noqa: E402
 from llamem.llama import MeshShape  # noqa: E402
-from llamem.mesh.context import context_attention, local_positions  # noqa: E402
-from llamem.mesh.place import OnMesh  # noqa: E402
 from llamem.mesh.specs import parameter_specs, shardings  # noqa: E402
-from llamem.mesh.step import batch_spec, on_mesh  # noqa: E402
+from llamem.mesh.step import (  # noqa: E402
+    OnMesh,
+    batch_spec,
+    on_mesh,
+)
+from llamem.mesh.weights import context_attention, local_positions  # noqa: E402
 from llamem.runs.loop import train  # noqa: E402
 from llamem.runs.places import place_of  # noqa: E402
 from llamem.runs.steps import loss_fn  # noqa: E402

@@ -10,8 +10,8 @@ from gguf_models import VOCABULARY, write_gguf
 from llamem.files import smollm2_file
 from llamem.files.gguf import config_of
 from llamem.text import Tokenizer
-from llamem.text.byte_level import LLAMA3_PATTERN
 from llamem.text.gguf_reader import open_gguf
+from llamem.text.tokenizer import LLAMA3_PATTERN
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

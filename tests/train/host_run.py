@@ -38,7 +38,7 @@ from test_loop import CONFIG, SETTINGS, corpus, losses
 
 import llamem
 from llamem.runs.loop import train
-from llamem.train.batches import Batches
+from llamem.train.data import Batches
 from llamem.train.snapshots import Snapshots
 
 rows_read = []

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from llamem.text.tokenizer import Tokenizer
-from llamem.train.batches import AdapterBatches
 from llamem.train.chats import load_chats
-from llamem.train.data import Batches, load_corpus, read_documents, unigram_entropy
+from llamem.train.data import AdapterBatches, Batches, load_corpus, read_documents, unigram_entropy
 
 TEXT = "def f(x):\n    return x ** 2  # ünï-çødé 漢字 🦙 1234567\r\n\n\n\t  we're HERE'LL <|end_of_text|> end\n   "
 

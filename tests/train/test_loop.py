@@ -24,8 +24,7 @@ from llamem import LlamaConfig, TrainSettings, abstract_step
 from llamem.runs import init_state, loop, loss_fn, make_train_step
 from llamem.runs.loop import interruptible, train
 from llamem.train import make_model
-from llamem.train.batches import Batches
-from llamem.train.data import Corpus
+from llamem.train.data import Batches, Corpus
 from llamem.train.snapshots import Snapshots
 
 CONFIG = LlamaConfig(

@@ -15,8 +15,7 @@ from test_loop import assert_same_model, corpus, losses
 import jaxmem
 import llamem
 from jaxmem.arguments import on_host
-from jaxmem.hlo import optimised_text, parse
-from jaxmem.hlo_counts import compiled_matmul_flops
+from jaxmem.hlo import compiled_matmul_flops, optimised_text, parse
 from jaxmem.jaxprs import equations
 from llamem import Plan, TrainSettings
 from llamem.host.memory import host_place, same_places, waits_on_host

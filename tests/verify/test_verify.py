@@ -15,8 +15,8 @@ import jaxmem
 import llamem
 from jaxmem import Title, assert_remat, verify_remat
 from jaxmem.verify.checkpoints import find_checkpoints, work_again
+from jaxmem.verify.comparisons import BothWays
 from jaxmem.verify.proofs import PROOFS
-from jaxmem.verify.with_and_without import BothWays
 from llamem.runs import loss_fn
 
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jaxmem.checks import show
 from jaxmem.printing import Shown, Table
+from jaxmem.verify.comparisons import FAILURES, BothWays, Proof, Title, dtype_of
 from jaxmem.verify.proofs import PROOFS
-from jaxmem.verify.with_and_without import FAILURES, BothWays, Proof, Title, dtype_of
 
 _MUST = (Title.LOSS, Title.GRADIENTS, Title.RUNS)  # without these proved, a test has shown nothing
 

@@ -1,15 +1,20 @@
 """Weights that wait in the host's memory: fetched where a layer needs them, forward and backward."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from llamem.host.memory import update_by_parts
 from llamem.host.streaming import fetch
-from llamem.layers.offload import to_device
+from llamem.layers.remat import to_device
 from llamem.llama.model import Llama
+from llamem.llama.plan import Plan
 from llamem.llama.weights import MATRICES, Matrix, Table
 from llamem.quantized.blocks import QuantizedMatrix, RowMatrix
+from llamem.train.step import OneDevice
 
 
 class HostMatrix(Matrix):
@@ -65,3 +70,20 @@ def tables_wait_on_host(model: Llama) -> Llama:
         if hasattr(model, name):
             setattr(model, name, HostTable(getattr(model, name)[...]))
     return model
+
+
+@dataclasses.dataclass(frozen=True)
+class OnHost(OneDevice):
+    """One device, and beside it what the plan leaves on the host."""
+
+    plan: Plan
+
+    def put(self, model: Llama) -> Llama:
+        """Return the model with weights that are fetched where they are used."""
+        return wait_on_host(model) if self.plan.weights == "host" else model
+
+    def update(self, rule: Callable[..., Any], grads: Any, moments: Any, params: Any) -> tuple[Any, Any]:
+        """Return new parameters and moments, part by part where they wait on the host."""
+        if self.plan.moments == "device":
+            return rule(grads, moments, params)
+        return update_by_parts(rule, self.plan, grads, moments, params)

@@ -11,8 +11,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem.checks import check_one_of, show
 from llamem.layers.module_state import Watch, changed_by, check_not_lost, set_variables, variables_in
-from llamem.layers.offload import name_in_pieces, refuse_wrong_offload
-from llamem.layers.remat import Policy, check_names, check_policy, checkpoint, offloads
+from llamem.layers.remat import (
+    Policy,
+    check_names,
+    check_policy,
+    checkpoint,
+    name_in_pieces,
+    offloads,
+    refuse_wrong_offload,
+)
 from llamem.layers.trees import combine, partition
 
 

@@ -7,12 +7,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from llamem.layers.tiling import scaled, tiled_sum
+from llamem.layers.tiling import scaled, tiled_sum, vary_together
 from llamem.layers.trees import combine, with_rule
-from llamem.layers.varying import vary_together
 from llamem.losses.arguments import Batch
-from llamem.losses.logits import LogitSummary, Softmax, make_logits, scale_for_float16, summary_of_logits
-from llamem.losses.vocab_tiles import Tiles, summary_over_tiles
+from llamem.losses.vocab_tiles import (
+    LogitSummary,
+    Softmax,
+    Tiles,
+    make_logits,
+    scale_for_float16,
+    summary_of_logits,
+    summary_over_tiles,
+)
 
 # The summary of some tokens' logits, their weights and extras, to losses `[T]`.
 LossOfSummary = Callable[[LogitSummary, Array, Any], Array]

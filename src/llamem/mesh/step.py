@@ -1,9 +1,11 @@
 """A step on a mesh of devices: one `jax.shard_map` around the step of one device, which then sees its parts.
 
 Weights are gathered, and their gradients scattered, where the layers read them (`llamem.mesh.weights`). What is left
-for the step itself is here: gradients of weights that several devices hold, and the norm of them all.
+for the step itself is here: gradients of weights that several devices hold, the norm of them all, and `OnMesh`, the
+answers of one device to what a step asks of the place where it runs.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,10 +16,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from llamem.llama.model import Llama
 from llamem.llama.plan import MeshShape
 from llamem.llama.weights import PARAMETERS, parameter_name
 from llamem.mesh.specs import READ_IN_PARTS, device_mesh, shardings
+from llamem.mesh.weights import split
 from llamem.train.settings import TrainSettings
+from llamem.train.step import OneDevice
 
 
 def on_mesh(fn: Callable[..., Any], mesh: MeshShape, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -118,3 +123,39 @@ def global_norm(grads: Any, mesh: MeshShape = MeshShape()) -> Float[Array, ""]:
 
     total = sum(jax.tree.leaves(jax.tree.map_with_path(squares, grads)), start=jnp.zeros(()))
     return jnp.sqrt(lax.psum(total, tuple(mesh.axes)) if mesh.devices > 1 else total)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnMesh(OneDevice):
+    """One device of a mesh: it has its part of weights and tokens."""
+
+    mesh: MeshShape
+
+    def put(self, model: Llama) -> Llama:
+        """Return the model of this device's parts."""
+        return split(model, self.mesh)
+
+    def sum_sequences(self, x: Array) -> Array:
+        """Return the sum over devices with different sequences."""
+        return sum_over(x, self.mesh.over("batch"))
+
+    def sum_tokens(self, x: Array) -> Array:
+        """Return the sum over devices with different tokens."""
+        return sum_over(x, self.mesh.over("batch", "sequence"))
+
+    def sum_gradients(self, grads: Any) -> Any:
+        """Return gradients summed over devices with the same part of a weight that read it differently."""
+        return sum_gradients(grads, self.mesh)
+
+    def norm(self, grads: Any) -> Float[Array, ""]:
+        """Return the norm of all devices' gradients, each element counted once."""
+        return global_norm(grads, self.mesh)
+
+    def start_of_part(self, path: tuple[Any, ...], param: Array) -> list[Any]:
+        """Return where this device's part of a parameter begins in the whole one, along each axis."""
+        names = PARAMETERS[str(parameter_name(path))]
+        start: list[Any] = [0] * (param.ndim - len(names))
+        for name, size in zip(names, param.shape[len(start) :], strict=True):
+            over = self.mesh.over(name) if name else ()
+            start.append(jax.lax.axis_index(over) * size if over else 0)
+        return start

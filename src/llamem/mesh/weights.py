@@ -3,20 +3,172 @@
 FSDP and context parallelism: a matrix is gathered when a layer asks for it, rematerialised with the layer and so never
 whole for more than one, and its gradient is scattered again. Tensor parallelism: a norm that enters products of which
 each device does a part, matrices whose results are summands, a table with some of the rows.
+
+What devices say to each other is written with its gradient: what autodiff would make of it depends on `check_vma`.
+Without a mesh axis (None, or an empty tuple) these functions do nothing.
+
+Context parallelism cuts a sequence into 2c pieces for c devices, and device i holds the pieces i and 2c - 1 - i
+("zigzag"): under a causal mask a late piece sees much and an early one little, so every device computes as much as the
+others.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxmem.chips import compiling_for
+from llamem.layers.attention import (
+    SPLASH_BLOCK,
+    Implementation,
+    causal_attention,
+    choose_attention,
+    flash_attention,
+    splash_attention,
+    visible_pairs,
+)
 from llamem.llama.model import Attend, Llama
 from llamem.llama.plan import MeshShape
 from llamem.llama.weights import MATRICES, PARAMETERS, Matrix, Norm, Table
-from llamem.mesh.collectives import enter, gather, leave, look_up
-from llamem.mesh.context import context_attention, local_positions
 from llamem.quantized.blocks import QuantizedMatrix
+
+
+def enter(x: Float[Array, "..."], axis: str | None) -> Float[Array, "..."]:
+    """Mark where a value that every device of `axis` holds is read by computations of which each does a part.
+
+    Forward the value itself; backward its gradients, one from each part, are summed. Megatron's f (arXiv 1909.08053).
+    """
+    return x if axis is None else _enter(x, axis)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _enter(x: Array, axis: str) -> Array:
+    return x
+
+
+_enter.defvjp(lambda x, axis: (x, None), lambda axis, _, dx: (lax.psum(dx, axis),))
+
+
+def leave(x: Float[Array, "..."], axis: str | None) -> Float[Array, "..."]:
+    """Add up the summands that the devices of `axis` computed: forward their sum, backward the gradient itself.
+
+    Megatron's g (arXiv 1909.08053).
+    """
+    return x if axis is None else _leave(x, axis)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _leave(x: Array, axis: str) -> Array:
+    return lax.psum(x, axis)
+
+
+_leave.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, dx: (dx,))
+
+
+def gather(w: Float[Array, "..."], axes: tuple[str, ...], dim: int, dtype: Any) -> Float[Array, "..."]:
+    """Return a weight that is split along `dim` over the devices of `axes`, whole, in the type `dtype`.
+
+    It travels in `dtype`. Its gradients are summed over the devices in the type in which it is stored, and each device
+    gets the part that it holds: a reduce-scatter.
+    """
+    return _gather(w, axes, dim, jnp.dtype(dtype), w.dtype) if axes else w.astype(dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _gather(w: Array, axes: tuple[str, ...], dim: int, dtype: Any, stored: Any) -> Array:
+    return lax.all_gather(w.astype(dtype), axes, axis=dim, tiled=True)
+
+
+def _gather_backward(axes: tuple[str, ...], dim: int, dtype: Any, stored: Any, _: None, dw: Array) -> tuple[Array]:
+    return (lax.psum_scatter(dw.astype(stored), axes, scatter_dimension=dim, tiled=True),)
+
+
+_gather.defvjp(lambda w, *static: (_gather(w, *static), None), _gather_backward)
+
+
+def look_up(
+    table_VD: Float[Array, "rows columns"], ids_BT: Int[Array, "B T"], axes: tuple[str, ...], rows_axis: str | None
+) -> Float[Array, "B T D"]:
+    """Look up own ids in a table whose columns are split over `axes` and whose rows are split over `rows_axis`.
+
+    No device ever holds the table whole. Everybody looks everybody's ids up in its own columns, then columns of all
+    ids are exchanged for all columns of the own ones. Ids beyond the table give NaN.
+    """
+    if not axes and rows_axis is None:
+        return _rows(table_VD, ids_BT)
+    # The ids of all devices, [devices, B, T].
+    ids = lax.all_gather(ids_BT, axes) if axes else ids_BT[None]
+    if rows_axis is None:
+        x = _rows(table_VD, ids)
+    else:
+        rows = table_VD.shape[0]
+        own_row = ids - lax.axis_index(rows_axis) * rows
+        held = (own_row >= 0) & (own_row < rows)
+        known = (ids >= 0) & (ids < rows * lax.axis_size(rows_axis))
+        x = jnp.where(held[..., None], table_VD[jnp.where(held, own_row, 0)], 0)
+        x = jnp.where(known[..., None], x, jnp.nan)
+    if axes:
+        x = lax.all_to_all(x, axes, split_axis=0, concat_axis=x.ndim - 1, tiled=True)
+    return leave(x[0], rows_axis)
+
+
+def _rows(table_VD: Array, ids: Array) -> Array:
+    # Beyond the table reading gives NaN; a negative id would count from its end.
+    return table_VD.at[jnp.where(ids < 0, table_VD.shape[0], ids)].get(mode="fill", fill_value=jnp.nan)
+
+
+def local_positions(length: int, axis: str | None) -> Int[Array, " t"]:
+    """Return the places, in a sequence of `length` tokens, of those on this device; of all without an axis."""
+    if axis is None:
+        return jnp.arange(length)
+    return jnp.asarray(_zigzag(length, lax.axis_size(axis)))[lax.axis_index(axis)]
+
+
+def context_attention(
+    q_BTHh: Float[Array, "B t H h"],
+    k_BTKh: Float[Array, "B t K h"],
+    v_BTKh: Float[Array, "B t K h"],
+    *,
+    axis: str,
+    implementation: Implementation = "auto",
+) -> Float[Array, "B t H h"]:
+    """Compute `causal_attention` of one device's queries, at `local_positions`, over everybody's keys and values.
+
+    Keys and values, which have few heads, are gathered; the queries stay where they are. "auto" chooses as
+    `causal_attention` does, with Splash where a piece is a multiple of its block. Raises ValueError for "cudnn".
+    """
+    devices, t = lax.axis_size(axis), q_BTHh.shape[1]
+    k_BSKh, v_BSKh = (_in_order(lax.all_gather(a, axis), devices) for a in (k_BTKh, v_BTKh))
+    if implementation == "cudnn":
+        raise ValueError("implementation='cudnn' computes whole sequences: with context parallelism use 'tiled'.")
+    if implementation == "auto":
+        implementation = choose_attention(t, tpu="TPU" in compiling_for(), block=2 * SPLASH_BLOCK)
+    places = _zigzag(t * devices, devices)
+    if implementation == "splash":
+        return splash_attention(q_BTHh, k_BSKh, v_BSKh, places=places, axis=axis)
+    positions_BT = jnp.broadcast_to(jnp.asarray(places)[lax.axis_index(axis)], q_BTHh.shape[:2])
+    if implementation == "tiled":
+        pairs = jnp.asarray(visible_pairs(places, t * devices))[lax.axis_index(axis)]
+        return flash_attention(q_BTHh, k_BSKh, v_BSKh, positions_BT, pairs=pairs)
+    return causal_attention(q_BTHh, k_BSKh, v_BSKh, q_positions=positions_BT, implementation=implementation)
+
+
+def _zigzag(length: int, devices: int) -> np.ndarray:
+    """Return positions `[devices, length / devices]`: each device's two pieces."""
+    pieces = np.arange(length, dtype=np.int32).reshape(2 * devices, -1)
+    return np.concatenate([pieces[:devices], pieces[: devices - 1 : -1]], axis=1)
+
+
+def _in_order(a: Array, devices: int) -> Array:
+    """Return `[devices, B, t, ..]`, two pieces from each device, as `[B, T, ..]` in the order of the sequence."""
+    first, second = jnp.split(a, 2, axis=2)
+    pieces = jnp.concatenate([first, second[::-1]])
+    return jnp.moveaxis(pieces, 0, 1).reshape(a.shape[1], devices * a.shape[2], *a.shape[3:])
 
 
 class SplitMatrix(Matrix):

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from jaxmem._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from llamem.planner.estimates import Estimate, estimate
+    from llamem.planner.estimates import Estimate, Line, estimate
     from llamem.planner.found import Found
-    from llamem.planner.memory_sums import Line
     from llamem.planner.roofline import CHIP_LINK, HOST_LINK, INSIDE, NETWORK, PRODUCTS, Pace, pace
     from llamem.planner.search import find_plan, longest_context
 

@@ -1,9 +1,9 @@
 """Where a plan's step runs: the one choice among the powers that put other weights in the place of plain ones."""
 
-from llamem.host.place import OnHost
+from llamem.host.weights import OnHost
 from llamem.llama.plan import Plan
-from llamem.mesh.place import OnMesh
-from llamem.train.place import OneDevice
+from llamem.mesh.step import OnMesh
+from llamem.train.step import OneDevice
 
 
 def place_of(plan: Plan) -> OneDevice:

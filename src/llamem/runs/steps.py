@@ -12,17 +12,16 @@ from jaxtyping import Array, Float, Int
 
 from llamem.host.memory import host_place, host_sharding, of_matrices
 from llamem.host.streamed_step import make_streamed_step
-from llamem.layers.offload import is_on_host
+from llamem.layers.remat import is_on_host
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.mesh.specs import parameter_specs
 from llamem.mesh.step import batch_spec, check_sizes, for_gradients_outside, on_mesh, placed_shapes
 from llamem.runs.places import place_of
-from llamem.train.batch_loss import mean_weights, summed_loss
 from llamem.train.optimizers import make_optimizer
 from llamem.train.settings import TrainSettings
-from llamem.train.step import TrainState, make_model, make_step
+from llamem.train.step import TrainState, make_model, make_step, mean_weights, summed_loss
 
 
 def init_state(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan(), *, params: Any = None) -> TrainState:

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING
 from jaxmem._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from llamem.train.batches import Batches
     from llamem.train.chats import Chats, load_chats
-    from llamem.train.data import Corpus, load_corpus, unigram_entropy
+    from llamem.train.data import Batches, Corpus, load_corpus, unigram_entropy
     from llamem.train.hosts import LostHost, initialize
     from llamem.train.optimizers import stochastically_rounded
     from llamem.train.settings import TrainSettings

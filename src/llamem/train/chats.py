@@ -14,9 +14,8 @@ from jaxtyping import Bool, Int32, UInt32
 
 from jaxmem.checks import check_number, check_whole, show
 from llamem.text.tokenizer import Tokenizer
-from llamem.train.batch_loss import IGNORED
-from llamem.train.batches import Shuffled, check_vocabulary, fingerprint
-from llamem.train.data import read_utf8
+from llamem.train.data import Shuffled, check_vocabulary, fingerprint, read_utf8
+from llamem.train.step import IGNORED
 
 _EXPECTED = (
     'expected {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} or '

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jaxmem.arguments import on_host
 from jaxmem.checks import few, import_extra
 from jaxmem.files import locked, write_whole
-from llamem.layers.offload import to_device
+from llamem.layers.remat import to_device
 from llamem.train.hosts import check_folder
 
 OnChange = Literal["refuse", "continue"]

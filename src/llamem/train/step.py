@@ -1,4 +1,8 @@
-"""One update of a model's parameters, as a function: the plain step, and what changes in it."""
+"""One update of a model's parameters: where it runs, the loss of a batch and its gradients, the step.
+
+The loss is a sum over tokens of cross-entropy times a weight of the token's sequence. With weights of one over the
+number of tokens that count it is the mean; with those of each adapter's own tokens, the sum of the adapters' means.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,17 +10,148 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Int
 
-from llamem.layers.trees import combine
+from llamem.layers.partial_sums import order_gradients
+from llamem.layers.trees import add_to, cast_like, combine, wide_zeros
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.train.batch_loss import loss_and_grads, mean_weights, summed_loss
-from llamem.train.optimizers import clip, make_update, split_counters
-from llamem.train.place import ONE_DEVICE, OneDevice
+from llamem.llama.weights import whole_logits
+from llamem.losses.cross_entropy import tiled_cross_entropy
+from llamem.train.optimizers import clip, make_update, norm_of, split_counters, start_of_whole
 from llamem.train.settings import TrainSettings
+
+
+class OneDevice:
+    """Nothing is elsewhere: weights are plain, sums are complete."""
+
+    def put(self, model: Llama) -> Llama:
+        """Return the model with the weights of this place in the place of plain ones; it may be changed."""
+        return model
+
+    def sum_sequences(self, x: Array) -> Array:
+        """Return the sum of what was computed from different whole sequences."""
+        return x
+
+    def sum_tokens(self, x: Array) -> Array:
+        """Return the sum of what was computed from different tokens."""
+        return x
+
+    def sum_gradients(self, grads: Any) -> Any:
+        """Return the gradients of all weights, complete."""
+        return grads
+
+    def norm(self, grads: Any) -> Float[Array, ""]:
+        """Return the norm of all gradients, in f32."""
+        return norm_of(grads)
+
+    def start_of_part(self, path: tuple[Any, ...], param: Array) -> list[Any]:
+        """Return where what is here of a parameter begins in the whole one, along each axis."""
+        return start_of_whole(path, param)
+
+    def update(self, rule: Callable[..., Any], grads: Any, moments: Any, params: Any) -> tuple[Any, Any]:
+        """Return new parameters and moments: `rule(grads, moments, params)`."""
+        return rule(grads, moments, params)
+
+
+ONE_DEVICE = OneDevice()
+
+
+IGNORED = -100  # a target that does not count
+
+
+def mean_weights(targets_BT: Int[Array, "B T"], place: OneDevice = ONE_DEVICE) -> Float[Array, " B"]:
+    """Return the weight of each sequence with which `summed_loss` is the mean over all tokens that count."""
+    counted = place.sum_sequences(jnp.sum(targets_BT != IGNORED).astype(jnp.float32))
+    return jnp.broadcast_to(1 / jnp.maximum(counted, 1), targets_BT.shape[:1])
+
+
+def summed_loss(
+    model: Llama,
+    weights_B: Float[Array, " B"],
+    inputs_BT: Int[Array, "B T"],
+    targets_BT: Int[Array, "B T"],
+    segments_BT: Int[Array, "B T"] | None = None,
+) -> Float[Array, ""]:
+    """Return the sum over tokens of cross-entropy times the weight of the token's sequence.
+
+    It is linear in the weights: its gradient for `weights_B` is the summed loss of each sequence.
+    """
+    hidden_BTD, head = model.hidden(inputs_BT, segments_BT), model.head_table
+    if head.is_trained:
+        # Else its whole gradient, not yet in its type nor divided, would stay for all layers' backward passes.
+        hidden_BTD, head = order_gradients(hidden_BTD, head)
+    own_BT, _ = model.attend.own(targets_BT)
+    # Made ready once, before the loop over tiles.
+    hidden_BTD, matrices = head.ready(hidden_BTD.dtype).beside(hidden_BTD)
+    return loss_of_hidden(
+        model.plan,
+        hidden_BTD,
+        matrices,
+        own_BT,
+        weights_B,
+        head_trained=head.is_trained,
+        vocab_axis=head.vocab_axis,
+    )
+
+
+def loss_of_hidden(
+    plan: Plan,
+    hidden_BTD: Float[Array, "B T D"],
+    head: tuple[Float[Array, "V _"], ...],
+    targets_BT: Int[Array, "B T"],
+    weights_B: Float[Array, " B"],
+    *,
+    head_trained: bool = True,
+    vocab_axis: str | None = None,
+) -> Float[Array, ""]:
+    """Compute `summed_loss` from the last hidden states, normed, and the head: matrices that stand side by side."""
+    weights_BT = jnp.broadcast_to(weights_B[:, None], targets_BT.shape)
+    if plan.loss_tiles is None and not vocab_axis:
+        with jax.named_scope("logits"):  # by this name a timeline knows them
+            logits_BTV = whole_logits(hidden_BTD, jnp.concatenate([w.astype(hidden_BTD.dtype) for w in head], axis=1))
+        counts_BT = targets_BT != IGNORED
+        loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, jnp.where(counts_BT, targets_BT, 0))
+        return jnp.sum(jnp.where(counts_BT, loss_BT * weights_BT, 0))
+    return tiled_cross_entropy(
+        hidden_BTD,
+        head,
+        targets_BT,
+        weights=weights_BT,
+        reduction="sum",
+        ignore_index=IGNORED,
+        num_tiles=plan.loss_tiles or 1,
+        axis="vocab" if vocab_axis else plan.loss_axis,
+        head_trained=head_trained,
+        vocab_axis_name=vocab_axis,
+    )
+
+
+def loss_and_grads(
+    loss: Callable[..., Array], trained: Any, weights_B: Float[Array, " B"], batch: tuple[Array, ...], accumulate: int
+) -> tuple[Float[Array, " B"], Any]:
+    """Return the summed loss of each sequence, and the gradients of `loss(trained, weights_B, *batch)` for `trained`.
+
+    `trained` is whatever is trained, all of a model or adapters; gradients have the types of its arrays. With
+    `accumulate > 1` gradients of parts of the batch are made and added inside a scan, in f32: autodiff through a loop
+    over them, or a Python loop, would keep the residuals of all.
+    """
+    grad = jax.grad(loss, argnums=(0, 1))
+    if accumulate == 1:
+        grads, losses_B = grad(trained, weights_B, *batch)
+        return losses_B, grads
+    parts = jax.tree.map(lambda a: a.reshape(accumulate, -1, *a.shape[1:]), (weights_B, *batch))
+
+    def add(total: Any, part: tuple[Array, ...]) -> tuple[Any, Array]:
+        grads, losses_B = grad(trained, *part)
+        return add_to(total, grads), losses_B
+
+    grads, losses = lax.scan(add, wide_zeros(trained), parts)
+    return losses.reshape(-1), cast_like(grads, trained)
 
 
 @jax.tree_util.register_dataclass

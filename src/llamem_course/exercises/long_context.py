@@ -10,7 +10,7 @@ import numpy as np
 from jaxmem.jaxprs import equations
 from llamem.llama import PRESETS, LlamaConfig, Plan
 from llamem.planner import Estimate, estimate
-from llamem.planner.memory_sums import feed_forward, residuals
+from llamem.planner.estimates import feed_forward, residuals
 from llamem.planner.sizes import Sizes
 from llamem_course.exercises import grade
 
