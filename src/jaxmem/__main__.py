@@ -17,8 +17,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chip", choices=("tpu", "gpu", "all"), default="all", help="whose compilers; default all")
-    told = "the folder; default $LLAMEM_COMPILERS or ~/.cache/llamem/compilers"
-    parser.add_argument("--path", help=told)
+    description = "the folder; default $LLAMEM_COMPILERS or ~/.cache/llamem/compilers"
+    parser.add_argument("--path", help=description)
     parser.add_argument("--remove", action="store_true", help="remove all that were fetched")
 
 
@@ -32,8 +32,8 @@ def _run(given: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     for target in ("tpu", "cuda") if given.path is None else ():
-        if found := find_compilers(target):
-            print(f"for {target}: {found.name}")
+        if compilers := find_compilers(target):
+            print(f"for {target}: {compilers.name}")
     return 0
 
 

@@ -41,9 +41,10 @@ if (
 
         # JAX loads every plugin's library when it looks for devices. The CUDA one says there that it found no driver.
         for folder in ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
-            if importlib.util.find_spec("jax_plugins") and (found := importlib.util.find_spec(folder)) and found.origin:
+            spec = importlib.util.find_spec(folder) if importlib.util.find_spec("jax_plugins") else None
+            if spec and spec.origin:
                 with contextlib.suppress(OSError):
-                    ctypes.CDLL(str(Path(found.origin).with_name("xla_cuda_plugin.so")))
+                    ctypes.CDLL(str(Path(spec.origin).with_name("xla_cuda_plugin.so")))
 
     if not getattr(jax.config, "jax_platforms", None):
         jax.config.update("jax_platforms", "cpu")

@@ -44,9 +44,9 @@ def is_key(dtype: Any) -> bool:
 
 def key_implementation(key: jax.ShapeDtypeStruct) -> Any:
     """Return how a key draws, "threefry2x32" or "rbg", as `jax.random.wrap_key_data(impl=)` takes it."""
-    found = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)  # it answers for arrays, not for shapes
-    return found[0]
+    names = []
+    jax.eval_shape(lambda key: names.append(jax.random.key_impl(key)), key)  # it answers for arrays, not for shapes
+    return names[0]
 
 
 def on_host(aval: Any) -> bool:
@@ -76,8 +76,8 @@ def with_arrays_alone(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Ca
         whole = modules | {i: _equinox().combine(given[i], static) for i, (_, static) in parts.items()}
         result = fn(*tree.unflatten([whole.get(i, leaf) for i, leaf in enumerate(given)]))
         results = jax.tree.leaves(result, is_leaf=_is_module)
-        returned = [one for one in results if isinstance(one, nnx.Pytree)]
-        plain = [one for one in results if not isinstance(one, nnx.Pytree)]
+        returned = [leaf for leaf in results if isinstance(leaf, nnx.Pytree)]
+        plain = [leaf for leaf in results if not isinstance(leaf, nnx.Pytree)]
         after = nnx.state((modules, returned))  # together: a module that is changed and returned is one result
         return after, [leaf for leaf in jax.tree.leaves(plain) if not parts or _is_array(leaf)]
 

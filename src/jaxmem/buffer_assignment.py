@@ -65,12 +65,12 @@ def read_assignment(text: str, platform: Platform) -> tuple[dict[int, Allocation
     places: dict[int, Place] = {}
     number = -1
     for line in text.splitlines():
-        if found := re.match(r"allocation (\d+): size (\d+), (.*)", line):
-            number = int(found[1])
-            allocations[number] = _allocation(int(found[2]), found[3], platform)
-        elif found := re.match(r" value: <(\d+) (\S+)( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)", line):
-            shape = re.sub(r"\{[^}]*\}", "", found[6])
-            places[int(found[1])] = Place(found[2], number, int(found[5]), int(found[4]), shape, bool(found[3]))
+        if match := re.match(r"allocation (\d+): size (\d+), (.*)", line):
+            number = int(match[1])
+            allocations[number] = _allocation(int(match[2]), match[3], platform)
+        elif match := re.match(r" value: <(\d+) (\S+)( \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)", line):
+            shape = re.sub(r"\{[^}]*\}", "", match[6])
+            places[int(match[1])] = Place(match[2], number, int(match[5]), int(match[4]), shape, bool(match[3]))
     return allocations, places
 
 
@@ -151,10 +151,10 @@ def _text(path: str) -> str:
 
 
 def _live_ranges(text: str) -> tuple[tuple[str, ...], dict[str, tuple[int, int]]]:
-    sequence, found, rest = text.partition("\n  BufferLiveRange:\n")
+    sequence, heading, rest = text.partition("\n  BufferLiveRange:\n")
     ranges, complete, _ = rest.partition("\n  Live ranges at ")
     schedule = re.findall(r"^    \d+:(\S+)$", sequence, re.MULTILINE)
-    if not (found and complete and schedule):
+    if not (heading and complete and schedule):
         raise ValueError("the compiler's live ranges are cut short, or of a form that is not known.")
     spans = {name: (int(a), int(b)) for name, a, b in re.findall(r"^    (\S.*):(\d+)-(\d+)$", ranges, re.MULTILINE)}
     return tuple(schedule), spans

@@ -40,8 +40,8 @@ def check_number(
     is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or not (at_least <= value <= at_most and above < value < below):
         bounds = {"of at least": at_least, "above": above, "at most": at_most, "below": below}
-        told = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound))
-        raise ValueError(f"{name}={show(value)}: expected a finite number{told and ' '}{told}.")
+        phrase = " and ".join(f"{words} {bound:g}" for words, bound in bounds.items() if math.isfinite(bound))
+        raise ValueError(f"{name}={show(value)}: expected a finite number{phrase and ' '}{phrase}.")
     return float(value)
 
 

@@ -46,13 +46,13 @@ def chip_called(name: str) -> Chip:
         raise ValueError(f"chip={show(name)}: expected a name such as 'v5e-1' or 'local'. Known: {', '.join(CHIPS)}.")
     if name in ("local", "cpu", "gpu", "tpu"):
         return _local(name)
-    found = known_chip(name)
-    if found is None:
+    chip = known_chip(name)
+    if chip is None:
         raise ValueError(
             f"no chip is called {name!r}. Known: local, cpu, gpu, tpu, {', '.join(CHIPS)}; and several TPUs by "
             "how they are connected, 'v5e:16x16', 'v6e:16x16' or 'v5p:4x4x8'."
         )
-    return found
+    return chip
 
 
 def pod(name: str) -> Chip | None:
@@ -60,11 +60,11 @@ def pod(name: str) -> Chip | None:
     knows which sizes Google builds.
     """
     generation, _, sizes = name.partition(":")
-    one = CHIPS.get(f"{generation}-1")
-    if one is None or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", sizes) or sizes.count("x") != one.topology.count("x"):
+    chip = CHIPS.get(f"{generation}-1")
+    if chip is None or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", sizes) or sizes.count("x") != chip.topology.count("x"):
         return None
     devices = math.prod(int(size) for size in sizes.split("x"))
-    return dataclasses.replace(one, name=name, topology=name, devices=devices)
+    return dataclasses.replace(chip, name=name, topology=name, devices=devices)
 
 
 def available(name: str) -> bool:

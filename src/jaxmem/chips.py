@@ -61,7 +61,7 @@ class Chip:
     @property
     def has_bf16(self) -> bool:
         """Whether it multiplies bf16 matrices; an NVIDIA GPU before Ampere turns them into f32 first."""
-        own = self.gpu or next((one.gpu for one in CHIPS.values() if one.device_kind == self.device_kind), None)
+        own = self.gpu or next((chip.gpu for chip in CHIPS.values() if chip.device_kind == self.device_kind), None)
         return own is None or own.compute_capability >= (8, 0)
 
     @property
@@ -136,8 +136,8 @@ CHIPS |= {
 }
 # Several chips. Google counts a v5p's two cores: a v5p-8 has four chips.
 CHIPS |= {
-    name: dataclasses.replace(CHIPS[one], name=name, topology=topology, devices=devices)
-    for name, one, topology, devices in (
+    name: dataclasses.replace(CHIPS[single_chip], name=name, topology=topology, devices=devices)
+    for name, single_chip, topology, devices in (
         ("v5e-4", "v5e-1", "v5e:2x2", 4),
         ("v5e-8", "v5e-1", "v5e:2x4", 8),
         ("v6e-4", "v6e-1", "v6e:2x2", 4),
@@ -176,11 +176,11 @@ def questions_heard() -> Iterator[list[str]]:
 
     def listening(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
         @no_type_check  # who checks types would stand between this and the line that asks
-        def answer_and_write_down(*kind: Any, **how: Any) -> Any:
+        def answer_and_write_down(*kind: Any, **keywords: Any) -> Any:
             line = sys._getframe(1)
-            if not (kind or how or line.f_code.co_filename.startswith(of_libraries)):
+            if not (kind or keywords or line.f_code.co_filename.startswith(of_libraries)):
                 asked.append(f"jax.{name}() in {line_of_source(line.f_code.co_filename, line.f_lineno)}")
-            return answer(*kind, **how)
+            return answer(*kind, **keywords)
 
         return answer_and_write_down
 
@@ -210,8 +210,8 @@ def host_memory_limit(root: Path = Path("/")) -> int | None:
         folder, name = ("cgroup", "memory.max") if not kind else ("cgroup/memory", "memory.limit_in_bytes")
         if kind in ("", "memory"):
             groups = (Path(own), *Path(own).parents)
-            told = [_text(root / "sys/fs" / folder / group / name).strip() for group in groups]
-            limits += [int(text) for text in told if text.isdigit()]  # no limit is "max"
+            texts = [_text(root / "sys/fs" / folder / group / name).strip() for group in groups]
+            limits += [int(text) for text in texts if text.isdigit()]  # no limit is "max"
     return min(limits, default=None)
 
 

@@ -41,9 +41,9 @@ def main(folder: Path) -> None:
         everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         places = [sharding or everywhere for sharding in exported.in_shardings_jax(mesh)]
     else:
-        one = jax.sharding.SingleDeviceSharding(topology.devices[0])
-        places = [one] * len(exported.in_avals)
-        outputs["out_shardings"] = put_on_host([one] * len(exported.out_avals), request["hosted_results"])
+        device_sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+        places = [device_sharding] * len(exported.in_avals)
+        outputs["out_shardings"] = put_on_host([device_sharding] * len(exported.out_avals), request["hosted_results"])
     jitted = jax.jit(
         exported.call,
         donate_argnums=tuple(request["donated"]),
@@ -101,10 +101,10 @@ def mark_on_host(module: Any, arguments: list[int], results: list[int]) -> None:
         for attribute, numbers in (("arg_attrs", arguments), ("res_attrs", results)):
             if not numbers:
                 continue
-            told = [{named.name: named.attr for named in row} for row in main.attributes[attribute]]
+            rows = [{named.name: named.attr for named in row} for row in main.attributes[attribute]]
             for number in numbers:
-                told[number]["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
-            main.attributes[attribute] = ir.ArrayAttr.get([ir.DictAttr.get(row) for row in told])
+                rows[number]["mhlo.memory_kind"] = ir.StringAttr.get("pinned_host")
+            main.attributes[attribute] = ir.ArrayAttr.get([ir.DictAttr.get(row) for row in rows])
 
 
 def end_with_parent(folder: Path) -> None:

@@ -64,11 +64,11 @@ def find_compilers(target: str) -> Compilers | None:
     """Return the compilers for the platform "tpu" or "cuda" by the rule above; None where there are none."""
     folders = tuple(_version_folder() / part for part in _PARTS[target])
     if all(folder.is_dir() for folder in folders):
-        found = {name: version for folder in folders for name, version in _packages_in(folder).items()}
-        return Compilers(_named(found, target, "own folder"), folders)
+        versions = {name: version for folder in folders for name, version in _packages_in(folder).items()}
+        return Compilers(_named(versions, target, "own folder"), folders)
     if _own_are_whole(target):
-        found = {name: metadata.version(name) for name in ("jax", *_COMPILERS[target])}
-        return Compilers(_named(found, target, "this environment"))
+        versions = {name: metadata.version(name) for name in ("jax", *_COMPILERS[target])}
+        return Compilers(_named(versions, target, "this environment"))
     return None
 
 
@@ -77,12 +77,12 @@ def no_compilers(chip: str, target: str) -> str:
     kind = {"tpu": "tpu", "cuda": "gpu"}[target]
     if unsupported := _unsupported():
         return f"no program can be compiled for {chip!r} here: {unsupported}"
-    here = _version_folder()
-    others = sorted(folder.name for folder in compilers_folder().glob("jax-*") if folder.name != here.name)
-    told = f" {compilers_folder()} holds only {', '.join(others)}, and {here.name} is needed." if others else ""
+    folder = _version_folder()
+    others = sorted(other.name for other in compilers_folder().glob("jax-*") if other.name != folder.name)
+    hint = f" {compilers_folder()} holds only {', '.join(others)}, and {folder.name} is needed." if others else ""
     return (
         f"compiling for {chip!r} needs that chip's compiler, once: jaxmem.fetch_compilers({kind!r}), or in a shell "
-        f"`python -m jaxmem compilers --chip {kind}` ({_megabytes(kind)} MB, into {here}).{told}"
+        f"`python -m jaxmem compilers --chip {kind}` ({_megabytes(kind)} MB, into {folder}).{hint}"
     )
 
 
@@ -91,11 +91,11 @@ def compilers_folder() -> Path:
 
     Raises ValueError where `$LLAMEM_COMPILERS` is a file.
     """
-    told = os.environ.get("LLAMEM_COMPILERS")
-    folder = Path(told).expanduser() if told else cache_folder("compilers")
+    path = os.environ.get("LLAMEM_COMPILERS")
+    folder = Path(path).expanduser() if path else cache_folder("compilers")
     if folder.exists() and not folder.is_dir():
         raise ValueError(
-            f"LLAMEM_COMPILERS={told}: that is no folder. Name the folder that compilers were or shall be fetched into."
+            f"LLAMEM_COMPILERS={path}: that is no folder. Name the folder that compilers were or shall be fetched into."
         )
     return folder
 
@@ -268,8 +268,8 @@ def _show_megabytes(installer: subprocess.Popen, folder: Path, part: str, progre
         arrived = whole if ended else max(arrived, min(whole, _wheel_bytes(folder) // 10**6))
         if progress:
             seconds = time.perf_counter() - start
-            told = f"\rfetching {names[part]}: {arrived:4} of {whole} MB, {seconds:.0f} s"
-            print(told, end="\n" if ended else "", flush=True)
+            line = f"\rfetching {names[part]}: {arrived:4} of {whole} MB, {seconds:.0f} s"
+            print(line, end="\n" if ended else "", flush=True)
         if ended:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -70,8 +70,8 @@ def _text(path: str) -> str:
 def needed_bytes(error: str) -> int | None:
     """Return what a program would need, by the message of a compiler that refuses it as too big; None in any other."""
     # The compiler speaks of temporaries, and the number is of all that must fit.
-    found = re.search(r"required for HLO temporaries \(([\d.]+)([KMGT])", error)
-    return int(float(found[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[found[2]]) if found else None
+    match = re.search(r"required for HLO temporaries \(([\d.]+)([KMGT])", error)
+    return int(float(match[1]) * 2 ** {"K": 10, "M": 20, "G": 30, "T": 40}[match[2]]) if match else None
 
 
 def remedy(error: str) -> str:
@@ -95,14 +95,14 @@ def assigned_bytes(allocations: Iterable[Allocation]) -> dict[str, int]:
     """Return bytes of arguments, outputs, what both share, temporaries, constants, and all on the host, as assigned."""
     names = ("argument", "output", "alias", "temp", "constant", "host")
     table = dict.fromkeys((f"{name}_bytes" for name in names), 0)
-    for one in allocations:
-        if one.space == "host":
-            table["host_bytes"] += one.size
-        elif one.space == "device":
-            donated = one.kind == "argument" and one.is_output  # an output overwrites it
-            table["argument_bytes"] += one.size if one.kind == "argument" else 0
-            table["alias_bytes"] += one.size if donated else 0
-            table["output_bytes"] += one.size if donated or one.kind == "output" else 0
-            table["temp_bytes"] += one.size if one.kind == "temporaries" else 0
-            table["constant_bytes"] += one.size if one.kind == "constant" else 0
+    for allocation in allocations:
+        if allocation.space == "host":
+            table["host_bytes"] += allocation.size
+        elif allocation.space == "device":
+            donated = allocation.kind == "argument" and allocation.is_output  # an output overwrites it
+            table["argument_bytes"] += allocation.size if allocation.kind == "argument" else 0
+            table["alias_bytes"] += allocation.size if donated else 0
+            table["output_bytes"] += allocation.size if donated or allocation.kind == "output" else 0
+            table["temp_bytes"] += allocation.size if allocation.kind == "temporaries" else 0
+            table["constant_bytes"] += allocation.size if allocation.kind == "constant" else 0
     return table

@@ -88,8 +88,8 @@ def options(make_step: Callable[..., tuple[Any, ...]], **settings: Iterable[Any]
                 f"of a single one, {name}=[{show(example)}]."
             )
     ways = [dict(zip(settings, way, strict=True)) for way in product(*settings.values())]
-    named = {", ".join(f"{name}={show(value)}" for name, value in how.items()): how for how in ways}
-    return {name: partial(make_step, **how) for name, how in named.items()}
+    names = [", ".join(f"{name}={show(value)}" for name, value in keywords.items()) for keywords in ways]
+    return {name: partial(make_step, **keywords) for name, keywords in zip(names, ways, strict=True)}
 
 
 def largest(
@@ -119,7 +119,7 @@ def largest(
 
     answers: dict[str, Answer] = {}
     peaks: dict[int, int] = {}
-    low, high, found = 0, at_most + 1, None  # the largest that fits, and the smallest that does not
+    low, high, fitting = 0, at_most + 1, None  # the largest that fits, and the smallest that does not
     while len(answers) < MOST_ASKED:
         first, last = _at_least(low + 1, multiple_of), _at_most(high - 1, multiple_of)
         if first > last:
@@ -131,12 +131,12 @@ def largest(
         if isinstance(answer := answers[name], Report):
             peaks[number] = answer.peak_bytes
         if report:
-            low, found = number, Fitting(name, program.keywords, report, answers)
+            low, fitting = number, Fitting(name, program.keywords, report, answers)
         else:
             high = number
-    if found is None:
+    if fitting is None:
         raise _nothing_fits(answers, chip)
-    return found
+    return fitting
 
 
 def _next_number(peaks: Mapping[int, int], capacity: int, low: int, high: int, *, refused: bool) -> int:
@@ -150,9 +150,9 @@ def _next_number(peaks: Mapping[int, int], capacity: int, low: int, high: int, *
     for numbers in (nearest, [low, high]):
         if len(numbers) < 2 or not peaks.keys() >= set(numbers):
             continue
-        one, other = numbers
-        slope = (peaks[one] - peaks[other]) / (one - other)
-        number = one + (capacity - peaks[one]) / slope if slope > 0 else math.inf
+        first, second = numbers
+        slope = (peaks[first] - peaks[second]) / (first - second)
+        number = first + (capacity - peaks[first]) / slope if slope > 0 else math.inf
         if slope > 0 and (number < high or not refused):
             return min(int(number), 16 * max(low, 1))  # further out a line says little
     return 4 * low if low and not refused else math.isqrt(max(low, 1) * high)
@@ -175,13 +175,13 @@ def ask(
 
     A program that cannot be traced, or that kills the compiler, is answered by the first line of its error.
     """
-    tell = progress or (lambda text: None)
-    tell(f"asking {chip}'s compiler, {len(answers) + 1}: {name}")
+    announce = progress or (lambda text: None)
+    announce(f"asking {chip}'s compiler, {len(answers) + 1}: {name}")
     try:
         answers[name] = answer = compile_one()
     except (RuntimeError, ValueError, TypeError) as error:
         answers[name] = answer = (str(error).splitlines() or [type(error).__name__])[0]
-    tell(f"  {_verdict(answer)}")
+    announce(f"  {_verdict(answer)}")
     return answer if isinstance(answer, Report) and answer.fits else None
 
 

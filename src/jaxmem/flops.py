@@ -59,14 +59,14 @@ def count_products(jaxpr: jex_core.Jaxpr, only_again: bool = False) -> Products:
             continue
         inside = [count_products(inner, not counts) for inner in inner_jaxprs(eqn)]
         if name == "cond":
-            inside = [max(inside, key=lambda one: one.flops)]
+            inside = [max(inside, key=lambda products: products.flops)]
         runs = eqn.params["length"] if name == "scan" else 1
         if isinstance(flow := control_flow(eqn), OnDevices):
             runs = flow.devices
-        flops += counts * _own_flops(eqn) + runs * sum(one.flops for one in inside)
-        kernels += runs * sum(one.kernels for one in inside)
-        loops += sum(one.loops for one in inside)
-        loops += name == "while" and any(one.flops or one.kernels for one in inside)
+        flops += counts * _own_flops(eqn) + runs * sum(products.flops for products in inside)
+        kernels += runs * sum(products.kernels for products in inside)
+        loops += sum(products.loops for products in inside)
+        loops += name == "while" and any(products.flops or products.kernels for products in inside)
     return Products(flops, kernels, loops)
 
 
@@ -111,5 +111,5 @@ def _convolution(lhs: tuple[int, ...], kernel: tuple[int, ...], out: tuple[int, 
     )
     names = ("window_strides", "rhs_dilation", "lhs_dilation")
     low = [low for low, _ in params["padding"]]
-    windows = [Window(*one) for one in zip(*spatial, *(params[name] for name in names), low, strict=True)]
+    windows = [Window(*row) for row in zip(*spatial, *(params[name] for name in names), low, strict=True)]
     return convolution_flops(out[of_out[0]] * out[of_out[1]], kernel[of_kernel[1]], windows)

@@ -63,8 +63,8 @@ class Instruction:
 
     def named(self, attribute: str) -> str:
         """Return the word after `attribute=`; "" where the line has no such thing."""
-        found = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.rest)
-        return found[1] if found else ""
+        match = re.search(rf"\b{attribute}=%?([\w.\-]+)", self.rest)
+        return match[1] if match else ""
 
     @property
     def called(self) -> list[str]:
@@ -77,8 +77,8 @@ class Instruction:
     @property
     def path(self) -> str:
         """The path that JAX gave it, `op_name`, or ""."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found[1] if found else ""
+        match = re.search(r'op_name="([^"]*)"', self.rest)
+        return match[1] if match else ""
 
     @property
     def operation(self) -> str:
@@ -126,7 +126,8 @@ class Program:
         start, step = _element(around, loop.operands[0], int(place)), _element(body, body[-1].name, int(place))
         if start is None or _constant(start) != "0" or step is None or step.opcode != "add":
             return None
-        added = {(line.named("index"), _constant(line)) for name in step.operands if (line := _origin(body, name))}
+        operands = [_origin(body, name) for name in step.operands]
+        added = {(line.named("index"), _constant(line)) for line in operands if line}
         return int(_constant(bound)) if added == {(place, ""), ("", "1")} else None
 
     def source(self, instruction: Instruction) -> str:
@@ -156,8 +157,8 @@ def parse(text: str) -> Program:
             table[int(number)] = entry
         elif start := _COMPUTATION.match(line):
             instructions = computations.setdefault(ENTRY if line.startswith(ENTRY) else start[1], [])
-        elif found := _INSTRUCTION.match(line):
-            name, shapes, opcode, after = found.groups()
+        elif match := _INSTRUCTION.match(line):
+            name, shapes, opcode, after = match.groups()
             inside, _, rest = after.partition(")")
             operands = tuple(re.findall(r"%([\w.\-#]+)", inside)) or (inside,)
             # libtpu 0.0.52 writes "%loop#2" where others first have a line that takes the element out: here it is.
@@ -189,8 +190,10 @@ def optimised_text(compiled: Any) -> str:
 
 def _origin(lines: list[Instruction], name: str) -> Instruction | None:
     """Return the instruction of this name; where it copies another one, that one."""
-    found = next((line for line in lines if line.name == name), None)
-    return _origin(lines, found.operands[0]) if found is not None and found.opcode == "copy" else found
+    instruction = next((line for line in lines if line.name == name), None)
+    if instruction is not None and instruction.opcode == "copy":
+        return _origin(lines, instruction.operands[0])
+    return instruction
 
 
 def _element(lines: list[Instruction], name: str, place: int) -> Instruction | None:
@@ -384,8 +387,8 @@ def _convolution_flops(instruction: Instruction, shapes: dict[str, tuple[Shape, 
     options = dict(re.findall(r"(\w+)=([\dx_\-]+)", window[1] if window else ""))
     windows = []
     for i, axis in enumerate(sorted(name for name in lhs if name.isdigit())):
-        here = {name: values.split("x")[i] for name, values in options.items()}
-        stride, dilation, holes = (int(here.get(name, 1)) for name in ("stride", "rhs_dilate", "lhs_dilate"))
-        low = int(here.get("pad", "0_0").split("_")[0])
+        axis_options = {name: values.split("x")[i] for name, values in options.items()}
+        stride, dilation, holes = (int(axis_options.get(name, 1)) for name in ("stride", "rhs_dilate", "lhs_dilate"))
+        low = int(axis_options.get("pad", "0_0").split("_")[0])
         windows.append(Window(lhs[axis], kernel[axis], out[axis], stride, dilation, holes, low))
     return convolution_flops(out["b"] * out["f"], kernel["i"], windows)

@@ -77,15 +77,15 @@ def names_in(jaxpr: jex_core.Jaxpr) -> dict[str, bool]:
     Those inside scans, calls and checkpoints are included; not those in the function of a `jax.custom_vjp`: its forward
     rule takes that function's place.
     """
-    found: dict[str, bool] = {}
+    names: dict[str, bool] = {}
     used = {id(var) for eqn in jaxpr.eqns for var in eqn.invars} | {id(var) for var in jaxpr.outvars}
     for eqn in jaxpr.eqns:
         if (name := given_name(eqn)) is not None:
-            found[name] = found.get(name, False) or id(eqn.outvars[0]) in used
+            names[name] = names.get(name, False) or id(eqn.outvars[0]) in used
         for inner in inner_jaxprs(eqn) if not has_own_gradient(eqn) else ():
             for name, is_used in names_in(inner).items():
-                found[name] = found.get(name, False) or is_used
-    return found
+                names[name] = names.get(name, False) or is_used
+    return names
 
 
 def has_own_gradient(eqn: jex_core.JaxprEqn) -> bool:
@@ -195,13 +195,13 @@ def policy_arguments(policy: Any) -> dict[str, Any]:
     if policy is None or isinstance(policy, type):
         return {}
     code, cells = getattr(policy, "__code__", None), getattr(policy, "__closure__", None)
-    found = dict(vars(policy)) if hasattr(policy, "__dict__") else {}
+    arguments = dict(vars(policy)) if hasattr(policy, "__dict__") else {}
     if code is not None and cells:
-        found |= {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+        arguments |= {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
     for name in ("policy_1", "policy_2"):  # of save_from_both_policies
-        inner = policy_arguments(found[name]) if name in found else {}
-        found |= {f"{name} {key}" if is_names(value) else key: value for key, value in inner.items()}
-    return found
+        inner = policy_arguments(arguments[name]) if name in arguments else {}
+        arguments |= {f"{name} {key}" if is_names(value) else key: value for key, value in inner.items()}
+    return arguments
 
 
 def is_names(value: Any) -> bool:
@@ -381,9 +381,9 @@ def inputs_used(jaxpr: jex_core.ClosedJaxpr) -> list[bool]:
 def constants_in(jaxpr: jex_core.ClosedJaxpr) -> Iterator[tuple[Any, str]]:
     """Yield the arrays that a program closes over, those of programs inside it included, and a line that uses each."""
     inside = [program for eqn, _ in equations(jaxpr.jaxpr) for program in _programs_in(eqn)]
-    told: set[int] = set()
+    seen: set[int] = set()
     for closed in (jaxpr, *(program for program in inside if isinstance(program, jex_core.ClosedJaxpr))):
         for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
-            if hasattr(value, "dtype") and id(value) not in told:
-                told.add(id(value))
+            if hasattr(value, "dtype") and id(value) not in seen:
+                seen.add(id(value))
                 yield value, next((source_of(eqn) for eqn in closed.jaxpr.eqns if var in eqn.invars), "")

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
@@ -75,7 +76,7 @@ def find_provenance(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Pro
     walk = _Walk()
     walk.run(traced.jaxpr, [_Value(arguments=frozenset({i})) for i in range(len(leaves))], inside=False)
     results = {(out.shape, out.dtype) for out in traced.out_avals}
-    counts = {leaf.argument: sum(one.argument == leaf.argument for one in leaves) for leaf in leaves}
+    counts = Counter(leaf.argument for leaf in leaves)
     categories: list[Category] = []
     for i, leaf in enumerate(leaves):
         returned = walk.differentiates and (leaf.shape.shape, leaf.shape.dtype) in results
@@ -93,13 +94,13 @@ def find_provenance(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Pro
         else:
             categories.append("other")
     weights = frozenset(i for i, category in enumerate(categories) if category == "weights")
-    found = set()
+    candidates = set()
     for product, elements in walk.searched.items():
         rows = [rows for arguments, rows in product if arguments and arguments <= weights]
-        found |= {(elements, vocabulary) for vocabulary in rows[:1]}
+        candidates |= {(elements, vocabulary) for vocabulary in rows[:1]}
     # A router of experts looks the same, and is small.
-    largest = max((elements for elements, _ in found), default=0)
-    return Provenance(tuple(categories), frozenset(one for one in found if one[0] > largest // 16))
+    largest = max((elements for elements, _ in candidates), default=0)
+    return Provenance(tuple(categories), frozenset(pair for pair in candidates if pair[0] > largest // 16))
 
 
 def named_category(name: str) -> Category:
@@ -162,12 +163,12 @@ def _either(values: Iterable[_Value]) -> _Value:
 def _product(eqn: jex_core.JaxprEqn, operands: list[_Value], avals: list[Any]) -> _Product:
     contracted, batch = eqn.params["dimension_numbers"]
 
-    def told(side: int) -> tuple[frozenset[int], int]:
+    def operand(side: int) -> tuple[frozenset[int], int]:
         shared = (*contracted[side], *batch[side])
         rows = math.prod(size for axis, size in enumerate(avals[side].shape) if axis not in shared)
         return operands[side].arguments, rows
 
-    return told(1), told(0)
+    return operand(1), operand(0)
 
 
 # Instructions of which an argument in another place, order or type is made, and nothing else.
@@ -198,7 +199,7 @@ class Origins:
             if line.opcode == "parameter":
                 return int(line.operands[0]) if line in self._computations[ENTRY] else None
             inside = self._computations.get(line.named("calls"), ()) if line.opcode == "fusion" else (line,)
-            if not inside or len(line.operands) != 1 or not {one.opcode for one in inside} <= {*_HLO_COPIES}:
+            if not inside or len(line.operands) != 1 or not {inner.opcode for inner in inside} <= {*_HLO_COPIES}:
                 return None
             line = self.named(line.operands[0])
         return None
@@ -213,7 +214,8 @@ class Origins:
                 following = passed[line.name]
             elif inside := self._moved_inside(line):
                 root = inside[-1]
-                passed = {one.name: line.operands[int(one.operands[0])] for one in inside if one.opcode == "parameter"}
+                parameters = [inner for inner in inside if inner.opcode == "parameter"]
+                passed = {inner.name: line.operands[int(inner.operands[0])] for inner in parameters}
                 number = int(index) if index.isdigit() else 0
                 following = root.operands[number] if root.opcode == "tuple" else root.name
             elif line.opcode == "dynamic-update-slice":

@@ -72,8 +72,8 @@ def fingerprint(traced: jex_core.ClosedJaxpr, chip: Chip, depth: str, leaves: Se
                 size, dtype = getattr(out.aval, "size", 0), getattr(out.aval, "dtype", "")
                 if size > 1:
                     counts[eqn.primitive.name, f"{size} {dtype}"] += times
-    told = (chip.name, depth, inputs, places, outputs, moved_to_host(traced.jaxpr) > 0, sorted(counts.items()))
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:24]
+    question = (chip.name, depth, inputs, places, outputs, moved_to_host(traced.jaxpr) > 0, sorted(counts.items()))
+    return hashlib.sha256(repr(question).encode()).hexdigest()[:24]
 
 
 def find(question: str, chip: Chip) -> dict[str, Any] | None:
@@ -127,11 +127,11 @@ def pack(folder: Path, file: Path, day: str, parameters: dict[str, Any]) -> tupl
     """
     answers: dict[str, dict[str, Any]] = {}
     alike = set()
-    for one in sorted(folder.glob("*.json")):
-        question = one.name.partition("-")[0]
+    for answer_file in sorted(folder.glob("*.json")):
+        question = answer_file.name.partition("-")[0]
         if question in answers:
             alike.add(question)
-        answers[question] = json.loads(one.read_text())
+        answers[question] = json.loads(answer_file.read_text())
         looked_at = (folder / f"{question}.looked_at").exists()
         if not looked_at and answers[question].pop("schedule", None):
             answers[question]["no_schedule"] = "this stored answer has no schedule."

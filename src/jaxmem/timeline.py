@@ -181,10 +181,10 @@ class Timeline:
     def at_once(self, shape: str, operation: str) -> int:
         """Return how many arrays of this shape and operation lie in the device's memory at the same time, at most."""
         change = np.zeros(self.steps + 1, np.int64)
-        for one in self.buffers:
-            if (one.shape, one.operation, one.space) == (shape, operation, "device"):
-                change[one.first] += 1
-                change[one.last + 1] -= 1
+        for span in self.buffers:
+            if (span.shape, span.operation, span.space) == (shape, operation, "device"):
+                change[span.first] += 1
+                change[span.last + 1] -= 1
         return int(np.cumsum(change).max())
 
     def pass_at(self, step: int) -> Pass:
@@ -214,7 +214,7 @@ class Timeline:
         rows = [(b.bytes, b.category, b.shape, b.operation, b.source) for b in self.at_peak()]
         rest = sum(size for size, *_ in rows[8:])
         rows = [*rows[:8], (rest, "smaller ones", "", "", ""), (self.gap_bytes, "gaps", "between arrays", "", "")]
-        lines += [f"  {size_text(size):>10}  {what:<15}{'  '.join(told)}" for size, what, *told in rows if size]
+        lines += [f"  {size_text(size):>10}  {what:<15}{'  '.join(details)}" for size, what, *details in rows if size]
         return "\n".join(line.rstrip() for line in lines)
 
     @functools.cached_property
@@ -225,20 +225,21 @@ class Timeline:
         once: a buffer adds the bytes that reach beyond those before it. A result's room adds what all of them leave.
         """
         tables: dict[Space, list[tuple[np.ndarray, np.ndarray]]] = {}
-        apart = max((one.offset + one.bytes for one in self.buffers), default=0)  # between two allocations' beginnings
-        allocations = 1 + max((one.allocation for one in self.buffers), default=0)
+        # Between two allocations' beginnings.
+        apart = max((span.offset + span.bytes for span in self.buffers), default=0)
+        allocations = 1 + max((span.allocation for span in self.buffers), default=0)
         for space in get_args(Space):
             rows = [
-                (one.allocation * apart + one.offset, -one.bytes, number, one.first, one.last, one.allocation)
-                for number, one in enumerate(self.buffers)
-                if one.space == space and one.name != ROOM
+                (span.allocation * apart + span.offset, -span.bytes, number, span.first, span.last, span.allocation)
+                for number, span in enumerate(self.buffers)
+                if span.space == space and span.name != ROOM
             ]
             start, size, number, first, last, lies_in = np.array(sorted(rows), np.int64).reshape(-1, 6).T
             end = start - size
             rooms = [
-                (number, one.bytes, one.allocation)
-                for number, one in enumerate(self.buffers)
-                if one.space == space and one.name == ROOM
+                (number, span.bytes, span.allocation)
+                for number, span in enumerate(self.buffers)
+                if span.space == space and span.name == ROOM
             ]
             room, room_size, holds = np.array(rooms, np.int64).reshape(-1, 3).T
             tables[space] = []
@@ -265,8 +266,8 @@ class Timeline:
 
 def _sizes(shape: str) -> list[int]:
     """Return the sizes in the text of an array's shape, `f32[8,16]`; none of a tuple's."""
-    found = re.fullmatch(r"\w+\[([\d,]+)\]", shape)
-    return [int(size) for size in found[1].split(",")] if found else []
+    match = re.fullmatch(r"\w+\[([\d,]+)\]", shape)
+    return [int(size) for size in match[1].split(",")] if match else []
 
 
 _UPDATES = ("dynamic-update-slice", "dynamic_update_slice")
@@ -286,7 +287,9 @@ def read_schedule(
         reader = _Reader(stem, allocations, places, program)
         return {
             "assigned_bytes": sum(
-                one.size for one in allocations.values() if one.space == "device" and one.kind != "thread"
+                allocation.size
+                for allocation in allocations.values()
+                if allocation.space == "device" and allocation.kind != "thread"
             ),
             "steps": reader.steps,
             "passes": reader.passes,
@@ -318,11 +321,11 @@ class _Reader:
     def held_throughout(self) -> Iterator[Span]:
         """Yield arguments, which the caller holds (those donated become outputs), constants, and room of results."""
         results = {value.place.allocation: value.place.shape for value in sorted(self._values, key=lambda v: v.last)}
-        for number, one in self._allocations.items():
-            place = one.size, 0, self.steps - 1, one.space, number, 0
-            if one.kind in ("argument", "constant"):
-                yield Span(one.kind, *place, one.shape, "other", "", "", "", one.parameter)
-            elif one.kind == "output":
+        for number, allocation in self._allocations.items():
+            place = allocation.size, 0, self.steps - 1, allocation.space, number, 0
+            if allocation.kind in ("argument", "constant"):
+                yield Span(allocation.kind, *place, allocation.shape, "other", "", "", "", allocation.parameter)
+            elif allocation.kind == "output":
                 yield Span(ROOM, *place, results.get(number, ""), "output", "", "a result, not written yet", "")
 
     def made(self) -> Iterator[Span]:
@@ -332,10 +335,10 @@ class _Reader:
             place, line = chosen.place, self._origins.of(chosen.place.name)
             allocation = self._allocations[place.allocation]
             argument = self._origins.argument_of(self._maker(group[0])) if len(group) == 1 else None
-            told = *self._kind(group, allocation.is_output), line.operation, self._program.source(line), argument
+            labels = *self._kind(group, allocation.is_output), line.operation, self._program.source(line), argument
             for first, last in _stays(group):
                 lies_in = allocation.space, place.allocation, place.offset, place.shape
-                yield Span(place.name, place.size, first, last, *lies_in, *told)
+                yield Span(place.name, place.size, first, last, *lies_in, *labels)
 
     def loops(self) -> list[Loop]:
         """Return the loops, outer ones before those inside."""
@@ -377,8 +380,8 @@ class _Reader:
     def _kind(self, group: list[Value], in_output: bool) -> tuple[Category, Pass]:
         """Return the category of a buffer, and the pass in which it is made."""
         makers = [(value.first, self._origins.of(value.place.name)) for value in _computed_first(group)]
-        told = [own for step, maker in makers if (own := self._made_in(step, maker))]
-        made_in: Pass = told[0] if told else self._pass_of_step[group[0].first]
+        passes = [self._made_in(step, maker) for step, maker in makers]
+        made_in: Pass = next((own for own in passes if own), self._pass_of_step[group[0].first])
         last = max(value.last for value in group)
         output = in_output and last >= len(self.schedule) - 1
         if not output and any(_is_logits(maker.path) for _, maker in makers):
@@ -416,9 +419,9 @@ def find_passes(passes: list[Pass]) -> list[tuple[Pass, int, int]]:
     start = _border([own == "forward" for own in passes], backward)
     optimizer = [own == "optimizer" for own in passes]
     end = start + _border(backward[start:], optimizer[start:]) if any(optimizer[start:]) else len(passes)
-    found: list[tuple[Pass, int, int]] = [("forward", 0, start), ("backward", start, end)]
-    found.append(("optimizer", end, len(passes)))
-    return [row for row in found if row[1] < row[2]]
+    rows: list[tuple[Pass, int, int]] = [("forward", 0, start), ("backward", start, end)]
+    rows.append(("optimizer", end, len(passes)))
+    return [row for row in rows if row[1] < row[2]]
 
 
 def _border(before: list[bool], after: list[bool]) -> int:

@@ -107,9 +107,9 @@ def test_what_runs_again_is_counted():
 def test_jax_remat3_is_understood(remat3, name):
     one = SOUND[name]
     both = BothWays(one.loss, one.params, one.batch, True, False)
-    products, _ = work_again(both.mine.gradient.jaxpr)
+    products, _ = work_again(both.rematerialised.gradient.jaxpr)
     assert products == (0 if "named" in name else L)
-    assert sum(one.times for one in find_checkpoints(both.mine.traced.jaxpr)) == L
+    assert sum(one.times for one in find_checkpoints(both.rematerialised.traced.jaxpr)) == L
     assert_remat(one.loss, one.params, one.batch, remat=True, baseline=False)
 
 

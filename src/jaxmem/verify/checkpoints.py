@@ -57,29 +57,29 @@ def operations(
     """Yield every operation of a traced function, those inside loops, calls and checkpoints included."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        one = Operation(eqn, times, in_loop, under, again or computed_again(eqn))
-        yield one
+        operation = Operation(eqn, times, in_loop, under, again or computed_again(eqn))
+        yield operation
         runs = times * (eqn.params["length"] if name == "scan" else 1)
-        around = under if one.call is None else (*under, one)
+        around = under if operation.call is None else (*under, operation)
         for inner in inner_jaxprs(eqn):
-            yield from operations(inner, runs, in_loop or name in ("scan", "while"), around, one.again)
+            yield from operations(inner, runs, in_loop or name in ("scan", "while"), around, operation.again)
 
 
 def find_checkpoints(jaxpr: jex_core.Jaxpr) -> list[Operation]:
     """Return every checkpoint of a traced function."""
-    return [one for one in operations(jaxpr) if one.call is not None]
+    return [operation for operation in operations(jaxpr) if operation.call is not None]
 
 
 def work_again(gradient: jex_core.Jaxpr) -> tuple[int, int]:
     """Count the products, and the values of other operations, that checkpoints compute again, loops multiplied."""
     products = values = 0
-    for one in operations(gradient):
-        if not one.again or inner_jaxprs(one.eqn):
+    for operation in operations(gradient):
+        if not operation.again or inner_jaxprs(operation.eqn):
             continue
-        if one.eqn.primitive.name in PRODUCTS:
-            products += one.times
-        elif one.eqn.primitive.name not in _NO_WORK:
-            values += one.times * sum(getattr(var.aval, "size", 0) for var in one.eqn.outvars)
+        if operation.eqn.primitive.name in PRODUCTS:
+            products += operation.times
+        elif operation.eqn.primitive.name not in _NO_WORK:
+            values += operation.times * sum(getattr(var.aval, "size", 0) for var in operation.eqn.outvars)
     return products, values
 
 
@@ -108,13 +108,15 @@ def stacks_left_out(gradient: jex_core.Jaxpr, params: Any) -> int:
     """
     stacked = {leaf.shape[1:] for leaf in jax.tree.leaves(params) if getattr(leaf, "ndim", 0) > 2}
     layers: dict[tuple[Any, ...], Counter[bool]] = {}
-    for one in operations(gradient):
-        if one.under or one.eqn.primitive.name != "scan" or (length := one.eqn.params["length"]) < 2:
+    for operation in operations(gradient):
+        eqn = operation.eqn
+        length = eqn.params["length"] if eqn.primitive.name == "scan" else 0
+        if operation.under or length < 2:
             continue
-        shapes = [getattr(var.aval, "shape", ()) for var in one.eqn.outvars]
+        shapes = [getattr(var.aval, "shape", ()) for var in eqn.outvars]
         # A parameter may be taken apart before the loop: its first layers here, the others there.
         slices = {shape[1:] for shape in shapes if shape[:1] == (length,) and shape[1:] in stacked}
-        inside = list(operations(inner_jaxprs(one.eqn)[0]))
+        inside = list(operations(inner_jaxprs(eqn)[0]))
         if slices and any(inner.eqn.primitive.name in PRODUCTS for inner in inside):
             covered = any(inner.call is not None or inner.again for inner in inside)
             layers.setdefault(tuple(sorted(slices)), Counter())[covered] += length
@@ -123,26 +125,26 @@ def stacks_left_out(gradient: jex_core.Jaxpr, params: Any) -> int:
 
 def placements(jaxpr: jex_core.Jaxpr) -> list[str]:
     """Return places at which a checkpoint usually saves nothing: reasons to name where memory did not fall."""
-    found, checkpoints = [], find_checkpoints(jaxpr)
+    reasons, checkpoints = [], find_checkpoints(jaxpr)
     for checkpoint in checkpoints:
         if any(checkpoint in other.under for other in checkpoints):
             continue
         if _has_scan(checkpoint.call.body):
-            found.append(
+            reasons.append(
                 "A checkpoint around the loop: when the backward pass begins, the loop runs again and keeps what all "
                 "its iterations keep. Checkpoint the loop's body: scan(checkpoint(f))."
             )
         elif not checkpoint.in_loop and len(checkpoints) == 1:
-            found.append(
+            reasons.append(
                 "One checkpoint around everything: the backward pass begins by computing all of it again, and then "
                 "holds what it would have held. Checkpoint every layer."
             )
     if not checkpoints and _has_scan(jaxpr):
-        found.append(
+        reasons.append(
             "A loop inside the differentiated function keeps the residuals of every iteration. If it accumulates "
             "microbatches, take the gradient inside the loop; if it runs layers, checkpoint its body."
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(reasons))
 
 
 def large_results(jaxpr: jex_core.Jaxpr) -> int:
@@ -160,11 +162,11 @@ def large_results(jaxpr: jex_core.Jaxpr) -> int:
 
 def products_of(jaxpr: jex_core.Jaxpr) -> Counter[str]:
     """Return the products and convolutions of a program, by shapes and types, and how often each is computed."""
-    found: Counter[str] = Counter()
+    products: Counter[str] = Counter()
     for eqn, times in equations(jaxpr):
         if eqn.primitive.name in PRODUCTS:
-            found[" ".join(str(var.aval) for var in (*eqn.invars, *eqn.outvars))] += times
-    return found
+            products[" ".join(str(var.aval) for var in (*eqn.invars, *eqn.outvars))] += times
+    return products
 
 
 def _has_scan(jaxpr: jex_core.Jaxpr) -> bool:
@@ -191,25 +193,25 @@ def option_faults(jaxpr: jex_core.Jaxpr, gradient: Callable[[], jex_core.Jaxpr])
     `gradient` traces the program's gradient, where names are looked for that the program itself does not give.
     """
     checkpoints = find_checkpoints(jaxpr)
-    found = _name_faults(jaxpr, gradient, checkpoints)
+    faults = _name_faults(jaxpr, gradient, checkpoints)
     for checkpoint in checkpoints:
-        found += _policy_faults(checkpoint.call.policy)
+        faults += _policy_faults(checkpoint.call.policy)
         if not checkpoint.call.prevent_cse and not checkpoint.in_loop:
-            found.append(
+            faults.append(
                 "prevent_cse=False outside a loop: the compiler may merge the second computation with the first. Leave "
                 "it out; only inside lax.scan is it harmless."
             )
         if any(tells_the_host(eqn) for eqn, _ in equations(checkpoint.call.body)):
-            found.append(
+            faults.append(
                 "a host callback inside a checkpoint: it runs again in the backward pass, so that what it counts or "
                 "averages is counted twice. Return the value from the layer, and update outside."
             )
         if _kept_in_vain(checkpoint, checkpoints):
-            found.append(
+            faults.append(
                 "a policy inside a checkpoint that saves nothing: while the outer one waits, what the inner one "
                 "would save is not kept. Give the policy to the outer checkpoint."
             )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(faults))
 
 
 def _policy_faults(policy: Any) -> list[str]:
@@ -240,7 +242,7 @@ def _name_faults(
     jaxpr: jex_core.Jaxpr, gradient: Callable[[], jex_core.Jaxpr], checkpoints: list[Operation]
 ) -> list[str]:
     """Return names that a policy mentions and nothing bears. One policy may serve several layers."""
-    found, mentioned_by = [], {}
+    faults, mentioned_by = [], {}
     for checkpoint in checkpoints:
         arguments = policy_arguments(checkpoint.call.policy).values()
         mentioned = frozenset(name for value in arguments if is_names(value) for name in value)
@@ -256,14 +258,14 @@ def _name_faults(
         # A layer that has no checkpoint, such as the last of an unrolled stack, may bear the rest.
         elsewhere = set(names_in(jaxpr)) - unused if produced & mentioned else set()
         for name in sorted(mentioned - produced - elsewhere):
-            found.append(
+            faults.append(
                 f"the policy names {name!r}, which is given to a value that nobody uses: write y = checkpoint_name(y, "
                 f"{name!r}) and go on with y."
                 if name in unused
                 else f"the policy names {name!r}, but the function names only {sorted(produced)}: misspelled, renamed, "
                 "or given in a custom_vjp's function and not in its forward rule."
             )
-    return found
+    return faults
 
 
 def _kept_in_vain(checkpoint: Operation, all_checkpoints: list[Operation]) -> bool:
@@ -271,7 +273,8 @@ def _kept_in_vain(checkpoint: Operation, all_checkpoints: list[Operation]) -> bo
 
     Around several layers, or a loop of them, an inner policy says what is kept while the group is computed again.
     """
-    if not checkpoint.under or _saves_nothing(checkpoint) or not _saves_nothing(outer := checkpoint.under[-1]):
+    outer = checkpoint.under[-1] if checkpoint.under else None
+    if outer is None or _saves_nothing(checkpoint) or not _saves_nothing(outer):
         return False
     beside = [other for other in all_checkpoints if other.under and other.under[-1] is outer]
     return len(beside) == 1 and (checkpoint.times, checkpoint.in_loop) == (outer.times, outer.in_loop)

@@ -94,14 +94,14 @@ class Way:
     loss_fn: Callable[[Any, Any, Any], Any]
     params: Any
     batch: Any
-    how: Any
+    setting: Any
     chip: str
 
     def loss(self, params: Any, batch: Any) -> Any:
         """Return the loss, or the pair of it and other results."""
         # Built anew, for flax: a layer may change only Variables that were made in the trace it runs in.
         params, batch = jax.tree.map(lambda leaf: leaf, (params, batch))
-        return self.loss_fn(params, batch, self.how)
+        return self.loss_fn(params, batch, self.setting)
 
     @cached_property
     def _traced(self) -> tuple[jex_core.ClosedJaxpr, Any]:
@@ -173,7 +173,7 @@ class BothWays:
     step: jax.stages.Lowered | None = None
 
     @cached_property
-    def mine(self) -> Way:
+    def rematerialised(self) -> Way:
         """The way with rematerialisation."""
         return Way(self.loss_fn, self.params, self.batch, self.remat, self.chip)
 
@@ -208,7 +208,7 @@ class BothWays:
         )
         wide = dataclasses.replace(self, params=params, batch=batch)
         try:
-            return wide if wide.coarsest not in _SMALL and wide.plain.results and wide.mine.results else None
+            return wide if wide.coarsest not in _SMALL and wide.plain.results and wide.rematerialised.results else None
         except FAILURES:
             return None
 
@@ -240,7 +240,7 @@ class BothWays:
     def devices(self) -> int:
         """Over how many devices the work is spread: a compiled program is that of one of them."""
         arrays = [leaf for leaf in jax.tree.leaves((self.params, self.batch)) if isinstance(leaf, jax.Array)]
-        flows = [control_flow(eqn) for eqn, _ in equations(self.mine.traced.jaxpr)]
+        flows = [control_flow(eqn) for eqn, _ in equations(self.rematerialised.traced.jaxpr)]
         of_maps = [flow.mesh.size for flow in flows if isinstance(flow, OnDevices)]
         return max([len(array.sharding.device_set) for array in arrays] + of_maps, default=1)
 
@@ -266,16 +266,16 @@ class _Difference:
 
 def loss_is_the_same(both: BothWays) -> Proof:
     """Check that the loss is that without, within the tolerance of its type and what rounding does to it."""
-    found, expected = (float(_values(way.results.loss)) for way in (both.mine, both.plain))
-    seen = f"{found:.6g} and {expected:.6g}"
+    actual, expected = (float(_values(way.results.loss)) for way in (both.rematerialised, both.plain))
+    seen = f"{actual:.6g} and {expected:.6g}"
     if not np.isfinite(expected):
         return Proof(Title.LOSS, None, f"{seen}: without rematerialisation it is not finite either")
     if not _repeats(both):
         return Proof(Title.LOSS, None, f"{seen}: {_OTHER_NUMBERS}")
-    for one in _precisions(both):
-        if _differences(one, "loss", 0, one.tolerance):
-            got, want = (float(_values(way.results.loss)) for way in (one.mine, one.plain))
-            where = "" if one is both else f"; in float32 {got:.8g} and {want:.8g}"
+    for ways in _precisions(both):
+        if _differences(ways, "loss", 0, ways.tolerance):
+            got, want = (float(_values(way.results.loss)) for way in (ways.rematerialised, ways.plain))
+            where = "" if ways is both else f"; in float32 {got:.8g} and {want:.8g}"
             cause = "Dropout drawn anew, a term left out, state updated twice, or another computation altogether."
             return Proof(Title.LOSS, False, seen + where, cause)
     return Proof(Title.LOSS, True, seen + _unseen(both))
@@ -285,12 +285,12 @@ def results_are_the_same(both: BothWays) -> Proof | None:
     """Check that what the loss returns besides is that without: hidden states, statistics updated once, choices."""
     if not both.plain.has_aux:
         return None
-    found, expected = (jax.tree.leaves_with_path(way.results.aux) for way in (both.mine, both.plain))
-    if [path for path, _ in found] != [path for path, _ in expected]:
-        seen = f"{len(found)} arrays instead of {len(expected)}"
+    actual, expected = (jax.tree.leaves_with_path(way.results.aux) for way in (both.rematerialised, both.plain))
+    if [path for path, _ in actual] != [path for path, _ in expected]:
+        seen = f"{len(actual)} arrays instead of {len(expected)}"
         return Proof(Title.RESULTS, False, seen, "A result is lost on its way through the checkpoint.")
     off = []
-    for i, ((path, got), (_, want)) in enumerate(zip(found, expected, strict=True)):
+    for i, ((path, got), (_, want)) in enumerate(zip(actual, expected, strict=True)):
         name = jax.tree_util.keystr(path)
         # Integers are equal or not, and so is what chose them; only rounding excuses another choice.
         tolerance = both.tolerance if jnp.issubdtype(want.dtype, jnp.inexact) else 0.0
@@ -302,7 +302,7 @@ def results_are_the_same(both: BothWays) -> Proof | None:
         "State that a layer changes (batch statistics, counts of draws) was lost in the checkpoint or updated twice: "
         "return it from the layer (has_aux=True), or use nnx.remat."
     )
-    seen = f"different: {', '.join(off[:3])}" if off else f"{len(found)} arrays"
+    seen = f"different: {', '.join(off[:3])}" if off else f"{len(actual)} arrays"
     return Proof(Title.RESULTS, not off, seen, cause if off else "")
 
 
@@ -310,7 +310,7 @@ def gradients_are_the_same(both: BothWays) -> Proof:
     """Check that every parameter's gradient, each layer of it, is that without; one that is not zero stays so."""
     if not _repeats(both):
         return Proof(Title.GRADIENTS, None, _OTHER_NUMBERS)
-    proofs = [_compared_gradients(one) for one in _precisions(both)]
+    proofs = [_compared_gradients(ways) for ways in _precisions(both)]
     wrong = next((proof for proof in proofs if not proof.holds), None)
     return wrong or dataclasses.replace(proofs[0], seen=proofs[0].seen + _unseen(both))
 
@@ -318,8 +318,8 @@ def gradients_are_the_same(both: BothWays) -> Proof:
 def _compared_gradients(both: BothWays) -> Proof:
     lost, off, judged, zero, rounding, not_finite = [], [], 0, 0, 0, 0
     largest = 0.0
-    found, expected = (jax.tree.leaves_with_path(way.results.gradients) for way in (both.mine, both.plain))
-    for i, ((path, got), (_, want)) in enumerate(zip(found, expected, strict=True)):
+    actual, expected = (jax.tree.leaves_with_path(way.results.gradients) for way in (both.rematerialised, both.plain))
+    for i, ((path, got), (_, want)) in enumerate(zip(actual, expected, strict=True)):
         if want.dtype == jax.dtypes.float0:
             continue
         name, got, want = jax.tree_util.keystr(path), _values(got), _values(want)
@@ -355,7 +355,7 @@ def evaluation_is_untouched(both: BothWays) -> Proof | None:
     """Check that `evaluate(params, batch, how)` has no checkpoint, and returns the same arrays, a KV cache included."""
     if (evaluate := both.evaluate) is None:
         return None
-    ways = [lambda p, b, how=how: evaluate(p, b, how) for how in (both.remat, both.baseline)]
+    ways = [lambda p, b, setting=setting: evaluate(p, b, setting) for setting in (both.remat, both.baseline)]
     traces = [jax.jit(way).trace(both.params, both.batch) for way in ways]
     there = [len(find_checkpoints(traced.jaxpr.jaxpr)) for traced in traces]
     if any(there):
@@ -363,13 +363,13 @@ def evaluation_is_untouched(both: BothWays) -> Proof | None:
             "The model stays in training mode, or the layer checkpoints whatever the mode: no gradient is taken here."
         )
         return Proof(Title.EVALUATION, False, f"checkpoints in it: {there[0]}, without {there[1]}", cause)
-    found, expected = (jax.tree.leaves(traced.lower().compile()(both.params, both.batch)) for traced in traces)
-    same = len(found) == len(expected) and all(
+    actual, expected = (jax.tree.leaves(traced.lower().compile()(both.params, both.batch)) for traced in traces)
+    same = len(actual) == len(expected) and all(
         got.dtype == want.dtype and np.array_equal(_values(got), _values(want), equal_nan=True)
-        for got, want in zip(found, expected, strict=True)
+        for got, want in zip(actual, expected, strict=True)
     )
     cause = "" if same else "A cache or a keyword argument got lost on the way through the checkpoint."
-    seen = f"no checkpoint, {len(found)} arrays {'as' if same else 'not as'} without"
+    seen = f"no checkpoint, {len(actual)} arrays {'as' if same else 'not as'} without"
     return Proof(Title.EVALUATION, same, seen, cause)
 
 
@@ -406,7 +406,9 @@ def _differences(both: BothWays, part: str, leaf: int, tolerance: float) -> list
     Row by row, so that no layer hides another. In a vector every element is a row. An expert or unit inside of a row
     is named where its gradient is all zero and should not be, unless the whole row is lost.
     """
-    got, want = (_values(jax.tree.leaves(getattr(way.results, part))[leaf]) for way in (both.mine, both.plain))
+    got, want = (
+        _values(jax.tree.leaves(getattr(way.results, part))[leaf]) for way in (both.rematerialised, both.plain)
+    )
 
     def beyond_rounding(axes: int) -> list[_Difference]:
         error, size = _norms(np.asarray(got - want), axes), _norms(want, axes)

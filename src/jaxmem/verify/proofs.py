@@ -92,15 +92,15 @@ def parameter_faults(params: Any, gradients: Callable[[], Any], program: jex_cor
 
 def _stacks_in(program: jex_core.Jaxpr) -> set[tuple[int, ...]]:
     """Return the shapes of arrays whose rows a program takes one by one: by a loop, of groups or not, or by slices."""
-    found = set()
+    stacks = set()
     for eqn, _ in equations(program):
         shapes = [getattr(var.aval, "shape", ()) for var in eqn.invars]
         if isinstance(flow := control_flow(eqn), Scan):
             stacked = shapes[flow.n_consts + flow.n_carry :]
-            found |= {*stacked, *((shape[0] * shape[1], *shape[2:]) for shape in stacked if len(shape) > 1)}
+            stacks |= {*stacked, *((shape[0] * shape[1], *shape[2:]) for shape in stacked if len(shape) > 1)}
         elif eqn.primitive.name in ("slice", "dynamic_slice"):
-            found |= {shapes[0]} if eqn.outvars[0].aval.shape == (1, *shapes[0][1:]) else set()  # pyrefly: ignore
-    return found
+            stacks |= {shapes[0]} if eqn.outvars[0].aval.shape == (1, *shapes[0][1:]) else set()  # pyrefly: ignore
+    return stacks
 
 
 def _without_numbers(name: str) -> str:
@@ -116,10 +116,10 @@ def _looks_random(values: np.ndarray) -> bool:
 
 def checkpoints_are_there(both: BothWays) -> Proof:
     """Check that checkpoints reach the traced program, and most layers of each kind; `seen` counts those left out."""
-    there = len(find_checkpoints(both.mine.traced.jaxpr))
+    there = len(find_checkpoints(both.rematerialised.traced.jaxpr))
     extra = there - len(find_checkpoints(both.plain.traced.jaxpr))
-    covered, left_out = layers_left_out(both.mine.traced.jaxpr)
-    forgotten = stacks_left_out(both.mine.gradient.jaxpr, both.params) if extra > 0 else 0
+    covered, left_out = layers_left_out(both.rematerialised.traced.jaxpr)
+    forgotten = stacks_left_out(both.rematerialised.gradient.jaxpr, both.params) if extra > 0 else 0
     seen, cause = f"{there} of them with {both.remat!r}", ""
     if left_out > 1:  # one alone is the last of unrolled layers
         seen += f"; {covered} layers are under one, and {left_out} with the same products are not"
@@ -128,7 +128,7 @@ def checkpoints_are_there(both: BothWays) -> Proof:
         cause = "The layer is checkpointed whatever the flag says: there is no plain program to compare with."
     elif extra <= 0:
         reasons = ["The flag does not reach the layer: filtered by a caller, or the model is in eval mode."]
-        cause = " ".join(reasons + placements(both.mine.traced.jaxpr))
+        cause = " ".join(reasons + placements(both.rematerialised.traced.jaxpr))
     elif left_out > covered or forgotten:
         seen += f"; {forgotten} layers of a stack have none" if forgotten else ""
         cause = "The flag reaches some of the layers only. " + _if_meant(Title.CHECKPOINTS)
@@ -137,14 +137,14 @@ def checkpoints_are_there(both: BothWays) -> Proof:
 
 def options_are_sound(both: BothWays) -> Proof:
     """Check that policies name what is there, options do what they say, and nothing with a side effect runs twice."""
-    wrong = option_faults(both.mine.traced.jaxpr, lambda: both.mine.gradient.jaxpr)
+    wrong = option_faults(both.rematerialised.traced.jaxpr, lambda: both.rematerialised.gradient.jaxpr)
     return Proof(Title.OPTIONS, not wrong, " ".join(wrong) or "nothing odd")
 
 
 def layer_runs_again(both: BothWays) -> Proof:
     """Check that the layer runs again in the backward pass, as JAX marks it in the traced gradient, and not without."""
     (products, values), (products_without, values_without) = (
-        work_again(way.jaxpr) for way in (both.mine.gradient, both.plain.gradient)
+        work_again(way.jaxpr) for way in (both.rematerialised.gradient, both.plain.gradient)
     )
     products, values = products - products_without, values - values_without
     seen = f"{products:,} products and {values:,} values of other operations are computed again"
@@ -155,7 +155,7 @@ def layer_runs_again(both: BothWays) -> Proof:
 
 def choices_are_the_same(both: BothWays) -> Proof | None:
     """Check that dropout masks, experts and what host functions answer are the same when the layer runs again."""
-    inside = [one.eqn for one in operations(both.mine.traced.jaxpr) if one.under]
+    inside = [operation.eqn for operation in operations(both.rematerialised.traced.jaxpr) if operation.under]
     asked = [_answers_the_same(eqn) for eqn in inside if host_function(eqn) is not None]
     drawn = sum(eqn.primitive.name in DRAWS for eqn in inside)
     chosen = [eqn for eqn in inside if eqn.primitive.name in CHOICES]
@@ -181,20 +181,20 @@ def compiler_leaves_them(both: BothWays) -> Proof:
     A compiled program has no marks: what it computes again is its products less those of the plain one. That tells
     only where the traced programs differ by what checkpoints compute again, and by nothing else.
     """
-    mine, plain = both.mine.report, both.plain.report
-    again = matmul_flops_again(both.mine.gradient.jaxpr) - matmul_flops_again(both.plain.gradient.jaxpr)
+    report, plain = both.rematerialised.report, both.plain.report
+    again = matmul_flops_again(both.rematerialised.gradient.jaxpr) - matmul_flops_again(both.plain.gradient.jaxpr)
     if again <= 0:
         return Proof(Title.COMPILER, None, "no matrix product is computed again, and only those are counted")
-    more = mine.matmul_flops - plain.matmul_flops
+    more = report.matmul_flops - plain.matmul_flops
     if abs(more - again) > 0.1 * again:
         seen = f"cannot tell: {again:,} FLOPs are computed again, but the two ways differ by {more:,}"
         return Proof(Title.COMPILER, None, f"{seen}. They differ in more than checkpoints: make them alike otherwise")
-    if mine.compiled_matmul_flops is None or plain.compiled_matmul_flops is None:
-        return Proof(Title.COMPILER, None, f"products cannot be counted in the program for {mine.chip.name}")
-    left = both.devices * (mine.compiled_matmul_flops - plain.compiled_matmul_flops)
+    if report.compiled_matmul_flops is None or plain.compiled_matmul_flops is None:
+        return Proof(Title.COMPILER, None, f"products cannot be counted in the program for {report.chip.name}")
+    left = both.devices * (report.compiled_matmul_flops - plain.compiled_matmul_flops)
     undone = left < 0.5 * again
     cause = (
-        f"The program asked for them, and the compiler of {mine.chip.name} merged both computations: checkpoints "
+        f"The program asked for them, and the compiler of {report.chip.name} merged both computations: checkpoints "
         "outside a loop on a CPU, or prevent_cse=False. Scan over the layers, or judge on a TPU or GPU."
         if undone
         else ""
@@ -204,21 +204,21 @@ def compiler_leaves_them(both: BothWays) -> Proof:
 
 def memory_falls(both: BothWays) -> Proof:
     """Check that residuals are fewer, and the chip's temporaries fall with them."""
-    mine, plain = both.mine.report, both.plain.report
-    less = both.plain.residuals.bytes - both.mine.residuals.bytes
-    fell = both.devices * (plain.parts["temporaries"] - mine.parts["temporaries"])
-    seen = f"residuals less by {less:,} bytes, temporaries on {mine.chip.name} by {fell:,}"
+    report, plain = both.rematerialised.report, both.plain.report
+    less = both.plain.residuals.bytes - both.rematerialised.residuals.bytes
+    fell = both.devices * (plain.parts["temporaries"] - report.parts["temporaries"])
+    seen = f"residuals less by {less:,} bytes, temporaries on {report.chip.name} by {fell:,}"
     wrong = _kept_for_nothing(both)
     if less <= 0 or wrong:
         why = wrong or "The policy saves as much as no policy, or the checkpoint is around what costs nothing."
-        return Proof(Title.MEMORY, False, seen, " ".join([*placements(both.mine.traced.jaxpr), why]))
+        return Proof(Title.MEMORY, False, seen, " ".join([*placements(both.rematerialised.traced.jaxpr), why]))
     # Compilers recompute cheap residuals by themselves, so that less falls than was kept.
     if fell > 0.1 * less:
         return Proof(Title.MEMORY, True, seen)
     if less < 2**20:
         seen += ": below 1 MiB a compiler's own workspace decides. Judge with larger shapes"
         return Proof(Title.MEMORY, None, seen)
-    if why := placements(both.mine.traced.jaxpr):
+    if why := placements(both.rematerialised.traced.jaxpr):
         return Proof(Title.MEMORY, False, seen, " ".join(why))
     seen += ": the peak lies elsewhere, or arrays so small live in on-chip memory. Judge with larger shapes"
     return Proof(Title.MEMORY, None, seen)
@@ -226,9 +226,9 @@ def memory_falls(both: BothWays) -> Proof:
 
 def _kept_for_nothing(both: BothWays) -> str:
     """Return why far more is kept than has to be; "" where nothing is odd."""
-    jaxpr, kept, without = both.mine.traced.jaxpr, both.mine.residuals, both.plain.residuals
+    jaxpr, kept, without = both.rematerialised.traced.jaxpr, both.rematerialised.residuals, both.plain.residuals
     made = [row for row in kept.rows if not row.argument]
-    around_products = any(products_of(one.call.body) for one in find_checkpoints(jaxpr))
+    around_products = any(products_of(checkpoint.call.body) for checkpoint in find_checkpoints(jaxpr))
     if kept.bytes > 0.75 * without.bytes and products_of(jaxpr) and not around_products:
         name = f"{made[0].dtype}{list(made[0].shape)} of {made[0].operation} in {made[0].source}"
         return f"The checkpoint is not where the memory is: {name} is kept still, for instance."
@@ -245,15 +245,16 @@ def _kept_for_nothing(both: BothWays) -> str:
 
 def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
     """Check that what a policy offloads lies on the host in the compiled program."""
-    asked = moved_to_host(both.mine.gradient.jaxpr)
-    policies = [policy_arguments(one.call.policy) for one in find_checkpoints(both.mine.traced.jaxpr)]
+    asked = moved_to_host(both.rematerialised.gradient.jaxpr)
+    checkpoints = find_checkpoints(both.rematerialised.traced.jaxpr)
+    policies = [policy_arguments(checkpoint.call.policy) for checkpoint in checkpoints]
     if not asked and not any("offload_dst" in arguments for arguments in policies):
         return None
-    mine = both.mine.report
-    seen = f"{asked:,} bytes offloaded, {mine.host_bytes:,} on the host of {mine.chip.name}"
-    if mine.chip.platform == "cpu":
+    report = both.rematerialised.report
+    seen = f"{asked:,} bytes offloaded, {report.host_bytes:,} on the host of {report.chip.name}"
+    if report.chip.platform == "cpu":
         return Proof(Title.OFFLOAD, None, f"{seen}: cannot tell, a CPU's memory is the host's")
-    arrived = asked > 0 and mine.host_bytes >= 0.9 * asked / both.devices
+    arrived = asked > 0 and report.host_bytes >= 0.9 * asked / both.devices
     cause = ""
     if not arrived:
         cause = (
@@ -266,7 +267,7 @@ def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
 
 def randomness_is_fresh(both: BothWays) -> Proof:
     """Check that every draw has its own key, fed by the step's key and by its layer's number or inputs."""
-    keys = Keys(both.mine.traced, both.params, both.batch)
+    keys = Keys(both.rematerialised.traced, both.params, both.batch)
     if keys.faults:
         return Proof(Title.RANDOMNESS, False, " ".join(keys.faults), _if_meant(Title.RANDOMNESS))
     if keys.hidden:

@@ -84,8 +84,8 @@ def _is_small(array: Any) -> bool:
     """Return whether an array, or its description, is of integers or keys, and few."""
     dtype = jnp.result_type(array) if isinstance(array, int) else getattr(array, "dtype", jnp.float32)
     kinds = jnp.integer, jnp.bool_, jax.dtypes.prng_key
-    here = getattr(array, "is_fully_addressable", True)
-    return here and any(jnp.issubdtype(dtype, kind) for kind in kinds) and np.size(array) <= _SMALL
+    addressable = getattr(array, "is_fully_addressable", True)
+    return addressable and any(jnp.issubdtype(dtype, kind) for kind in kinds) and np.size(array) <= _SMALL
 
 
 def given_value(array: Any, fed: frozenset[Hashable] = frozenset()) -> TracedValue:
@@ -197,12 +197,12 @@ class Keys:
                 stale.setdefault(kind, kind.format(draw=draw.numbers))
         uses = Counter(draw.identity for draw in self.draws)
         first = {draw.identity: draw for draw in reversed(self.draws)}
-        found = [
+        faults = [
             *stale.values(),
             *self.faults,
             *(_TWICE.format(draw=first[key].numbers, n=n) for key, n in uses.items() if n > 1),
         ]
-        self.faults = list(dict.fromkeys(found or self._misused))
+        self.faults = list(dict.fromkeys(faults or self._misused))
 
     def _leaves_that_move(
         self, traced: jex_core.ClosedJaxpr, leaves: list[TracedValue], results: list[TracedValue]

@@ -112,19 +112,20 @@ def verify_remat(
         raise ValueError(f"step={show(step)}: expected jax.jit(step, donate_argnums=(0,)).lower(state, batch).")
     _check_arrays(params, batch)
     both = BothWays(loss_fn, params, batch, remat, baseline, chip, evaluate, step)
-    found: list[Proof | None] = []
+    proofs: list[Proof | None] = []
     try:
         for title, prove in PROOFS.items():
-            found.append(Proof(title, None, "", skipped=True) if title in skip else prove(both))
+            proofs.append(Proof(title, None, "", skipped=True) if title in skip else prove(both))
     except Exception as error:
         if "trace level" in str(error):
             raise ValueError(_NNX) from error
         if "remat(" in str(error) and type(error).__module__ == "flax.errors":
             error.add_note(_LINEN)
-        if not isinstance(error, FAILURES) or (failure := _failure_of(both)) is None:
+        failure = _failure_of(both) if isinstance(error, FAILURES) else None
+        if failure is None:
             raise
-        found.append(failure)
-    return Verification(tuple(proof for proof in found if proof is not None))
+        proofs.append(failure)
+    return Verification(tuple(proof for proof in proofs if proof is not None))
 
 
 def _check_arrays(params: Any, batch: Any) -> None:
@@ -148,7 +149,10 @@ def _failure_of(both: BothWays) -> Proof | None:
     Raises what the plain program raises: that is no failure of the other.
     """
     both.plain.results  # noqa: B018
-    for title, attempt in ((Title.TRACED, lambda: both.mine.traced), (Title.COMPUTED, lambda: both.mine.results)):
+    for title, attempt in (
+        (Title.TRACED, lambda: both.rematerialised.traced),
+        (Title.COMPUTED, lambda: both.rematerialised.results),
+    ):
         try:
             attempt()
         except FAILURES as error:

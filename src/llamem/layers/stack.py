@@ -127,18 +127,18 @@ class _Missing:
         return "not there"
 
 
-def _first_difference(one: Any, other: Any, place: str = "") -> tuple[str, Any, Any] | None:
+def _first_difference(first: Any, other: Any, place: str = "") -> tuple[str, Any, Any] | None:
     """Return where two objects first differ, arrays aside, and what stands there in both."""
-    if is_array(one) and is_array(other):
+    if is_array(first) and is_array(other):
         return None
-    parts, others = _parts(one), _parts(other)
-    if type(one) is not type(other) or parts is None or others is None:
-        return None if one is other or one == other else (place, one, other)
+    parts, others = _parts(first), _parts(other)
+    if type(first) is not type(other) or parts is None or others is None:
+        return None if first is other or first == other else (place, first, other)
     for name in {**parts, **others}:
         if name not in parts or name not in others:
-            return place + name, *(mine.get(name, _Missing()) for mine in (parts, others))
-        if found := _first_difference(parts[name], others[name], place + name):
-            return found
+            return place + name, *(members.get(name, _Missing()) for members in (parts, others))
+        if difference := _first_difference(parts[name], others[name], place + name):
+            return difference
     return None
 
 
@@ -242,10 +242,10 @@ def apply_stack(
     changed: list[int] = []
     policy = check_policy(remat)
     if (isinstance(policy, Policy) and policy.names) or variables_in(xs):  # else a scan traces the layer soon enough
-        one = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), xs)
-        traced, (_, _, assigned) = jax.make_jaxpr(traced_alone, return_shape=True)(x, one)
+        layer_shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), xs)
+        traced, (_, _, assigned) = jax.make_jaxpr(traced_alone, return_shape=True)(x, layer_shapes)
         changed = changed_by(traced.jaxpr, assigned)
-        check_not_lost(traced.jaxpr, x, one)
+        check_not_lost(traced.jaxpr, x, layer_shapes)
         check_names(remat, traced)
     if mode != "unroll" and offloads(remat):
         refuse_wrong_offload(f"apply_stack(remat={remat!r})")

@@ -6,7 +6,7 @@ from jaxmem._lazy import lazy_names
 
 if TYPE_CHECKING:
     from llamem.planner.estimates import Estimate, Line, estimate
-    from llamem.planner.found import Found
+    from llamem.planner.result import Found
     from llamem.planner.roofline import CHIP_LINK, HOST_LINK, INSIDE, NETWORK, PRODUCTS, Pace, pace
     from llamem.planner.search import find_plan, longest_context
 

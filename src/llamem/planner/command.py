@@ -17,7 +17,7 @@ from jaxmem.report import GiB
 from llamem.adapters.lora import LoraConfig
 from llamem.files.hf_config import config_from_hf
 from llamem.llama.config import LlamaConfig
-from llamem.planner.found import SPEEDS, speeds_shown
+from llamem.planner.result import SPEEDS, speeds_shown
 from llamem.planner.search import Found, find_plan, longest_context
 
 FITS, NOTHING_FITS, BAD_INPUT = 0, 1, 2
@@ -35,13 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.chip = [name for name, chip in CHIPS.items() if given.quantize is None or chip.devices == 1]
     short = {chip: f"{chip.lower()}-1" for chip in given.chip if f"{chip.lower()}-1" in CHIPS}
     given.chip = [short.get(chip, chip) for chip in given.chip]
-    status, rows, texts = FITS, [], [f"{chip} is taken for {one}, one chip." for chip, one in short.items()]
+    status, rows, texts = FITS, [], [f"{chip} is taken for {single}, one chip." for chip, single in short.items()]
     for model in given.models:
         for chip in given.chip:
             try:
-                found = _find(model, chip, given)
-                rows.append((model, chip, *_cells(found)))
-                texts.append(f"\n{model} on {chip}: {found.why}\n\n{_program(model, found)}")
+                result = _find(model, chip, given)
+                rows.append((model, chip, *_cells(result)))
+                texts.append(f"\n{model} on {chip}: {result.why}\n\n{_program(model, result)}")
                 continue
             except NothingFits as error:
                 failed, why = NOTHING_FITS, error
@@ -62,22 +62,22 @@ def _find(model: str, chip: str, given: argparse.Namespace) -> Found:
     products = jnp.bfloat16 if lora is None or chip_called(chip).has_bf16 else jnp.float16
     types = {"param_dtype": given.param_dtype or products, "compute_dtype": products}
     config = config_from_hf(model) if model.endswith(".json") else LlamaConfig.from_name(model)
-    how: dict[str, Any] = {name: getattr(given, name) for name in ("batch_size", "clip", "quantize")}
-    how["host_bytes"] = None if given.host_gib is None else int(given.host_gib * GiB)
-    how |= {"lora": lora, "compiler": not given.estimate, "progress": lambda line: print(line, file=sys.stderr)}
+    options: dict[str, Any] = {name: getattr(given, name) for name in ("batch_size", "clip", "quantize")}
+    options["host_bytes"] = None if given.host_gib is None else int(given.host_gib * GiB)
+    options |= {"lora": lora, "compiler": not given.estimate, "progress": lambda line: print(line, file=sys.stderr)}
     if given.tokens is None:
-        return longest_context(config.replace(**types), chip, **how)
-    return find_plan(config.replace(**types), chip, seq_len=given.tokens, **how)
+        return longest_context(config.replace(**types), chip, **options)
+    return find_plan(config.replace(**types), chip, seq_len=given.tokens, **options)
 
 
-def _program(model: str, found: Found) -> str:
+def _program(model: str, result: Found) -> str:
     """Return a program that trains with what was found; of the reader's own are only the names of files."""
-    if found.estimate.question.lora is not None:
-        return f"import llamem\n\n{found.code}"  # the model comes with its weights
-    config = found.estimate.question.config
+    if result.estimate.question.lora is not None:
+        return f"import llamem\n\n{result.code}"  # the model comes with its weights
+    config = result.estimate.question.config
     types = f"param_dtype={config.param_dtype.name!r}, compute_dtype={config.compute_dtype.name!r}"
     made_by = "llamem.files.config_from_hf" if model.endswith(".json") else "llamem.LlamaConfig.from_name"
-    return f"import llamem\n\nconfig = {made_by}({model!r}, {types})\n{found.code}"
+    return f"import llamem\n\nconfig = {made_by}({model!r}, {types})\n{result.code}"
 
 
 def _tokens(text: str) -> int:
@@ -89,10 +89,10 @@ def _tokens(text: str) -> int:
     return int(number) * unit
 
 
-def _cells(found: Found) -> tuple[str, ...]:
-    e = found.estimate
-    sizes = (f"{size / GiB:.2f}" for size in (found.peak_bytes, e.capacity_bytes or 0, e.host_bytes))
-    return f"{e.question.batch_size} x {found.seq_len:,}", *sizes, *speeds_shown(e), repr(found.plan)
+def _cells(result: Found) -> tuple[str, ...]:
+    e = result.estimate
+    sizes = (f"{size / GiB:.2f}" for size in (result.peak_bytes, e.capacity_bytes or 0, e.host_bytes))
+    return f"{e.question.batch_size} x {result.seq_len:,}", *sizes, *speeds_shown(e), repr(result.plan)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -302,10 +302,10 @@ def estimate(
     question = Question(config, chip_called(chip), seq_len, batch_size, None, clip, None, lora, quantize)
     if not isinstance(plan, Plan):
         raise TypeError(f"plan={plan!r}: expected a llamem.Plan.")
-    found = estimate_plan(question, plan)
+    result = estimate_plan(question, plan)
     if lora is None:
         check_update(plan, TrainSettings(clip=clip), config.param_dtype)
-    return found
+    return result
 
 
 def estimate_plan(question: Question, plan: Plan) -> Estimate:

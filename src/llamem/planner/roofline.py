@@ -84,7 +84,7 @@ def pace(config: LlamaConfig, chip: str, mesh: Mapping[str, int], *, batch_size:
     chip, for a mesh whose inner axes are larger than that, and for sequences that do not divide.
     """
     check_one_of("chip", chip, tuple(INSIDE))
-    shape, one = MeshShape.of(mesh), _FAMILIES[chip]
+    shape, single_chip = MeshShape.of(mesh), _FAMILIES[chip]
     inner = shape.devices // shape.data
     if inner > INSIDE[chip]:
         raise ValueError(
@@ -92,8 +92,8 @@ def pace(config: LlamaConfig, chip: str, mesh: Mapping[str, int], *, batch_size:
             f"{chip}. Put the rest on data=, whose messages are few: mesh={{'data': {-(-inner // INSIDE[chip])}, ...}}."
         )
     # On GPUs whoever pays for many runs attention in a kernel; what splits sequences has none there.
-    plan = Plan(mesh=shape, attention="cudnn" if has_cudnn(config, one) and shape.context == 1 else "auto")
-    s = Sizes(Question(config, dataclasses.replace(one, devices=shape.devices), seq_len, batch_size), plan)
+    plan = Plan(mesh=shape, attention="cudnn" if has_cudnn(config, single_chip) and shape.context == 1 else "auto")
+    s = Sizes(Question(config, dataclasses.replace(single_chip, devices=shape.devices), seq_len, batch_size), plan)
     seconds, links, tokens = seconds_of(s), link_seconds(s), batch_size * seq_len
     # Of a position's keys and values half are masked.
     attention = 6 * seq_len * config.n_heads * config.head_dim * config.n_layers
@@ -217,7 +217,7 @@ def received(s: Sizes) -> dict[str, float]:
     def others(parts: int) -> float:
         return (parts - 1) / parts
 
-    found = {
+    bytes_by_axis = {
         "fsdp": others(s.split) * weights * c,
         # Sums of the stream: two forward, one of them again, two backward. In a ring a sum travels twice.
         "tensor": 2 * others(mesh.tensor) * (4 + again) * s.L * s.activation_bytes("block_in"),
@@ -227,4 +227,4 @@ def received(s: Sizes) -> dict[str, float]:
         if s.trained
         else 2 * others(mesh.devices // mesh.tensor) * 4 * s.adapters,
     }
-    return {axis: size for axis, size in found.items() if size}
+    return {axis: size for axis, size in bytes_by_axis.items() if size}

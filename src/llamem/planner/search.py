@@ -20,7 +20,7 @@ from llamem.layers.remat import Policy
 from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import MeshShape, Plan
 from llamem.planner.estimates import Estimate, estimate_plan
-from llamem.planner.found import ALIKE, Found, explain
+from llamem.planner.result import ALIKE, Found, explain
 from llamem.planner.sizes import Question
 from llamem.quantized.blocks import BlockKind
 from llamem.train.settings import Clip
@@ -55,16 +55,16 @@ def all_estimates(question: Question, streamed: bool = False) -> tuple[Estimate,
     """
     if streamed and (question.chip.devices > 1 or question.host_bytes is None):
         return ()
-    found, why = [], None
+    estimates, why = [], None
     for mesh in _meshes(question):
         for plan in _plans(question.config, mesh, question.lora is None, streamed):
             try:
-                found.append(estimate_plan(question, plan))
+                estimates.append(estimate_plan(question, plan))
             except ValueError as error:  # a mesh that does not divide the sizes
                 why = error
-    if why is not None and not found:
+    if why is not None and not estimates:
         raise why
-    return tuple(found)
+    return tuple(estimates)
 
 
 def _meshes(question: Question) -> Iterator[MeshShape]:
@@ -101,7 +101,7 @@ def _plans(config: LlamaConfig, mesh: MeshShape, trained: bool, streamed: bool) 
         settings = [KEPT, groups, rows, OFFLOADS, [{}, {"moments": "host"}] if trained else [{}], losses]
     plans = []
     for choice in product(*settings):
-        fields: dict[str, Any] = {"mesh": mesh} | {name: value for one in choice for name, value in one.items()}
+        fields: dict[str, Any] = {"mesh": mesh} | {name: value for setting in choice for name, value in setting.items()}
         if fields.get("remat", "") is None and (fields["head_groups"], fields["mlp_tiles"]) != (1, 1):
             continue
         try:
@@ -150,8 +150,8 @@ def find_plan(
     Raises NothingFits, a ValueError that names what comes closest; ValueError for bad sizes or an unknown chip;
     ImportError as `jaxmem.find_chip` does.
     """
-    found, shape = find_chip(chip) if compiler else chip_called(chip), None if mesh is None else MeshShape.of(mesh)
-    question = Question(config, found, seq_len, batch_size, shape, clip, host_bytes, lora, quantize)
+    target, shape = find_chip(chip) if compiler else chip_called(chip), None if mesh is None else MeshShape.of(mesh)
+    question = Question(config, target, seq_len, batch_size, shape, clip, host_bytes, lora, quantize)
     return best_plan(question, compiler, progress)
 
 
@@ -173,10 +173,10 @@ def longest_context(
     Bisection by estimate, then the compiler; what it refuses shortens the sequence, and a peak far below its estimate
     lengthens it. Arguments and errors as `find_plan`.
     """
-    found, shape = find_chip(chip) if compiler else chip_called(chip), None if mesh is None else MeshShape.of(mesh)
+    target, shape = find_chip(chip) if compiler else chip_called(chip), None if mesh is None else MeshShape.of(mesh)
     unit = _STEP * (shape.context if shape else 1)
-    first = Question(config, found, unit, batch_size, shape, clip, host_bytes, lora, quantize)
-    limit, _ = host_limit(found, host_bytes)
+    first = Question(config, target, unit, batch_size, shape, clip, host_bytes, lora, quantize)
+    limit, _ = host_limit(target, host_bytes)
 
     def of(count: int) -> Question:
         return dataclasses.replace(first, seq_len=count * unit)
@@ -185,7 +185,7 @@ def longest_context(
         tried = all_estimates(of(count))
         if clip == "layer" or lora is not None:
             tried += all_estimates(of(count), streamed=True)
-        room = found.capacity_bytes or float("inf")
+        room = target.capacity_bytes or float("inf")
         return any(e.peak_bytes * factor <= room and e.host_bytes <= limit for e in tried)
 
     best, factor, doubt = None, 1.0, 1 / 32  # an estimate too low is first taken to be so by little, then by more
@@ -206,13 +206,13 @@ def longest_context(
             break
         factor = best.report.peak_bytes / best.estimate.peak_bytes
     if best is None:
-        raise NothingFits(f"nothing fits on {found.name}: not even {unit:,} tokens.")
+        raise NothingFits(f"nothing fits on {target.name}: not even {unit:,} tokens.")
     return best
 
 
 def best_plan(question: Question, compiler: bool, progress: Progress, factor: float = 1.0) -> Found:
     """Return what `find_plan` does; `factor` multiplies estimates until the compiler has been asked."""
-    limit, who = host_limit(question.chip, question.host_bytes)
+    limit, source = host_limit(question.chip, question.host_bytes)
 
     def search(estimates: Sequence[Estimate]) -> Found:
         return _search(question, [e for e in estimates if e.host_bytes <= limit], compiler, progress, factor)
@@ -227,7 +227,7 @@ def best_plan(question: Question, compiler: bool, progress: Progress, factor: fl
         if closest.host_bytes > limit:
             one_by_one = "layers updated one by one, and " if question.lora is None else ""
             why = (
-                f"With {one_by_one}weights on the host it would fit, but {who} has {limit / GiB:.1f} GiB and would "
+                f"With {one_by_one}weights on the host it would fit, but {source} has {limit / GiB:.1f} GiB and would "
                 f"have to hold {closest.host_bytes / GiB:.1f}."
             )
         elif question.clip == "global" and question.lora is None:
@@ -251,8 +251,9 @@ def host_limit(chip: Chip, given: int | None) -> tuple[float, str]:
         says = os.environ.get(_GPU_POOL_GB, "")
         pool = int(says) * 10**9 if says.isdigit() else PINNED_POOL_BYTES
         limits.append((float(pool), f"XLA's pool of host memory for GPUs, unless {_GPU_POOL_GB} says more,"))
-    if not chip.absent and chip.platform != "cpu" and (here := host_memory_limit()):
-        limits.append((float(here), "this machine, or its container,"))
+    memory = None if chip.absent or chip.platform == "cpu" else host_memory_limit()
+    if memory:
+        limits.append((float(memory), "this machine, or its container,"))
     return min(limits, default=(float("inf"), ""))
 
 
@@ -265,7 +266,8 @@ def _search(question: Question, tried: Sequence[Estimate], compiler: bool, progr
     accepted: dict[Plan, Report] = {}
 
     def next_one() -> Estimate | None:
-        ratios = [one.peak_bytes / by_plan[plan].peak_bytes for plan, one in answers.items() if isinstance(one, Report)]
+        peaks = {plan: answer.peak_bytes for plan, answer in answers.items() if isinstance(answer, Report)}
+        ratios = [peak / by_plan[plan].peak_bytes for plan, peak in peaks.items()]
         factor = max(1.0, *ratios) if ratios else first  # estimates were too low, or by far too high
         if ratios and max(ratios) < FAR_BELOW:
             factor = ratios[-1]
@@ -274,12 +276,13 @@ def _search(question: Question, tried: Sequence[Estimate], compiler: bool, progr
         fitting = [e for e in new if e.peak_bytes * factor <= capacity]
         return _fastest(fitting) if fitting and len(answers) < ASKS else None
 
-    while compiler and (one := next_one()):
-        if report := ask(one.plan, partial(question.compile, one.plan), answers, question.chip.name, progress):
-            accepted[one.plan] = report
-    found = [e for e in tried if (e.plan in accepted if compiler else e.fits)]
-    if found:
-        best = _fastest(found)
+    while compiler and (estimate := next_one()):
+        plan = estimate.plan
+        if report := ask(plan, partial(question.compile, plan), answers, question.chip.name, progress):
+            accepted[plan] = report
+    candidates = [e for e in tried if (e.plan in accepted if compiler else e.fits)]
+    if candidates:
+        best = _fastest(candidates)
         return explain(best, accepted.get(best.plan), tried, len(answers))
     errors = [answer for answer in answers.values() if isinstance(answer, str)]
     if errors and len(errors) == len(answers):

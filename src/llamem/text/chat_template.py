@@ -105,9 +105,9 @@ def check_messages(messages: Any, special: Sequence[str]) -> list[dict[str, str]
                 "as 'system', 'user' and 'assistant'."
             )
         for field in ("role", "content"):
-            if found := next((token for token in special if token in message[field]), None):
+            if match := next((token for token in special if token in message[field]), None):
                 raise ValueError(
-                    f"messages[{i}] has the special token {found!r} in its {field}: the model would take it for an end "
+                    f"messages[{i}] has the special token {match!r} in its {field}: the model would take it for an end "
                     "of turn or a change of role. Write it otherwise, or leave the message out."
                 )
     return [dict(message) for message in messages]
@@ -154,7 +154,8 @@ def assistant_spans(
                 "%}...{% endif %} at its end."
             )
         until = _words_begin(text, messages, i + 1, render, add_generation_prompt)
-        ends = [at + len(stop) for stop in stops if (at := text.find(stop, len(prompt), until)) >= 0]
+        places = [(text.find(stop, len(prompt), until), stop) for stop in stops]
+        ends = [at + len(stop) for at, stop in places if at >= 0]
         if not ends:
             raise ValueError(
                 f"this chat template ends messages[{i}] by none of the tokens {_named(stops)} before another message "

@@ -164,7 +164,8 @@ class PackedBatches(Shuffled):
             end = 0
             for segment, i in enumerate(self._rows[number], start=1):
                 ids, wrote = self._chats[i]
-                place = slice(end, end := end + len(ids) - 1)
+                start, end = end, end + len(ids) - 1
+                place = slice(start, end)
                 inputs_BT[row, place], segments_BT[row, place] = ids[:-1], segment
                 targets_BT[row, place] = np.where(wrote[1:], ids[1:].astype(np.int32), IGNORED)
         return inputs_BT, targets_BT, segments_BT

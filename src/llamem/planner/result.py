@@ -111,19 +111,20 @@ def speeds_shown(e: Estimate) -> tuple[str, str, str]:
     return f"{e.seconds.total:.2f}", f"{speed:,.0f}", f"{1e9 / speed / 3600:,.0f}"
 
 
-def explain(one: Estimate, report: Report | None, tried: Sequence[Estimate], asked: int) -> Found:
+def explain(chosen: Estimate, report: Report | None, tried: Sequence[Estimate], asked: int) -> Found:
     """Return what was found, why in words, and the plans beside it."""
-    of = f" of {one.capacity_bytes / GiB:.2f}" if one.capacity_bytes else ""
-    peak, who = (report.peak_bytes, "compiled") if report else (one.peak_bytes, "estimated, not compiled")
-    seconds, question = one.seconds, one.question
+    of = f" of {chosen.capacity_bytes / GiB:.2f}" if chosen.capacity_bytes else ""
+    peak, basis = (report.peak_bytes, "compiled") if report else (chosen.peak_bytes, "estimated, not compiled")
+    seconds, question = chosen.seconds, chosen.question
     lines = [
-        f"{one.plan}: {peak / GiB:.2f}{of} GiB on {one.chip.name} ({who}), {one.host_bytes / GiB:.2f} GiB on the host, "
-        f"{seconds.total:.2f} s a step (estimated) for {question.batch_size} x {question.seq_len:,} tokens.",
-        f"It {in_words(one.plan)}. {_types(one)}",
+        f"{chosen.plan}: {peak / GiB:.2f}{of} GiB on {chosen.chip.name} ({basis}), "
+        f"{chosen.host_bytes / GiB:.2f} GiB on the host, {seconds.total:.2f} s a step (estimated) for "
+        f"{question.batch_size} x {question.seq_len:,} tokens.",
+        f"It {in_words(chosen.plan)}. {_types(chosen)}",
     ]
-    if one.capacity_bytes and peak > _FULL * one.capacity_bytes:
+    if chosen.capacity_bytes and peak > _FULL * chosen.capacity_bytes:
         lines.append(
-            f"That leaves {(one.capacity_bytes - peak) / GiB:.2f} GiB for all that is beside the step: what the "
+            f"That leaves {(chosen.capacity_bytes - peak) / GiB:.2f} GiB for all that is beside the step: what the "
             "runtime takes for itself, the next batch, other arrays of yours. If a run dies of it, take fewer tokens."
         )
     faster = [e for e in tried if e.seconds.total < seconds.total / ALIKE]
@@ -135,13 +136,13 @@ def explain(one: Estimate, report: Report | None, tried: Sequence[Estimate], ask
         )
     else:
         lines.append(f"No plan of {len(tried)} is faster by more than 2 %: memory is no constraint here.")
-    if one.link_bytes and seconds.host_link > seconds.products + seconds.attention:
+    if chosen.link_bytes and seconds.host_link > seconds.products + seconds.attention:
         lines.append(
             f"The link to the host takes {seconds.host_link:.2f} of these seconds, more than the arithmetic: more "
             "tokens in a step would share it."
         )
-    if one.plan.attention == "auto" and one.plan.mesh.context == 1 and has_cudnn(question.config, one.chip):
-        kernel = estimate_plan(question, one.plan.replace(attention="cudnn")).seconds.total
+    if chosen.plan.attention == "auto" and chosen.plan.mesh.context == 1 and has_cudnn(question.config, chosen.chip):
+        kernel = estimate_plan(question, chosen.plan.replace(attention="cudnn")).seconds.total
         if kernel < 0.9 * seconds.total:
             lines.append(
                 "Attention is plain JAX in these seconds. With NVIDIA's own kernel, attention='cudnn', they would be "
@@ -152,9 +153,9 @@ def explain(one: Estimate, report: Report | None, tried: Sequence[Estimate], ask
     for e in sorted(tried, key=lambda e: (round(e.seconds.total, 6), e.peak_bytes)):
         if not others or e.peak_bytes < others[-1].peak_bytes:
             others.append(e)
-    room = 1.5 * (one.capacity_bytes or float("inf"))
-    others = [e for e in others if e.peak_bytes <= room and e is not one]
-    return Found(one.plan, one, report, "\n".join(lines), tuple(others), asked)
+    room = 1.5 * (chosen.capacity_bytes or float("inf"))
+    others = [e for e in others if e.peak_bytes <= room and e is not chosen]
+    return Found(chosen.plan, chosen, report, "\n".join(lines), tuple(others), asked)
 
 
 def in_words(plan: Plan) -> str:
@@ -179,9 +180,10 @@ def in_words(plan: Plan) -> str:
     return ", ".join(text for text, so in words.items() if so)
 
 
-def _types(one: Estimate) -> str:
+def _types(estimate: Estimate) -> str:
     """Return what is trained, and in which types everything is."""
-    p, c, question = one.question.config.param_dtype.name, one.question.config.compute_dtype.name, one.question
+    question = estimate.question
+    p, c = question.config.param_dtype.name, question.config.compute_dtype.name
     if question.lora is None:
         return f"Weights, gradients and both moments are {p}, products {c}."
     ranks, kind = ", ".join(map(str, question.lora.ranks)), question.quantize
