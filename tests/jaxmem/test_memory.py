@@ -209,7 +209,7 @@ def test_reports_agree_with_the_process():
     if any("kernels of its own" in note for note in closed["notes"]):  # and what those need is not in the numbers
         assert differences.pop("closed over") > 0
     # A plan is what is needed at least.
-    assert len(differences) >= 3 and min(differences.values()) > -5 and max(differences.values()) < 40, differences
+    assert len(differences) >= 3 and min(differences.values()) > -5 and max(differences.values()) < 64, differences
 
 
 def plain_loss(hidden, head):
