@@ -12,11 +12,11 @@ each kind.
 import argparse
 import datetime
 import random
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from compilers_used import compilers_used
 
 import jaxmem
 import llamem
@@ -198,7 +198,7 @@ def compared(number: int, found: Estimate, answer: str) -> tuple[str, float | No
 
 
 def versions() -> str:
-    return f"jax {metadata.version('jax')}, libtpu {metadata.version('libtpu')}"
+    return compilers_used()
 
 
 def earlier_answers() -> dict[int, str]:

@@ -55,7 +55,7 @@ def main() -> None:
     short = {f"{name}, 8,192 tokens": step_peak(MODEL, 8192, CHIP, **how) for name, how in PROGRAMS.items()}
     for name, report in (reports | alone | short).items():
         if report is None:
-            raise SystemExit(f"No compiler for {CHIP} here: pip install libtpu, on Linux x86-64.")
+            raise SystemExit(f"No compiler for {CHIP} here: python -m jaxmem compilers")
         print(f"{name:28}{report.peak_bytes / 2**30:6.1f} GiB")
     drawn = {name: report for name, report in reports.items() if report}
     figure = plots.timeline(drawn)

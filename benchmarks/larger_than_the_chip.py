@@ -11,12 +11,11 @@ cached, so that what was cut off goes on where it stopped.
 import argparse
 import dataclasses
 import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from compilers_used import compilers_used
 
 import jaxmem
 import llamem
@@ -133,7 +132,7 @@ def line(row: Row, said: Compiled) -> str:
 
 
 def versions() -> str:
-    return f"jax {jax.__version__}, libtpu {metadata.version('libtpu')}"
+    return compilers_used()
 
 
 def earlier() -> dict[Name, Compiled]:

@@ -9,10 +9,10 @@ quick ones, as soon as memory is assigned, and nothing runs on a chip.
 import argparse
 import datetime
 import itertools
-from importlib import metadata
 from pathlib import Path
 
 import jax.numpy as jnp
+from compilers_used import compilers_used
 
 import jaxmem
 import llamem
@@ -67,7 +67,7 @@ def with_tools(config: llamem.LlamaConfig, chip: str) -> str:
 
 
 def versions() -> str:
-    return f"jax {metadata.version('jax')}, libtpu {metadata.version('libtpu')}"
+    return compilers_used()
 
 
 def earlier_rows() -> dict[Row, str]:

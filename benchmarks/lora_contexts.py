@@ -8,12 +8,11 @@ as memory, which takes seconds; the plans of the largest model are compiled to t
 
 import argparse
 import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from compilers_used import compilers_used
 
 import jaxmem
 import llamem
@@ -29,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 HEAD = f"""# What fits where: the longest context on one chip
 
-{{today}}, jax {jax.__version__}, libtpu {metadata.version("libtpu")}, by `benchmarks/lora_contexts.py`:
+{{today}}, {compilers_used("tpu", "cuda")}, by `benchmarks/lora_contexts.py`:
 compiled for each chip, the plans of the 8B model to the end, not run. AdamW, one sequence, nothing on the host. All
 parameters: weights, gradients and moments bf16. Adapters: of rank 16 on all seven projections, f32 with both moments,
 over a base of 16 bits (f16 on a T4, else bf16), or with its layers in a GGUF's blocks of four bits (q4_0). Lengths are

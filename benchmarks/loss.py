@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import psutil
+from compilers_used import compilers_used
 
 import jaxmem
 import llamem
@@ -263,8 +264,8 @@ def peers() -> str:
 
 
 def versions() -> str:
-    packages = [p for p in ("jax", "jaxlib", "optax", "libtpu") if importlib.util.find_spec(p)]
-    return ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages) + peers()
+    packages = ("jax", "jaxlib", "optax")
+    return ", ".join(f"{p} {importlib.metadata.version(p)}" for p in packages) + f", {compilers_used()}" + peers()
 
 
 def main() -> None:

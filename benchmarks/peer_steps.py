@@ -34,6 +34,7 @@ import optax
 import qwix  # pyrefly: ignore[missing-import]
 import tunix.models.llama3.model as tunix_llama  # pyrefly: ignore[missing-import]
 import tunix.sft.peft_trainer  # pyrefly: ignore[missing-import]
+from compilers_used import compilers_used
 from flax import nnx
 
 import jaxmem
@@ -235,8 +236,8 @@ v5e.
 
 def main() -> None:
     """Write the table."""
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", "libtpu", "qwix"))
-    versions += f", Python {platform.python_version()}"
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("flax", "qwix"))
+    versions += f", {compilers_used('tpu', 'cuda')}, Python {platform.python_version()}"
     with tempfile.TemporaryDirectory() as nothing_kept:
         os.environ["LLAMEM_CACHE"] = nothing_kept
         rows = []

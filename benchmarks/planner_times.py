@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
+
+from compilers_used import compilers_used
 
 TABLE = Path(__file__).with_suffix(".md")
 CASES = (("llama3.2-1b", "v5e-1", 131_072), ("llama3.1-8b", "v5p-1", 8192), ("llama3.2-1b", "h100", 32_768))
@@ -73,7 +74,7 @@ def measured(number: int) -> str:
 
 
 def page(lines: dict[int, str]) -> str:
-    versions = f"jax {metadata.version('jax')}, libtpu {metadata.version('libtpu')}"
+    versions = compilers_used()
     return "\n".join(
         [
             "# Seconds of the planner",

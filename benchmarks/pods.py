@@ -7,11 +7,10 @@
 import argparse
 import datetime
 import platform
-from importlib import metadata
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
+from compilers_used import compilers_used
 
 import jaxmem
 import llamem
@@ -60,7 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", default=())
     only = parser.parse_args().only
-    versions = f"jax {jax.__version__}, libtpu {metadata.version('libtpu')}, {platform.machine()}"
+    versions = f"{compilers_used()}, {platform.machine()}"
     lines = [
         "# Llama 3.1 on pods, planned by the TPU compiler",
         "",

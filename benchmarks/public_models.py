@@ -23,6 +23,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from compilers_used import compilers_used
 from flax import nnx
 from public_model_cases import CASES
 
@@ -136,8 +137,8 @@ farthest apart. `find_fitting`: 16, 8, 4, 2 and one times that batch on a v5e, w
 def main() -> None:
     """Fill the table."""
     rows = {line.split(" (")[0]: line for line in TABLE.read_text().splitlines()} if TABLE.exists() else {}
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "flax", "equinox", "libtpu"))
-    versions += f", Python {platform.python_version()}"
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("flax", "equinox"))
+    versions += f", {compilers_used()}, Python {platform.python_version()}"
     with tempfile.TemporaryDirectory() as nothing_kept:
         os.environ["LLAMEM_CACHE"] = nothing_kept
         for name in sys.argv[1:] or CASES:

@@ -10,12 +10,12 @@ import datetime
 import functools
 import platform
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from compilers_used import compilers_used
 
 import jaxmem
 import llamem
@@ -127,7 +127,7 @@ def compared(name: str, chip: str) -> tuple[str, float]:
 
 
 def versions() -> str:
-    return f"jax {jax.__version__}, libtpu {metadata.version('libtpu')}, {platform.machine()}"
+    return f"{compilers_used()}, {platform.machine()}"
 
 
 def earlier_rows() -> dict[tuple[str, str], str]:

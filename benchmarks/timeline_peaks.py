@@ -12,12 +12,12 @@ import shutil
 import subprocess
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax.numpy as jnp
+from compilers_used import compilers_used
 from timeline_programs import PROGRAMS
 
 import jaxmem
@@ -129,9 +129,9 @@ def write(line: str) -> None:
             peaks[cells[0], cells[1]] = one
         elif cells[0] in CHIPS:
             steps[cells[0]] = one
-    packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "libtpu", "jax-cuda12-plugin"))
     lines = [peaks[name, chip] for chip in CHIPS for name in PROGRAMS if (name, chip) in peaks]
-    text = HEAD.format(date=datetime.date.today(), versions=packages) + "\n".join(lines) + "\n\n" + STEP
+    head = HEAD.format(date=datetime.date.today(), versions=compilers_used("tpu", "cuda"))
+    text = head + "\n".join(lines) + "\n\n" + STEP
     TABLE.write_text(text + "\n".join(steps[chip] for chip in CHIPS if chip in steps) + "\n")
 
 
