@@ -25,6 +25,8 @@ from llamem.losses.cross_entropy import tiled_cross_entropy
 from llamem.train.optimizers import clip, make_update, norm_of, split_counters, start_of_whole
 from llamem.train.settings import TrainSettings
 
+IGNORED = -100  # a target that does not count
+
 
 class OneDevice:
     """Nothing is elsewhere: weights are plain, sums are complete."""
@@ -59,9 +61,6 @@ class OneDevice:
 
 
 ONE_DEVICE = OneDevice()
-
-
-IGNORED = -100  # a target that does not count
 
 
 def mean_weights(targets_BT: Int[Array, "B T"], place: OneDevice = ONE_DEVICE) -> Float[Array, " B"]:
