@@ -54,12 +54,16 @@ def check_peak_with_logits(fn: Callable[..., Any]) -> None:
             logits = 4 * tokens * config.vocab_size
             inputs = config.n_layers * tokens * config.d_model * config.compute_dtype.itemsize
             head = config.vocab_size * config.d_model * config.param_dtype.itemsize
+            others = (1 / sequences - 1) * (inputs + 2 * logits)
             counted, off = 3 * weights + inputs + 2 * logits, (got - peak) / 2**30
             hint = "Which arrays are alive where forward becomes backward, how many of each, and of which type?"
             named = (
                 ("the gradients of all weights: are they there before the layers' backward passes?", weights),
                 ("AdamW's moments: how many for each weight?", -2 * weights),
                 ("one moment: how many has AdamW for each weight?", -weights),
+                ("AdamW's moments once more: which type have they here?", 2 * weights),
+                ("half of weights and moments: in which type are they here?", -1.5 * weights),
+                ("what all sequences but one add: does `batch_size` count?", others),
                 ("the layers' inputs: what do rematerialised layers keep?", -inputs),
                 ("the layers' inputs once more: in which type are they kept?", inputs),
                 ("half the layers' inputs: in which type are they kept?", -inputs / 2),
@@ -140,6 +144,9 @@ def check_kept_bytes(fn: Callable[..., Any]) -> None:
             if got == _bytes(leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)):
                 types = sorted({str(leaf.dtype) for leaf in leaves})
                 hint = f"That is what is carried in floating point. The backward pass also reads {' and '.join(types)}."
+            shapes = {(one.shape, one.dtype) for one in jax.tree.leaves(args)}
+            if got < want and got == _bytes(leaf for leaf in leaves if (leaf.shape, leaf.dtype) not in shapes):
+                hint = "What is missing has the shapes of arguments. An argument that the backward pass carries counts."
             given = ", ".join(f"{one.shape} in {one.dtype}" for one in jax.tree.leaves(args))
             assert got == want, (
                 f"For {what}, {given}, yours is {got:,} bytes: too {'many' if got > want else 'few'}. {hint}"
