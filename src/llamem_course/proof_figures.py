@@ -15,10 +15,24 @@ _QUESTIONS = {
     "worth it": (Title.RUNS, Title.COMPILER, Title.MEMORY),
     "around it": (Title.RANDOMNESS, Title.PARAMETERS),
 }
+_CASES = {
+    "renamed": 1,
+    "filtered": 1,
+    "everywhere": 2,
+    "nested": 3,
+    "one key": 4,
+    "counted keys": 5,
+    "forgetful": 6,
+    "stopped": 6,
+    "centred": 6,
+    "unrolled": 7,
+    "routed": 8,
+    "equal layers": 9,
+}
 
 
 def proof_grid(answers: Mapping[str, Verification]) -> Figure:
-    """Draw programs beside proofs: where a proof fails, and where it cannot tell or has nothing to judge."""
+    """Draw programs, with the notebook's case, beside proofs: where one fails, cannot tell or has nothing to judge."""
     rows = [(question, title) for question, titles in _QUESTIONS.items() for title in titles]
     shade = {True: 1, None: 2, False: 3}
     judged = [{proof.name: shade[proof.holds] for proof in answer.proofs} for answer in answers.values()]
@@ -26,6 +40,7 @@ def proof_grid(answers: Mapping[str, Verification]) -> Figure:
     colours = ListedColormap(["#f4f4f4", "#a9c8e8", "#c4c4c4", "#b5402a"])
     gaps = {question: 0.2 * i for i, question in enumerate(_QUESTIONS)}  # above the rows of each
     places = [row + gaps[question] for row, (question, _) in enumerate(rows)]
+    names = [f"{_CASES[name]} {name}" if name in _CASES else name for name in answers]
     fig, ax = plt.subplots(figsize=(10, 4.6))
     for y, shades in zip(places, grid, strict=True):
         extent = (-0.5, len(answers) - 0.5, y + 0.46, y - 0.46)
@@ -35,7 +50,7 @@ def proof_grid(answers: Mapping[str, Verification]) -> Figure:
             ax.text(column, places[row], word, ha="center", va="center_baseline", color=colour, fontsize=9)
     ax.set_ylim(places[-1] + 0.5, -0.5)
     ax.set_yticks(places, [title for _, title in rows])
-    ax.set_xticks(range(len(answers)), list(answers), rotation=30, ha="left", rotation_mode="anchor")
+    ax.set_xticks(range(len(answers)), names, rotation=30, ha="left", rotation_mode="anchor")
     ax.xaxis.tick_top()
     ax.set_xticks(np.arange(len(answers)) + 0.5, minor=True)
     ax.grid(which="minor", axis="x", color="white", linewidth=2)
@@ -44,7 +59,7 @@ def proof_grid(answers: Mapping[str, Verification]) -> Figure:
         ax.text(len(answers) - 0.4, middle, question, va="center", fontweight="bold")
     ax.tick_params(which="both", length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("blue: the proof holds; ?: it cannot tell; pale: nothing to judge")
+    ax.set_xlabel("numbers above: the cases; blue: the proof holds; ?: it cannot tell; pale: nothing to judge")
     return fig
 
 

@@ -36,7 +36,7 @@ _QUESTIONS = {
         "plain program, and does anything run again?",
     ),
     "cleo": (
-        "Which function does the loop run? Go through the three groups, on, right and worth it: which of them would "
+        "Which function does the loop run? Go through the groups 'on', 'right' and 'worth it': which of them would "
         "notice that nothing has changed?",
         "With the flag and without, which program is traced? Can their numbers differ? And does a proof fail that "
         "finds nothing to judge?",
