@@ -2,6 +2,7 @@
 
 import ast
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -169,6 +170,33 @@ def test_the_readmes_path_leads_to_every_notebook_once():
     names = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
     assert sorted(name for _, name, _ in listed) == names, "the README's path and notebooks/ differ"
     assert all(name.startswith(number) and name == in_colab for number, name, in_colab in listed)
+
+
+def minutes(notebook):
+    """The minutes that a notebook's sections say they take, and those of its exercises among them."""
+    (path,) = (ROOT / "notebooks").glob(f"{notebook}_*.ipynb")
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+    said = {title: int(number) for title, number in re.findall(r"^## (.+)\n+\*(\d+) minutes?\.\*", text, re.MULTILINE)}
+    return sum(said.values()), said["Exercises"]
+
+
+@pytest.mark.quick
+def test_a_teacher_is_told_the_minutes_that_the_notebooks_say():
+    page = (ROOT / "docs" / "teach_with_it.md").read_text()
+    rows = {number: int(told) for number, told in re.findall(r"^\| \[(\d\d) [^|]*\| (\d+) \|", page, re.MULTILINE)}
+    assert list(rows) == ["00", "01", "04", "03", "06", "07"]
+    for number, told in rows.items():
+        said, _ = minutes(number)
+        assert abs(told - said) <= 10, f"{number}: the page says {told}, its sections {said}"
+    day = ("00", "01", "04")
+    (told,) = re.findall(r"Three notebooks: (\d+) minutes with the exercises, (\d+) without", page)
+    exercises = sum(minutes(number)[1] for number in day)
+    together = sum(rows[number] for number in day)
+    assert int(told[0]) == together and abs(int(told[1]) - (together - exercises)) <= 15
+    assert "one to two hours a notebook" in README
+    listed = sorted(path.name[:2] for path in (ROOT / "notebooks").glob("*.ipynb"))
+    assert all(60 <= minutes(number)[0] <= 140 for number in listed)
 
 
 def test_what_the_prose_links_to_is_there():
