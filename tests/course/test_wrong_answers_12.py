@@ -162,6 +162,13 @@ def norm_computed_twice(layer, update, state, inputs_LND, dy_ND, max_norm):
     return right(layer, update, state, inputs_LND, jnp.minimum(1.0, max_norm / norm) * dy_ND)[1]
 
 
+def clipped_by_pythons_if(layer, update, state, inputs_LND, dy_ND, max_norm):
+    norm = norm_in_a_carry(layer, state, inputs_LND, dy_ND)
+    if norm > max_norm:
+        dy_ND = max_norm / norm * dy_ND
+    return right(layer, update, state, inputs_LND, dy_ND)[1]
+
+
 def clipped_by_what_is_known(layer, update, state, inputs_LND, dy_ND, max_norm):
     def visit(dx, carry, i, x):
         state, total = carry
@@ -458,6 +465,7 @@ WRONG: Answers = {
     "each layer's own norm": (CLIPPED, clipped_by(lambda g, most: most / norms(g)), "norm of all of them"),
     "norms added up": (CLIPPED, clipped_by(lambda g, most: most / jnp.sum(norms(g))), "Of which numbers|differ from"),
     "no root": (CLIPPED, clipped_by(lambda g, most: most / jnp.sum(norms(g) ** 2)), "a root|differ from"),
+    "by Python's if": (CLIPPED, clipped_by_pythons_if, "Which function of jnp"),
     "by what is known": (CLIPPED, clipped_by_what_is_known, "When is the norm"),
     "updated twice": (CLIPPED, updated_in_both_passes, "updated once"),
     "not clipped": (CLIPPED, not_clipped, "nothing changed"),

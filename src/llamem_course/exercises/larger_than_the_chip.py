@@ -221,7 +221,13 @@ def check_clipped_scan(fn: Callable[..., Any]) -> None:
         assert _near(other, _scaled(limit / norm, _other_update)), (
             "with another `update` your layers are wrong: is it `update` that you call?"
         )
-        program = _traced(fn, state, inputs_LND, dy_ND, limit)
+        try:
+            program = _traced(fn, state, inputs_LND, dy_ND, limit)
+        except jax.errors.TracerBoolConversionError as error:
+            raise AssertionError(
+                "inside a compiled program the norm has no value yet, and Python's `if` cannot ask for it. Which "
+                "function of jnp takes the smaller of two numbers?"
+            ) from error
         refuse_waiting_gradients(program)
         refuse_growth(_traced(fn, _one(state, slice(3)), inputs_LND[:3], dy_ND, limit), program)
         refuse_second_state(program)
