@@ -185,7 +185,6 @@ def test_a_wrong_answer_gets_its_hint(name):
     ("mesh", "hint"),
     [
         ({"fsdp": 64}, "what else does a chip hold"),
-        ({"fsdp": 32, "context": 2}, "right axis, and you can split further"),
         ({"fsdp": 16, "tensor": 4}, "which axis splits that"),
         ({"data": 2, "fsdp": 8, "context": 4}, "held whole by each part"),
     ],
