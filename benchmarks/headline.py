@@ -33,6 +33,7 @@ def simplify(figure: Figure) -> None:
     for ax, (note, step, height, beside) in zip(figure.axes, NOTES, strict=True):
         ax.set_ylim(0, 43)
         ax.set_yticks(range(0, 50, 10))
+        ax.set_xticks(range(0, 900, 200))  # none at the edge, where it runs into the next panel's 0
         ax.set_xlabel("operations, first to last")
         for text in ax.texts:
             if text.get_text() == "optimizer" and text.get_position()[1] > 2:  # the area, not the pass
