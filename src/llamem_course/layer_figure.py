@@ -1,4 +1,4 @@
-"""What one more layer costs, in several ways of running a stack and on several chips."""
+"""What a stack of layers holds, in several ways of running it and on several chips."""
 
 from collections.abc import Mapping
 
@@ -23,54 +23,42 @@ PARTS: dict[str, Category] = {
 }
 
 
-def layer_costs_drawn(points: Mapping[tuple[str, str], Mapping[int, float]]) -> Figure:
-    """Return a figure: a mark at what one more layer adds in each way, on each chip, and the cheapest ways as lines.
+def eight_layers_drawn(points: Mapping[int, Mapping[tuple[str, str], float]]) -> Figure:
+    """Return a figure: a mark at what eight layers hold in each way, on each chip, and a panel for each length.
 
-    `points` maps (chip, way) to the bytes at each depth, counted in inputs of a layer. The lines are of the two ways
-    with the least slopes, and go through the depths that were compiled.
+    `points` maps tokens, and then (chip, way), to the temporaries, counted in inputs of a layer. The ways stand in the
+    order of the first chip in the first panel.
     """
-    chips, ways = (list(dict.fromkeys(names)) for names in zip(*points, strict=True))
-    slopes = {case: _slope(sizes) for case, sizes in points.items()}
-    ways.sort(key=lambda way: slopes[chips[0], way])
-    fig, (marks, lines) = plt.subplots(1, 2, figsize=(9.6, 4.2), width_ratios=(3, 2), layout="constrained")
-    height = 0.6 / len(chips)
-    for i, chip in enumerate(chips):
-        rows = [y + (i - (len(chips) - 1) / 2) * height for y in range(len(ways))]
-        marks.plot([slopes[chip, way] for way in ways], rows, MARKERS[i], color=f"C{i}", markersize=8, label=chip)
-        for y, way in zip(rows, ways, strict=True):
-            label = f"{slopes[chip, way]:.1f}"
-            marks.annotate(label, (slopes[chip, way], y), (8, 0), textcoords="offset points", va="center", fontsize=9)
-        for way in ways[:2]:
-            depths, sizes = zip(*sorted(points[chip, way].items()), strict=True)
-            style = "-" if way == ways[0] else "--"
-            lines.plot(depths, sizes, style, color=f"C{i}", marker=MARKERS[ways.index(way)], label=f"{way}, {chip}")
-    marks.axvline(1, color="black", linewidth=0.8)
-    marks.set(
-        xscale="log", xlim=(0.5, 2 * max(slopes.values())), xlabel="one more layer adds, in inputs of a layer (log)"
+    first = next(iter(points.values()))
+    chips = list(dict.fromkeys(chip for chip, _ in first))
+    ways = sorted({way for _, way in first}, key=lambda way: first[chips[0], way])
+    fig, panels = plt.subplots(
+        1, len(points), figsize=(9.6, 4.2), sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
-    marks.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
-    marks.minorticks_off()
-    marks.set_yticks(range(len(ways)), ways, fontsize=10)
-    marks.invert_yaxis()
-    marks.legend(frameon=False, loc="upper right", fontsize=10)
-    lines.set(xlabel="layers", ylabel="temporaries, in inputs of a layer", xticks=range(0, 25, 8), xlim=(0, None))
-    lines.set_ylim(0, None)
-    lines.legend(frameon=False, loc="lower right", fontsize=9)
+    height = 0.6 / len(chips)
+    for panel, (tokens, sizes) in zip(panels[0], points.items(), strict=True):
+        for i, chip in enumerate(chips):
+            shown = [(sizes[chip, way], y) for y, way in enumerate(ways) if (chip, way) in sizes]
+            rows = [(x, y + (i - (len(chips) - 1) / 2) * height) for x, y in shown]
+            panel.plot(*zip(*rows, strict=True), MARKERS[i], color=f"C{i}", markersize=8, label=chip)
+            for x, y in rows:
+                panel.annotate(f"{x:.0f}", (x, y), (8, 0), textcoords="offset points", va="center", fontsize=9)
+        panel.set_title(f"{tokens:,} tokens", fontsize=11)
+        panel.set(xscale="log", xlabel="eight layers hold, in inputs of a layer (log)")
+        panel.set_xticks([20, 50, 100, 200, 500], ["20", "50", "100", "200", "500"])
+        panel.minorticks_off()
+    held = [size for sizes in points.values() for size in sizes.values()]
+    panels[0, 0].set_xlim(0.7 * min(held), 2 * max(held))
+    panels[0, 0].set_yticks(range(len(ways)), ways, fontsize=10)
+    panels[0, 0].invert_yaxis()
+    panels[0, 0].legend(frameon=False, loc="upper right", fontsize=10)
     return fig
 
 
-def layer_costs_alt(points: Mapping[tuple[str, str], Mapping[int, float]]) -> str:
-    """Return the words for `layer_costs_drawn`."""
+def eight_layers_alt(points: Mapping[int, Mapping[tuple[str, str], float]]) -> str:
+    """Return the words for `eight_layers_drawn`."""
     words = []
-    for (chip, way), sizes in points.items():
-        words.append(f"{way} on {chip} {_slope(sizes):.1f}")
-    opening = (
-        "Marks at what one more layer adds, in inputs of a layer, and lines of the two cheapest ways over the depth"
-    )
-    return f"{opening}: {'; '.join(words)}."
-
-
-def _slope(sizes: Mapping[int, float]) -> float:
-    """Return what one more layer adds, between the two deepest."""
-    (shallow, less), (deep, more) = sorted(sizes.items())[-2:]
-    return (more - less) / (deep - shallow)
+    for tokens, sizes in points.items():
+        told = ", ".join(f"{way} on {chip} {size:.0f}" for (chip, way), size in sizes.items())
+        words.append(f"{tokens:,} tokens: {told}.")
+    return f"Marks at what eight layers hold, in inputs of a layer. {' '.join(words)}"

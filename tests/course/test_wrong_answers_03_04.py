@@ -248,7 +248,7 @@ STACKS: Answers = {
     "x for w": (
         stacks.check_best_groups,
         lambda n, x, w: min(divisors(n), key=lambda g: (g + n // g) * w + 2 * (n // g) * x),
-        "hold twice",
+        "Which is which",
     ),
     "powers of two": (
         stacks.check_best_groups,

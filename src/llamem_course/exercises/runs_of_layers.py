@@ -76,7 +76,8 @@ def check_other_trees(fn: Callable[..., Any]) -> None:
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
         raise AssertionError(
             "another layer has other weights: a list of an array and a tuple of one, each [D], [1] or [1, D]. Yours "
-            f"fails: {type(error).__name__}: {error}. Is a name of weights written into it? Are all shapes compared?"
+            f"fails: {type(error).__name__}: {str(error).rstrip('.')}. Is a name of weights written into it? Are all "
+            "shapes compared?"
         ) from None
     assert np.allclose(out, run_list(affine, layers, x_ND), rtol=1e-4), (
         "wrong for another layer: is one layer written into your answer, or the names or shapes of its weights?"

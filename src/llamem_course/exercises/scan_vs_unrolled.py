@@ -159,6 +159,8 @@ def check_best_groups(fn: Callable[[int, int, int], int]) -> None:
                 )
             if costs[n_layers // found] == costs[least]:
                 raise AssertionError(f"{case}: {found} is the number of layers in a group. How many groups is that?")
+            if held(n_layers, found, w, x) == min(held(n_layers, g, w, x) for g in divisors):
+                raise AssertionError(f"{case}: {found} is right for inputs of {w} and weights of {x}. Which is which?")
             if found + n_layers // found == min(g + n_layers // g for g in divisors):
                 raise AssertionError(f"{case}: {found} keeps fewest inputs. What else does a group at work hold twice?")
             raise AssertionError(f"{case}: by the formula {found} groups hold {costs[found]}; less is possible.")
