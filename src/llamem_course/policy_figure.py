@@ -46,7 +46,7 @@ def readers(price: Mapping[str, float], keeps: Mapping[str, Sequence[str]]) -> F
             )
 
     _grid(right, names, list(keeps))
-    right.set_title("■ kept   □ made again   by the choice", fontsize=10)
+    right.set_title("each choice   ■ keeps   □ makes again", fontsize=10)
     for x, extra in enumerate(keeps.values()):
         kept = [name for name in names if name in ("block_in", *extra)]
         for of, fill in ((kept, "C0"), ([name for name in names if _asked_for(name) and name not in kept], "white")):

@@ -98,7 +98,7 @@ def check_residual_bytes(fn: Callable[..., Any]) -> None:
         for i, (config, names, think) in enumerate(
             (
                 (llama, (), "What does a layer keep that saves no name at all?"),
-                (llama, ("attn",), "The attention's output has all its heads, and perhaps a logsumexp for each."),
+                (llama, ("attn",), "Attention's output has all heads, and perhaps a float32 logsumexp each."),
                 (llama, ("k", "v"), "These are two arrays. Do keys and values have as many heads as queries?"),
                 (llama, ("gate", "up", "q"), "How wide is a feed-forward inside?"),
                 (qwen, ("q", "attn"), "Are all heads together always as wide as the residual stream?"),
