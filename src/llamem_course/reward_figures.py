@@ -51,7 +51,7 @@ def ratio_dots(log_ratios: Mapping[str, Any], epsilon: float) -> Figure:
         ax.set_xticks(range(len(log_ratios)), [*log_ratios])
     axes[0].set_ylabel("ratio of the same policy")
     axes[1].text(
-        0.5, 1 + epsilon, f"grey: the clip leaves it alone, \u00b1{epsilon:g}", ha="center", va="bottom", fontsize=9
+        0, 1 - epsilon, f"grey: the clip leaves\nit alone, \u00b1{epsilon:g}", ha="center", va="bottom", fontsize=9
     )
     return fig
 

@@ -14,7 +14,20 @@ from llamem_course.exercises import rewards_and_preferences as rl
 def advantages(rewards, axis=1, ddof=1, add=0.0, spread=True):
     above = rewards - jnp.mean(rewards, axis, keepdims=True)
     deviation = jnp.std(rewards, axis, ddof=ddof, keepdims=True) + add
-    return above / jnp.where(deviation == 0, 1, deviation) if spread else above
+    equal = jnp.max(rewards, axis, keepdims=True) == jnp.min(rewards, axis, keepdims=True)
+    return jnp.where(equal, 0, above / jnp.where(equal, 1, deviation)) if spread else above
+
+
+def guarded_by_its_deviation(rewards, add=0.0):
+    """Wrong for eight times 0.1, whose mean in float32 is not 0.1."""
+    deviation = jnp.std(rewards, axis=1, ddof=1, keepdims=True) + add
+    return (rewards - rewards.mean(1, keepdims=True)) / jnp.where(deviation == 0, 1, deviation)
+
+
+def with_a_least_deviation(rewards):
+    deviation = jnp.std(rewards, axis=1, ddof=1, keepdims=True)
+    above = rewards - rewards.mean(1, keepdims=True)
+    return jnp.where(deviation < 1e-6, 0, above / jnp.maximum(deviation, 1e-6))
 
 
 def divided_by_nothing(rewards):
@@ -26,13 +39,20 @@ def row_after_row(rewards):
 
 
 def logprobs(x, head, drawn):
-    return jnp.take_along_axis(jax.nn.log_softmax(x @ head.T), drawn[..., None], 2)[..., 0]
+    return jnp.take_along_axis(jax.nn.log_softmax(x @ head.T), drawn[..., None], -1)[..., 0]
 
 
 def sequence_loss(x, head, drawn, a, old, mask, epsilon, way="right"):
     logp = llamem.tiled_logprobs(x, head, drawn, num_tiles=4)
     if way == "logits":
         logp = logprobs(x, head, drawn)
+    if way == "the head stopped":
+        logp = llamem.tiled_logprobs(x, jax.lax.stop_gradient(head), drawn)
+    if way == "sequence by sequence":
+        logp = jnp.stack([logprobs(x[i], head, drawn[i]) for i in range(len(x))])
+    if way == "sequence by sequence, made again":
+        one = jax.checkpoint(lambda rows: logprobs(rows[0], head, rows[1]))
+        logp = jax.lax.map(one, (x, drawn))
     if way == "stopped":
         logp = jax.lax.stop_gradient(logp)
     difference = logp - old
@@ -140,6 +160,14 @@ WRONG: Answers = {
     ),
     "1e-4 added, as TRL does": (rl.check_advantages_of, partial(advantages, add=1e-4), "as TRL and llamem"),
     "the library's own": (rl.check_advantages_of, llamem.group_advantages, "as TRL and llamem"),
+    "the deviation compared with zero": (rl.check_advantages_of, guarded_by_its_deviation, "what else says that all"),
+    "1e-8 added": (rl.check_advantages_of, partial(guarded_by_its_deviation, add=1e-8), "what else says that all"),
+    "1e-6 added": (rl.check_advantages_of, partial(guarded_by_its_deviation, add=1e-6), "what else says that all"),
+    "zero for no number": (
+        rl.check_advantages_of,
+        lambda rewards: jnp.nan_to_num(divided_by_nothing(rewards)),
+        "what else says that all",
+    ),
     "nothing for equals": (rl.check_advantages_of, divided_by_nothing, "group of equals"),
     "row after row": (rl.check_advantages_of, row_after_row, "all rows|all "),
     "one number a group": (rl.check_advantages_of, lambda r: advantages(r).mean(1), "for each reward"),
@@ -152,6 +180,8 @@ WRONG: Answers = {
     "divided by the longest": (*sequence_loss_of("whole length"), "which tokens count"),
     "a sum over sequences": (*sequence_loss_of("sum of sequences"), "the mean of the advantages"),
     "no gradient": (*sequence_loss_of("stopped"), "stopped on the way"),
+    "no gradient for the head": (*sequence_loss_of("the head stopped"), "the head does not"),
+    "all tiles kept": (*sequence_loss_of("sequence by sequence"), "all of them are kept"),
     "with all logits": (*sequence_loss_of("logits"), "tokens times words"),
     "epsilon of 0.2": (
         rl.check_sequence_policy_loss,
@@ -222,11 +252,11 @@ def test_a_wrong_answer_is_refused_with_its_hint(name):
     ("check", "answer"),
     [
         (rl.check_advantages_of, advantages),
-        (rl.check_advantages_of, partial(advantages, add=1e-6)),
-        (rl.check_advantages_of, partial(advantages, add=1e-8)),
+        (rl.check_advantages_of, with_a_least_deviation),
         (rl.check_advantages_of, jax.vmap(lambda row: advantages(row[None])[0])),
         (rl.check_clipped_gradient, clipped),
         (rl.check_sequence_policy_loss, sequence_loss),
+        (rl.check_sequence_policy_loss, partial(sequence_loss, way="sequence by sequence, made again")),
         (rl.check_sequence_policy_loss, by_ratio_of_geometric_means),
     ],
 )

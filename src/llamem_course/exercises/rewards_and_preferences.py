@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
+from jaxmem import saved_residuals
 from jaxmem.jaxprs import differentiation_pass, equations
 from llamem_course.exercises import grade, largest_array, operations_written
 
@@ -63,6 +64,15 @@ def check_advantages_of(fn: Callable[..., Any]) -> None:
         assert np.isfinite(np.asarray(equal)).all(), "in a group of equals the deviation is zero, and you divide by it"
         assert np.abs(np.asarray(equal)[0]).max() == 0, "in a group of equals nobody has an advantage"
         _close(equal, right([[0.25] * 4, [0.0, 1.0, 0.0, 1.0]]), "beside a group of equals the other one is wrong")
+        rewards_G = np.arange(1, 12, dtype=np.float32)[:, None] / np.array([10, 12], np.float32)
+        alike_GB = jnp.repeat(rewards_G.reshape(-1, 1), 8, axis=1)
+        found_G = np.abs(np.asarray(fn(alike_GB))).max(axis=1)
+        worst = int(found_G.argmax())
+        assert found_G[worst] == 0, (
+            f"eight answers with the reward {alike_GB[worst, 0]:.3f} each get an advantage of {found_G[worst]:.2g}. In "
+            "float32 the mean of equal numbers may be off by a rounding, and then so is the deviation: what else says "
+            "that all are equal?"
+        )
         few, many = (operations_written(fn, jnp.ones((size, 4))) for size in (3, 12))
         assert many < 1.5 * few, (
             f"right, but {few} operations for 3 prompts become {many} for 12: which argument of a mean works on all "
@@ -170,14 +180,14 @@ def check_sequence_policy_loss(fn: Callable[..., Any]) -> None:
     advantages_B = jnp.array([1.0, 0.7, -2.3, -0.9])
     whole_BT = jnp.ones((B, T))
 
-    def right(x_BTD: Any, old_BT: Any, mask_BT: Any, epsilon: float, clip: bool = True) -> Any:
-        logp_BT = _own_logprobs(x_BTD, head_VD, drawn_BT)
+    def right(x_BTD: Any, old_BT: Any, mask_BT: Any, epsilon: float, clip: bool = True, head: Any = head_VD) -> Any:
+        logp_BT = _own_logprobs(x_BTD, head, drawn_BT)
         ratio_B = jnp.exp(jnp.sum(mask_BT * (logp_BT - old_BT), 1) / jnp.sum(mask_BT, 1))
         bounded_B = jnp.clip(ratio_B, 1 - epsilon, 1 + epsilon) if clip else ratio_B
         return -jnp.mean(jnp.minimum(ratio_B * advantages_B, bounded_B * advantages_B))
 
-    def ask(x_BTD: Any, old_BT: Any, mask_BT: Any, epsilon: float) -> Any:
-        return fn(x_BTD, head_VD, drawn_BT, advantages_B, old_BT, mask_BT, epsilon)
+    def ask(x_BTD: Any, old_BT: Any, mask_BT: Any, epsilon: float, head: Any = head_VD) -> Any:
+        return fn(x_BTD, head, drawn_BT, advantages_B, old_BT, mask_BT, epsilon)
 
     def body() -> str:
         found = ask(x_BTD, own_BT, whole_BT, 0.2)
@@ -219,11 +229,20 @@ def check_sequence_policy_loss(fn: Callable[..., Any]) -> None:
         _close(
             slope, exact, "the number is right, its gradient for the hidden states is not: what is stopped on the way?"
         )
+        slope = jax.grad(lambda head: ask(x_BTD, old_BT, mask_BT, 0.2, head))(head_VD)
+        exact = jax.grad(lambda head: right(x_BTD, old_BT, mask_BT, 0.2, head=head))(head_VD)
+        _close(slope, exact, "the hidden states get their gradient, the head does not: what is stopped on its way?")
         program = jax.make_jaxpr(jax.grad(lambda x_BTD: ask(x_BTD, old_BT, whole_BT, 0.2)))(x_BTD).jaxpr
         largest = largest_array(program)
         assert largest < B * T * V, (
             f"right, but an array of {largest} numbers appears on the way, and tokens times words are {B * T * V}: "
             "which function of the library gives log-probabilities without the logits?"
+        )
+        rows = saved_residuals(lambda x_BTD: ask(x_BTD, old_BT, whole_BT, 0.2), x_BTD).rows
+        kept = sum(row.bytes for row in rows if not row.argument)
+        assert kept < 4 * B * T * V / 2, (
+            f"right, but {kept:,} bytes wait for the backward pass, where all logits are {4 * B * T * V:,}: each tile "
+            "is small, and all of them are kept. What makes the backward pass compute a tile again?"
         )
         return "One ratio a sequence, and no gradient was made before its last token was read."
 
