@@ -17,7 +17,7 @@ import jaxmem
 import llamem
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent.parent / "notebooks").glob("*.ipynb"))
-SOLUTION = re.compile(r"<details>\s*<summary>Solution</summary>\n\n```python\n(.*?)```\n+</details>", re.DOTALL)
+SOLUTION = re.compile(r"<details>\s*<summary>Solution</summary>\n\n```python\n(.*?)```\n[^`<]*</details>", re.DOTALL)
 
 
 def exercises_of(path: Path) -> list[SimpleNamespace]:
