@@ -168,6 +168,7 @@ WRONG: Answers = {
         lambda rewards: jnp.nan_to_num(divided_by_nothing(rewards)),
         "what else says that all",
     ),
+    "a least deviation": (rl.check_advantages_of, with_a_least_deviation, "what else says that all"),
     "nothing for equals": (rl.check_advantages_of, divided_by_nothing, "group of equals"),
     "row after row": (rl.check_advantages_of, row_after_row, "all rows|all "),
     "one number a group": (rl.check_advantages_of, lambda r: advantages(r).mean(1), "for each reward"),
@@ -252,7 +253,6 @@ def test_a_wrong_answer_is_refused_with_its_hint(name):
     ("check", "answer"),
     [
         (rl.check_advantages_of, advantages),
-        (rl.check_advantages_of, with_a_least_deviation),
         (rl.check_advantages_of, jax.vmap(lambda row: advantages(row[None])[0])),
         (rl.check_clipped_gradient, clipped),
         (rl.check_sequence_policy_loss, sequence_loss),

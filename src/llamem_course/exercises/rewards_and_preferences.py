@@ -64,7 +64,7 @@ def check_advantages_of(fn: Callable[..., Any]) -> None:
         assert np.isfinite(np.asarray(equal)).all(), "in a group of equals the deviation is zero, and you divide by it"
         assert np.abs(np.asarray(equal)[0]).max() == 0, "in a group of equals nobody has an advantage"
         _close(equal, right([[0.25] * 4, [0.0, 1.0, 0.0, 1.0]]), "beside a group of equals the other one is wrong")
-        rewards_G = np.arange(1, 12, dtype=np.float32)[:, None] / np.array([10, 12], np.float32)
+        rewards_G = np.arange(1, 12, dtype=np.float32)[:, None] / np.array([10, 12, 0.099], np.float32)
         alike_GB = jnp.repeat(rewards_G.reshape(-1, 1), 8, axis=1)
         found_G = np.abs(np.asarray(fn(alike_GB))).max(axis=1)
         worst = int(found_G.argmax())
