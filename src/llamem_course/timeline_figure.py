@@ -166,7 +166,8 @@ def timeline_alt(reports: Mapping[str, Report | Timeline]) -> str:
 def told_size(one: Timeline, unit: str, n_bytes: int) -> str:
     """Return the highest point, and what is set aside where gaps make a difference that is seen: "2.1 GiB, 3.0 ..."."""
     peak, aside = (f"{size / n_bytes:.1f}" for size in (one.peak_bytes, one.assigned_bytes))
-    return f"{peak} {unit}" + (f", {aside} set aside" if aside != peak and one.gap_bytes > 0.01 * one.peak_bytes else "")
+    seen = aside != peak and one.gap_bytes > 0.01 * one.peak_bytes
+    return f"{peak} {unit}" + (f", {aside} set aside" if seen else "")
 
 
 def drawn_capacity(one: Timeline) -> int:
