@@ -323,8 +323,11 @@ PROOFS: dict[Title, Callable[[BothWays], Proof | None]] = {
 }
 
 
+IF_MEANT = "If that is meant, leave this proof out"
+
+
 def _if_meant(title: Title) -> str:
-    return f'If that is meant, leave this proof out: skip=["{title}"].'
+    return f'{IF_MEANT}: skip=["{title}"].'
 
 
 def _answers_the_same(eqn: jex_core.JaxprEqn) -> bool | None:

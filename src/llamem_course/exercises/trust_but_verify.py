@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import Title, Verification, saved_residuals, verify_remat
+from jaxmem.verify.proofs import IF_MEANT
 from llamem_course.exercises import grade
 from llamem_course.exercises.suspects import SUSPECTS
 from llamem_course.exercises.suspects import dropped as _dropped
@@ -104,7 +105,7 @@ def _battery(loss: Callable[[Any, Any, Any], Any], batch: Any, w: Any = _W) -> N
     verification = verify_remat(loss, w, batch, remat=True, baseline=False)
     if not verification.holds:
         proof = verification.failed[0]
-        cause, _, _ = proof.cause.partition("If that is meant")  # how to leave a proof out is no hint here
+        cause, _, _ = proof.cause.partition(IF_MEANT)  # how to leave a proof out is no hint here
         raise AssertionError(f"{proof.name}: {proof.seen.rstrip('.')}. {cause.strip()}")
 
 
