@@ -197,15 +197,11 @@ def compared(number: int, found: Estimate, answer: str) -> tuple[str, float | No
     return f"{start} {100 * error:+.1f} | {found.peak_at} |", error
 
 
-def versions() -> str:
-    return compilers_used()
-
-
 def earlier_answers() -> dict[int, str]:
     """What the compilers said to the cases of the table that is there; none of another version's, or another case's."""
     text = TABLE.read_text() if TABLE.exists() else ""
     answers = {}
-    for line in text.splitlines() if versions() in text else []:
+    for line in text.splitlines() if compilers_used() in text else []:
         number, *_, answer, _, _ = [cell.strip() for cell in line.split("|")][1:-1] or [""] * 4
         if number.isdecimal() and line.startswith(question(int(number), case(int(number)))):
             answers[int(number)] = answer
@@ -244,7 +240,8 @@ def write(answers: dict[int, str]) -> bool:
     head = [
         "# Estimated and compiled peaks of random training steps",
         "",
-        f"{datetime.date.today()}, {versions()}, by `benchmarks/estimates.py`. GiB on one chip; the difference in %.",
+        f"{datetime.date.today()}, {compilers_used()}, "
+        f"by `benchmarks/estimates.py`. GiB on one chip; the difference in %.",
         "",
         *summary,
         "",

@@ -131,14 +131,10 @@ def line(row: Row, said: Compiled) -> str:
     return f"| {' | '.join([*row.name, peak, f'{guess.peak_bytes / GiB:.2f}', host, link, seconds, depth])} |"
 
 
-def versions() -> str:
-    return compilers_used()
-
-
 def earlier() -> dict[Name, Compiled]:
     """What compilers said in the table that is there, by what, chip and tokens; nothing of other versions of them."""
     text = TABLE.read_text() if TABLE.exists() else ""
-    lines = [line for line in text.splitlines() if line.startswith("| ")][1:] if versions() in text else []
+    lines = [line for line in text.splitlines() if line.startswith("| ")][1:] if compilers_used() in text else []
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     return {(what, chip, tokens): (peak, host, depth) for what, chip, tokens, peak, _, host, *_, depth in cells}
 
@@ -159,7 +155,8 @@ def page(said: dict[Name, Compiled]) -> str:
             "|---|---|---|---|---|---|---|---|---|",
             *(line(row, said[row.name]) for row in ROWS if row.name in said),
             "",
-            f"{datetime.date.today()}, {versions()}, by `benchmarks/{TABLE.stem}.py`: compiled, and run on no chip.",
+            f"{datetime.date.today()}, {compilers_used()}, "
+            f"by `benchmarks/{TABLE.stem}.py`: compiled, and run on no chip.",
             "",
         ]
     )

@@ -66,15 +66,11 @@ def with_tools(config: llamem.LlamaConfig, chip: str) -> str:
     return f"{found.seq_len:,} | {peak:.2f} | {host:.1f} | {found.estimate.seconds.total:,.0f} | `{found.plan}`"
 
 
-def versions() -> str:
-    return compilers_used()
-
-
 def earlier_rows() -> dict[Row, str]:
     """The lines of the table that is there; none of another compiler's."""
     text = TABLE.read_text() if TABLE.exists() else ""
     rows = {}
-    for line in text.splitlines() if versions() in text else []:
+    for line in text.splitlines() if compilers_used() in text else []:
         weights, model, chip = [cell.strip() for cell in line.split("|")[1:4]] if line.startswith("| ") else [""] * 3
         if (weights, model, chip) in ROWS:
             rows[weights, model, chip] = line
@@ -86,7 +82,8 @@ def page(rows: dict[Row, str]) -> str:
         [
             "# The longest context of one sequence on one chip",
             "",
-            f"{datetime.date.today()}, {versions()}, by `benchmarks/long_contexts.py`: compiled, and run on no chip.",
+            f"{datetime.date.today()}, {compilers_used()}, "
+            f"by `benchmarks/long_contexts.py`: compiled, and run on no chip.",
             f"{len(rows)} of {len(ROWS)} lines. AdamW of all parameters, one sequence, products in bf16. The first",
             "column is the type of weights, gradients and both moments: f32 is f32 master weights and f32 moments.",
             "",
