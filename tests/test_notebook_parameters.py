@@ -10,7 +10,7 @@ import pytest
 NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 # By notebook: two or more natural changes. What cannot be is refused in a cell with a sentence: see REFUSED.
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
-    "00": ({"tokens": 4096, "small_chip": "t4"}, {"other_chip": "a100-80", "chips": '["v6e-1", "l4"]'}),
+    "00": ({"tokens": 4096, "small_chip": "t4"}, {"other_chip": "a100-80", "small_chip": "v6e-1"}),
     "01": ({"width": 256, "depth": 8}, {"chip": "v6e-1", "other_chip": "t4", "tokens": 5000}),
     "02": ({"chip": "v6e-1", "other_chip": "a100-80", "lengths": "[4096]"}, {"tokens": 4096}, {"tokens": 1024}),
     "03": ({"seq_len": 2048}, {"tpu": "v6e-1", "gpu": "l4"}),
@@ -40,7 +40,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
 }
 # By notebook: a change that cannot be, and words of the sentence that says so.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "00": ({"chips": '["t4", "h1000"]'}, "chips: no chip is called 'h1000'"),
+    "00": ({"other_chip": "h1000"}, "other_chip: no chip is called 'h1000'"),
     "01": ({"depth": 6}, "groups of four"),
     "04": ({"tokens": 1000}, "multiple of 256"),
     "05": ({"chip": "v5e-1"}, "take eight chips"),

@@ -22,69 +22,80 @@ from llamem_course.grid_figure import play
 
 # By module and check: what no hint may hold, and the wrong answers by the mistake that they make.
 WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
-    ("where_the_memory_goes", "check_peak_with_logits"): (
+    ("where_the_memory_goes", "check_peak_in_parts"): (
         ("itemsize", "n_layers *", "3 *", "33,812"),
         {
-            "three numbers for each weight and no more": "lambda c, B, T: 8 * c.n_params",
-            "no moments": "lambda c, B, T: tower(c, B, T) - 4 * c.n_params",
-            "one moment": "lambda c, B, T: tower(c, B, T) - 2 * c.n_params",
-            "gradients as well": "lambda c, B, T: tower(c, B, T) + 2 * c.n_params",
-            "no inputs": "lambda c, B, T: tower(c, B, T) - c.compute_dtype.itemsize * c.n_layers * B * T * c.d_model",
-            "logits once": "lambda c, B, T: tower(c, B, T) - 4 * B * T * c.vocab_size",
-            "logits in 16 bits": "lambda c, B, T: tower(c, B, T) - 4 * B * T * c.vocab_size",
-            "one array of logits, in 16 bits": "lambda c, B, T: tower(c, B, T) - 6 * B * T * c.vocab_size",
-            "two bytes always": "lambda c, B, T: "
-            "2 * (3 * c.n_params + c.n_layers * B * T * c.d_model + 2 * B * T * c.vocab_size)",
-            "no embedding": "lambda c, B, T: tower(c, B, T) - 3 * c.param_dtype.itemsize * c.vocab_size * c.d_model",
-            "one of two arrays of logits in 16 bits": "lambda c, B, T: tower(c, B, T) - 2 * B * T * c.vocab_size",
-            "moments in 32 bits": "lambda c, B, T: tower(c, B, T) + 2 * (4 - c.param_dtype.itemsize) * c.n_params",
-            "inputs in the weights' type": "lambda c, B, T: tower(replace(c, compute_dtype=c.param_dtype), B, T)",
-            "16 bits of what is computed written in": "lambda c, B, T: "
-            "tower(replace(c, compute_dtype=jnp.dtype('bfloat16')), B, T)",
-            "a vocabulary written in": "lambda c, B, T: tower(replace(c, vocab_size=128_256), B, T)",
-            "one sequence": "lambda c, B, T: tower(c, 1, T)",
-            "16 bits written in": "lambda c, B, T: tower(replace(c, param_dtype=jnp.dtype('bfloat16')), B, T)",
-            "inputs in 32 bits": "lambda c, B, T: tower(replace(c, compute_dtype=jnp.dtype('float32')), B, T)",
-            "8,000 tokens written in": "lambda c, B, T: tower(c, B, 8000)",
-            "a hundredth and a half more, to be safe": "lambda c, B, T: 1.015 * tower(c, B, T)",
-            "a hundredth more": "lambda c, B, T: 1.01 * tower(c, B, T)",
-            "the head's gradient as well": "lambda c, B, T: "
-            "tower(c, B, T) + c.vocab_size * c.d_model * c.param_dtype.itemsize",
-            "one input too few": "lambda c, B, T: tower(c, B, T) - 2 * B * T * c.d_model",
-            "in GiB": "lambda c, B, T: tower(c, B, T) / 2**30",
-            "two hundredths less": "lambda c, B, T: 0.98 * tower(c, B, T)",
-            "16 layers written in": "lambda c, B, T: tower(c, B, T) + 2 * (16 - c.n_layers) * B * T * c.d_model",
-            "asked of a compiler": "lambda c, B, T: compiled(c, B, T) - 1",
-            "what a layer is made of": "lambda c, B, T: tower(c, B, T) - 2 * B * T * c.d_ff",
+            "three numbers for each weight and no more": "lambda c, B, T, parts: 8 * c.n_params",
+            "no moments": "lambda c, B, T, parts: tower(c, B, T, parts) - 4 * c.n_params",
+            "one moment": "lambda c, B, T, parts: tower(c, B, T, parts) - 2 * c.n_params",
+            "a part's gradients as well": "lambda c, B, T, parts: tower(c, B, T, parts) "
+            "+ c.param_dtype.itemsize * c.n_params",
+            "no inputs": "lambda c, B, T, parts: "
+            "tower(c, B, T, parts) - c.compute_dtype.itemsize * c.n_layers * B * T // parts * c.d_model",
+            "logits once": "lambda c, B, T, parts: tower(c, B, T, parts) - 4 * B * T // parts * c.vocab_size",
+            "one array of logits, in 16 bits": "lambda c, B, T, parts: "
+            "tower(c, B, T, parts) - 6 * B * T // parts * c.vocab_size",
+            "one of two arrays of logits in 16 bits": "lambda c, B, T, parts: "
+            "tower(c, B, T, parts) - 2 * B * T // parts * c.vocab_size",
+            "no embedding": "lambda c, B, T, parts: "
+            "tower(c, B, T, parts) - 3 * c.param_dtype.itemsize * c.vocab_size * c.d_model",
+            "moments in 32 bits": "lambda c, B, T, parts: "
+            "tower(c, B, T, parts) + 2 * (4 - c.param_dtype.itemsize) * c.n_params",
+            "inputs in the weights' type": "lambda c, B, T, parts: "
+            "tower(replace(c, compute_dtype=c.param_dtype), B, T, parts)",
+            "a vocabulary written in": "lambda c, B, T, parts: tower(replace(c, vocab_size=128_256), B, T, parts)",
+            "one sequence": "lambda c, B, T, parts: tower(c, 1, T, 1)",
+            "16 bits written in": "lambda c, B, T, parts: "
+            "tower(replace(c, param_dtype=jnp.dtype('bfloat16')), B, T, parts)",
+            "inputs in 32 bits": "lambda c, B, T, parts: "
+            "tower(replace(c, compute_dtype=jnp.dtype('float32')), B, T, parts)",
+            "a hundredth more": "lambda c, B, T, parts: 1.01 * tower(c, B, T, parts)",
+            "two hundredths less": "lambda c, B, T, parts: 0.98 * tower(c, B, T, parts)",
+            "the head's gradient as well": "lambda c, B, T, parts: "
+            "tower(c, B, T, parts) + c.vocab_size * c.d_model * c.param_dtype.itemsize",
+            "in GiB": "lambda c, B, T, parts: tower(c, B, T, parts) / 2**30",
+            "asked of a compiler": "lambda c, B, T, parts: compiled(c, B, T) - 1",
+            "two bytes always": "lambda c, B, T, parts: 2 * (3 * c.n_params + 2 * c.n_params * (parts > 1) "
+            "+ B * T // parts * (c.n_layers * c.d_model + 2 * c.vocab_size))",
+            "no sums": "lambda c, B, T, parts: tower(c, B, T, parts) - 4 * c.n_params * (parts > 1)",
+            "sums in the weights' type": "lambda c, B, T, parts: "
+            "tower(c, B, T, parts) - (4 - c.param_dtype.itemsize) * c.n_params * (parts > 1)",
+            "sums always": "lambda c, B, T, parts: tower(c, B, T, parts) + 4 * c.n_params * (parts == 1)",
+            "sums of each part": "lambda c, B, T, parts: tower(c, B, T, parts) "
+            "+ 4 * c.n_params * (parts - 1) * (parts > 1)",
+            "all parts at once": "lambda c, B, T, parts: tower(c, B, T, 1) + 4 * c.n_params * (parts > 1)",
+            "all parts' inputs": "lambda c, B, T, parts: tower(c, B, T, parts) "
+            "+ (parts - 1) * c.compute_dtype.itemsize * c.n_layers * B * T // parts * c.d_model",
+            "all parts' logits": "lambda c, B, T, parts: tower(c, B, T, parts) "
+            "+ (parts - 1) * 8 * B * T // parts * c.vocab_size",
+            "all of it divided": "lambda c, B, T, parts: tower(c, B, T, 1) / parts",
         },
     ),
-    ("where_the_memory_goes", "check_kept_bytes"): (
-        ("jax.vjp", "[1]", "eval_shape", "itemsize"),
+    ("where_the_memory_goes", "check_step_schedule"): (
+        ("first <=", "layers +", "2 *", "tiles -"),
         {
-            "the output": "lambda f, *a: size(jax.eval_shape(f, *a))",
-            "the arguments": "lambda f, *a: size(a)",
-            "the vjp's output, too": "lambda f, *a: size(jax.eval_shape(lambda *a: jax.vjp(f, *a), *a))",
-            "elements": "lambda f, *a: sum(leaf.size for leaf in kept(f, *a))",
-            "always 32 bits": "lambda f, *a: sum(4 * leaf.size for leaf in kept(f, *a))",
-            "all in the argument's type": "lambda f, *a: sum(leaf.size * a[0].dtype.itemsize for leaf in kept(f, *a))",
-            "equal arrays once": "lambda f, *a: sum("
-            "n * width for n, width in {(leaf.size, leaf.dtype.itemsize) for leaf in kept(f, *a)})",
-            "the first argument's alone": "lambda f, *a: size(kept(lambda x: f(x, *a[1:]), a[0]))",
-            "the arguments left out": "lambda f, *a: size("
-            "[leaf for leaf in kept(f, *a) if leaf.shape not in {x.shape for x in a}])",
-            "twice": "lambda f, *a: 2 * size(kept(f, *a))",
-            "the largest alone": "lambda f, *a: max((size(leaf) for leaf in kept(f, *a)), default=0)",
-            "how many": "lambda f, *a: len(kept(f, *a))",
-            "no arguments": "lambda f, *a: jaxmem.saved_residuals(lambda *a: f(*a).sum(), *a).bytes",
-            "the gradients": "lambda f, *a: size(jax.eval_shape(jax.grad(lambda *a: f(*a).sum()), *a))",
-            "computed": "lambda f, *a: size(jax.vjp(f, *[jnp.ones(x.shape, x.dtype) for x in a])[1])",
-            "only shapes were given": "lambda f, *a: size(jax.vjp(f, *a)[1])",
-            "the function itself on shapes": "lambda f, *a: size(f(*a))",
-            "floating point alone, no mask and no index": "lambda f, *a: size("
-            "[leaf for leaf in kept(f, *a) if jnp.issubdtype(leaf.dtype, jnp.floating)])",
-            "two arguments at most": "lambda f, *a: size(kept(f, *a[:2]))",
-            "no trees of arguments": "lambda f, *a: size(kept("
-            "f, *[jax.ShapeDtypeStruct(one.shape, one.dtype) for one in a]))",
+            "no state": "lambda *a: scheduled(*a, state=0)",
+            "state from the second operation": "lambda *a: scheduled(*a, state_from=1)",
+            "state freed before the optimizer": "lambda *a: scheduled(*a, state_to=-1)",
+            "all logits in every tile": "lambda *a: scheduled(*a, part=1)",
+            "no gradient of the logits": "lambda *a: scheduled(*a, twice=0.5)",
+            "tiles that wait for the last": "lambda *a: scheduled(*a, tiles_wait=True)",
+            "inputs freed before they are read": "lambda *a: scheduled(*a, read=-1)",
+            "inputs one operation too long": "lambda *a: scheduled(*a, read=1)",
+            "inputs never freed": "lambda *a: scheduled(*a, read=None)",
+            "gradients gone at once": "lambda *a: scheduled(*a, gradients_wait=False)",
+            "gradients there from the beginning": "lambda *a: scheduled(*a, gradients_from=0)",
+            "no gradients": "lambda *a: scheduled(*a, made=0)",
+            "the first layer first in the backward pass": "lambda *a: scheduled(*a, backwards=False)",
+            "workspace in the forward pass, too": "lambda *a: scheduled(*a, work_forward=True)",
+            "workspace of all layers": "lambda *a: scheduled(*a, work_waits=True)",
+            "no workspace": "lambda *a: scheduled(*a, workspace=0)",
+            "no optimizer": "lambda *a: [(f, min(e, 2 * len(a[0]) + a[3] - 1), s) for f, e, s in scheduled(*a)]",
+            "ends excluded": "lambda *a: [(f, e + 1, s) for f, e, s in scheduled(*a)]",
+            "from operation 1": "lambda *a: [(f + 1, e + 1, s) for f, e, s in scheduled(*a)]",
+            "the peak": "lambda *a: max(s for _, _, s in scheduled(*a))",
+            "pairs": "lambda *a: [(f, s) for f, _, s in scheduled(*a)]",
+            "nothing": "lambda *a: None",
         },
     ),
     ("where_the_memory_goes", "check_peak_and_operation"): (
@@ -378,18 +389,40 @@ def first_nested(layer, w, x, size):
     return groups(layer, layer, w[size:], x, size)
 
 
-def tower(c, sequences, length):
-    tokens = sequences * length
+def tower(c, sequences, length, parts):
+    tokens = sequences * length // parts
+    sums = 4 * c.n_params if parts > 1 else 0
     inputs = c.compute_dtype.itemsize * c.n_layers * tokens * c.d_model
-    return 3 * c.param_dtype.itemsize * c.n_params + inputs + 8 * tokens * c.vocab_size
+    return 3 * c.param_dtype.itemsize * c.n_params + sums + inputs + 8 * tokens * c.vocab_size
 
 
-def size(tree):
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+def scheduled(inputs, gradients, logits_bytes, tiles, state_bytes, workspace_bytes, **wrong):
+    """The schedule of a step with a tiled loss, or one that is wrong in what is named."""
+    layers = len(inputs)
+    last = 2 * layers + tiles
+    rows = [(wrong.get("state_from", 0), last + wrong.get("state_to", 0), wrong.get("state", 1) * state_bytes)]
+    for tile in range(tiles):
+        at, ends = layers + tile, layers + tiles - 1 if wrong.get("tiles_wait") else layers + tile
+        rows.append((at, ends, wrong.get("part", 1 / tiles) * wrong.get("twice", 1) * 2 * logits_bytes))
+    for layer in range(layers):
+        at = last - 1 - layer if wrong.get("backwards", True) else layers + tiles + layer
+        read = wrong.get("read", 0)
+        rows.append((layer, last if read is None else at + read, inputs[layer]))
+        ends = last if wrong.get("gradients_wait", True) else at
+        rows.append((wrong.get("gradients_from", at), ends, wrong.get("made", 1) * gradients[layer]))
+        rows.append((at, last - 1 if wrong.get("work_waits") else at, wrong.get("workspace", 1) * workspace_bytes))
+        if wrong.get("work_forward"):
+            rows.append((layer, layer, workspace_bytes))
+    return rows
 
 
-def kept(f, *args):
-    return jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(f, *args)[1], *args))
+def by_operation(*sizes):
+    """The same by what each operation holds, in one row for each."""
+    rows = scheduled(*sizes)
+    return [
+        (at, at, sum(size for first, last, size in rows if first <= at <= last))
+        for at in range(2 * len(sizes[0]) + sizes[3] + 1)
+    ]
 
 
 def fullest(schedule, there, which=0):
@@ -479,15 +512,25 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, 
 
 # Hints that name the mistake: by check and mistake.
 NAMED = {
-    ("check_peak_with_logits", "asked of a compiler"): "not enough for a compiler",
-    ("check_peak_with_logits", "one array of logits, in 16 bits"): "f32 logits",
-    ("check_peak_with_logits", "two bytes always"): "f32 logits",
-    ("check_peak_with_logits", "one sequence"): "all sequences but one",
-    ("check_peak_with_logits", "moments in 32 bits"): "AdamW's moments once more",
-    ("check_peak_with_logits", "16 bits written in"): "half of weights and moments",
-    ("check_kept_bytes", "no arguments"): "argument that the backward pass carries",
-    ("check_kept_bytes", "floating point alone, no mask and no index"): "also reads bool",
-    ("check_kept_bytes", "no trees of arguments"): "any tree of arrays",
+    ("check_peak_in_parts", "asked of a compiler"): "not enough for a compiler",
+    ("check_peak_in_parts", "one array of logits, in 16 bits"): "f32 logits",
+    ("check_peak_in_parts", "two bytes always"): "f32 logits",
+    ("check_peak_in_parts", "one sequence"): "all sequences but one",
+    ("check_peak_in_parts", "moments in 32 bits"): "AdamW's moments once more",
+    ("check_peak_in_parts", "16 bits written in"): "half of weights and moments",
+    ("check_peak_in_parts", "no sums"): "sums of the gradients: where",
+    ("check_peak_in_parts", "sums in the weights' type"): "half the sums",
+    ("check_peak_in_parts", "sums always"): "and what adds up",
+    ("check_peak_in_parts", "all parts at once"): "other parts add",
+    ("check_peak_in_parts", "all parts' inputs"): "other parts' inputs",
+    ("check_step_schedule", "no gradient of the logits"): "tile's gradient has the size",
+    ("check_step_schedule", "all logits in every tile"): "one tile, not all",
+    ("check_step_schedule", "tiles that wait for the last"): "Does yours wait",
+    ("check_step_schedule", "the first layer first in the backward pass"): "last layer comes first",
+    ("check_step_schedule", "workspace of all layers"): "Workspace is of one layer",
+    ("check_step_schedule", "gradients gone at once"): "which gradients have been made",
+    ("check_step_schedule", "no state"): "in every operation",
+    ("check_step_schedule", "from operation 1"): "from 0 to",
     ("check_rematerialised_stack", "a group of three, and a layer alone"): "Which of yours runs once",
     ("check_best_group", "inputs alone, whatever is kept"): "if each of these layers kept 1",
     ("check_residual_bytes", "one layer"): "one layer's. This model has 32",
@@ -534,14 +577,12 @@ def test_a_hint_names_the_mistake(check, mistake):
         ),
         (
             "where_the_memory_goes",
-            "check_peak_with_logits",
-            "lambda c, B, T: tower(c, B, T) + 2 * B * T * c.d_model",
+            "check_peak_in_parts",
+            "lambda c, B, T, parts: tower(c, B, T, parts) + 2 * B * T // parts * c.d_model",
         ),
-        (
-            "where_the_memory_goes",
-            "check_kept_bytes",
-            "lambda f, *a: sum(row.bytes for row in jaxmem.saved_residuals(lambda *a: f(*a).sum(), *a).rows)",
-        ),
+        ("where_the_memory_goes", "check_step_schedule", "lambda *a: scheduled(*a)"),
+        ("where_the_memory_goes", "check_step_schedule", "lambda *a: np.array(scheduled(*a))[::-1]"),
+        ("where_the_memory_goes", "check_step_schedule", "lambda *a: by_operation(*a)"),
         (
             "where_the_memory_goes",
             "check_peak_and_operation",
