@@ -151,8 +151,11 @@ def check_thrifty(fn: Callable[..., Any]) -> None:
         got, want = fn(*args), plain(*args)
         assert got is not None and np.shape(got) == want.shape, f"Return the layer's output, {want.shape}."
         mine, right = jax.tree.leaves(gradients(fn)(*args)), jax.tree.leaves(gradients(plain)(*args))
-        same = all(np.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(mine, right, strict=True))
-        assert same and np.allclose(got, want, atol=1e-4), "The output or its gradients are not those of the layer."
+        assert np.allclose(got, want, atol=1e-4), "The output is not that of the layer."
+        for name, a, b in zip(("w1", "w2", "w3", "x"), mine[1:], right[1:], strict=True):
+            assert np.allclose(a, b, rtol=1e-3, atol=1e-4), (
+                f"The output is right, and the gradient of {name} is not: does anything stop it on its way back?"
+            )
         kept = saved_residuals(lambda *args: fn(*args).sum(), *args).bytes
         size = rows * narrow * 4
         assert kept > 0, "Nothing is kept besides the arguments. Is the name in the policy, and is its result used?"
