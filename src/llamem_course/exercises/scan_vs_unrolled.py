@@ -108,7 +108,7 @@ def check_scan_runs(fn: Callable[..., Any]) -> None:
         check_what_is_kept(fn, list_of_layers((4, 7) * 4), x_ND)  # runs of one layer each
         assert count_products(fn, few, x_ND) == count_products(fn, many, x_ND), (
             "the program grows with the layers, where the runs are as many: each layer is written into it. Which "
-            "function of jax.lax writes one, and is it left as a loop?"
+            "function of jax.lax writes it once, and does anything unroll that?"
         )
         _assert_only_the_last(lambda w: fn(softmax_layer, w, x_ND), few[:2], 2 * x_ND.size)
         return "A program as long as its runs, and of each layer its input alone."
