@@ -202,7 +202,7 @@ STACKS: Answers = {
         lambda *a: runs(*a, remat=lambda layer: layer, stack=partial(apply_stack, mode="nested", remat="nothing")),
         "a whole run or a group",
     ),
-    "unrolled by the scan": (stacks.check_scan_runs, lambda *a: runs(*a, unroll=True), "left as a loop"),
+    "unrolled by the scan": (stacks.check_scan_runs, lambda *a: runs(*a, unroll=True), "does anything unroll"),
     # The groups.
     "the divisor nearest to the formula's root": (
         stacks.check_best_groups,
