@@ -169,7 +169,7 @@ WRONG: Answers = {
     "all rows together": (LEDGER, but(tiles=1), "exist together"),
     "all rows together, and no sums": (LEDGER, but(tiles=1, sums=lambda D, F, tiles: 0), "exist together"),
     "no sums": (LEDGER, but(sums=lambda D, F, tiles: 0), "what is added up"),
-    "sums in bfloat16": (LEDGER, but(sums=lambda D, F, tiles: 6 * D * F if tiles > 1 else 0), "128 terms"),
+    "sums in bfloat16": (LEDGER, but(sums=lambda D, F, tiles: 6 * D * F if tiles > 1 else 0), "lose bits"),
     "one matrix": (LEDGER, but(sums=lambda D, F, tiles: 4 * D * F if tiles > 1 else 0), "How many matrices"),
     "a sum for each tile": (LEDGER, but(sums=lambda D, F, tiles: 12 * D * F // tiles if tiles > 1 else 0), "smaller"),
     "sums without tiles": (LEDGER, but(sums=lambda D, F, tiles: 12 * D * F), "what is there to add up"),

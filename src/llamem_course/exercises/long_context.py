@@ -96,7 +96,7 @@ def _feed_forward(config: LlamaConfig, tokens: int, plan: Plan, right: int) -> d
     if tiles == 1:
         return asked | {tile + sums: "With all rows in one tile, what is there to add up?"}
     together = "Of how many rows do gate and up exist together?"
-    narrow = "What happened to the 128 terms summed in bfloat16?"
+    narrow = "Sums over many tiles lose bits in bfloat16. In which type are these?"
     return asked | {
         whole: together,
         whole + sums: together,
