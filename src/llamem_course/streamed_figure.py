@@ -102,7 +102,8 @@ def turns_drawn(turns: Mapping[tuple[str, str], Turn]) -> tuple[Figure, str]:
     A line goes down from each product: it meets the bars of the copies that are under way when the product begins.
     """
     chips = list(dict.fromkeys(chip for chip, _ in turns))
-    fig, axes = plt.subplots(1, len(chips), figsize=(3.4 * len(chips), 3.4), squeeze=False, layout="constrained")
+    size = max(9, 3.4 * len(chips)), 3.4
+    fig, axes = plt.subplots(1, len(chips), figsize=size, squeeze=False, layout="constrained")
     for ax, chip in zip(axes[0], chips, strict=True):
         own = {program: turn for (one, program), turn in turns.items() if one == chip}
         for row, (program, turn) in enumerate(own.items()):
@@ -127,8 +128,9 @@ def visitors_drawn(timeline: Timeline, config: LlamaConfig) -> tuple[Figure, str
     shown = visiting(timeline, config)
     fig, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
     capacity, base = (shown.capacity_bytes or shown.peak_bytes) / GiB, np.zeros(shown.steps)
+    parts = {category: row[shown.peak_step] / GiB for category, row in shown.by_category().items()}
     for category, sizes in shown.by_category().items():
-        words, colour = ROLES[category]
+        words, colour = f"{parts[category]:.1f}: {ROLES[category][0]}", ROLES[category][1]
         upper = base + sizes / GiB
         ax.fill_between(np.arange(shown.steps), base, upper, step="post", color=colour, linewidth=0, label=words)
         base = upper
@@ -142,8 +144,8 @@ def visitors_drawn(timeline: Timeline, config: LlamaConfig) -> tuple[Figure, str
     ax.set(xlim=(0, shown.steps), ylim=(0, 1.16 * capacity), ylabel="GiB on the chip")
     ax.set_xlabel("step of the compiled program; one turn of each loop is written down")
     handles, labels = ax.get_legend_handles_labels()
-    ax.legend(handles[::-1], labels[::-1], loc="upper right", bbox_to_anchor=(1, 0.84), frameon=False, fontsize=9.5)
-    parts = {category: row[shown.peak_step] / GiB for category, row in shown.by_category().items()}
+    legend = {"loc": "upper right", "bbox_to_anchor": (1, 0.86), "frameon": False, "fontsize": 9.5}
+    ax.legend(handles[::-1], labels[::-1], title="GiB where it is highest", title_fontsize=9.5, **legend)
     told = "; ".join(f"{size:.1f} {ROLES[category][0]}" for category, size in parts.items())
     alt = f"GiB on the chip over a streamed step. Highest in the backward loop, {base.max():.1f}: {told}."
     return fig, alt
