@@ -99,7 +99,10 @@ class Timeline:
                 return dataclasses.replace(
                     span, category=category, operation=span.operation or arguments[span.argument]
                 )
-            is_logits = span.category in _COMPUTED and provenance.is_logits(_sizes(span.shape))
+            # With as many tokens as the head has columns, its gradient's sizes are those of logits: what an optimizer
+            # makes of it is none.
+            computed = span.category in _COMPUTED and span.made_in != "optimizer"
+            is_logits = computed and provenance.is_logits(_sizes(span.shape))
             return dataclasses.replace(span, category="logits") if is_logits else span
 
         return cls(
@@ -308,7 +311,7 @@ class _Reader:
         self._origins = Origins(program)
         self._position = {name: step for step, name in enumerate(self.schedule)}
         self.steps = max([len(self.schedule), *(value.last + 1 for value in self._values)])
-        self.passes = find_passes([_own_pass(self.line(name)) for name in self.schedule])
+        self.passes = find_passes([_own_pass(self.line(name)) for name in self.schedule], self.loops())
         self._pass_of_step: list[Pass] = [""] * self.steps
         for name, first, end in self.passes:
             # After the last step what the program puts out is still alive.
@@ -407,31 +410,38 @@ class _Reader:
         return self._pass_of_step[last] == "optimizer" or "optimizer" in passes
 
 
-def find_passes(passes: list[Pass]) -> list[tuple[Pass, int, int]]:
+def find_passes(passes: list[Pass], loops: Sequence[Loop] = ()) -> list[tuple[Pass, int, int]]:
     """Return where the forward pass ends and the backward one, by the passes of a schedule's steps: (pass, first, end).
 
-    Compilers interleave them a little: each border lies where the fewest steps are on its wrong side. Empty for a
-    program that differentiates nothing.
+    Compilers interleave them a little: each border lies where the fewest steps are on its wrong side. To the optimizer
+    a step in one of the loops counts as often as it runs: what waits for no gradient, such as a learning rate or keys
+    of random numbers, may stand before the loop over layers, and be more lines than that has. Empty for a program that
+    differentiates nothing.
     """
     backward = [own in ("backward", "run again") for own in passes]
     if not any(backward):
         return []
     start = _border([own == "forward" for own in passes], backward)
-    optimizer = [own == "optimizer" for own in passes]
-    end = start + _border(backward[start:], optimizer[start:]) if any(optimizer[start:]) else len(passes)
+    runs = np.ones(len(passes), np.int64)
+    for loop in loops:
+        runs[loop.first : loop.end] *= loop.trips or 1
+    gradients, optimizer = runs * backward, runs * [own == "optimizer" for own in passes]
+    end = start + _border(gradients[start:], optimizer[start:]) if any(optimizer[start:]) else len(passes)
     rows: list[tuple[Pass, int, int]] = [("forward", 0, start), ("backward", start, end)]
     rows.append(("optimizer", end, len(passes)))
     return [row for row in rows if row[1] < row[2]]
 
 
-def _border(before: list[bool], after: list[bool]) -> int:
+def _border(before: Sequence[int] | np.ndarray, after: Sequence[int] | np.ndarray) -> int:
     """Return the place with the fewest of `after` before it and of `before` after it."""
     return int(np.argmin(np.cumsum([0, *after]) - np.cumsum([0, *before])))
 
 
 def _own_pass(line: Instruction) -> Pass:
-    # Without a path of its own it is the compiler's: a copy, a constant, an argument.
-    return differentiation_pass(line.path) or ("optimizer" if "/" in line.path and line.operation else "")
+    # Without a path of its own it is the compiler's: a copy, a constant, an argument. Of a sharded program all paths
+    # begin with `shard_map`.
+    named = "/" in line.path and line.operation not in ("", "shard_map")
+    return differentiation_pass(line.path) or ("optimizer" if named else "")
 
 
 def _is_logits(path: str) -> bool:

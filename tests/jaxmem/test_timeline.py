@@ -21,7 +21,7 @@ from jaxmem.dump import read_dump
 from jaxmem.jaxprs import differentiation_pass
 from jaxmem.printing import size_text
 from jaxmem.provenance import CATEGORIES, Provenance, named_category
-from jaxmem.timeline import ROOM, Pass, Timeline, find_passes
+from jaxmem.timeline import ROOM, Loop, Pass, Timeline, find_passes
 from llamem_course import plots
 
 of_this_machine = pytest.mark.skipif(
@@ -151,12 +151,24 @@ def test_arguments_are_told_by_the_first_telling_name():
 def test_borders_of_the_passes_lie_where_fewest_steps_are_wrong():
     marks: dict[str, Pass] = {"f": "forward", "b": "backward", "r": "run again", "o": "optimizer", ".": ""}
 
-    def borders(text):
-        return [(name, first, end) for name, first, end in find_passes([marks[letter] for letter in text])]
+    def borders(text, *loops):
+        return [(name, first, end) for name, first, end in find_passes([marks[letter] for letter in text], loops)]
 
     assert borders("oo.ff.bff.fbrrb.fbb.boo") == [("forward", 0, 11), ("backward", 11, 21), ("optimizer", 21, 23)]
     assert borders("ffbbb") == [("forward", 0, 2), ("backward", 2, 5)]
     assert borders("o..oo") == [] and borders("ff") == []
+    # The loop over layers is short, and runs often; before it stands what an optimizer computes without gradients.
+    ends = borders("ffbboooooorbbooo", Loop(0, 2, 8), Loop(10, 13, 8))
+    assert ends == [("forward", 0, 2), ("backward", 2, 13), ("optimizer", 13, 16)]
+    assert borders("ffbboooooorbbooo", Loop(10, 13, None))[1] == ("backward", 2, 4)
+
+
+def test_what_has_no_name_but_that_of_the_sharded_program_is_not_the_optimizers(tmp_path):
+    file = write_dump(tmp_path) / "module_0001.jit_step.after_optimizations.txt"
+    file.write_text(file.read_text().replace("jit(step)/mul", "jit(call)/shard_map"))
+    assert [name for name, _, _ in read(tmp_path).passes] == ["forward", "backward", "optimizer"]
+    file.write_text(file.read_text().replace("jit(step)/sub", "jit(call)/shard_map"))
+    assert [name for name, _, _ in read(tmp_path).passes] == ["forward", "backward"]
 
 
 def test_jax_still_writes_how_an_operation_was_derived(remat3):
@@ -204,6 +216,18 @@ def test_a_report_of_this_machine_has_its_timeline():
     assert "logits" in parts and "test_timeline.py" in next(
         b.source for b in timeline.buffers if b.category == "logits"
     )
+
+
+@of_this_machine
+def test_an_optimizer_makes_no_logits_however_many_tokens_there_are():
+    heads = {"n_heads": 2, "n_kv_heads": 2, "head_dim": 32, "max_seq_len": 256}
+    config = llamem.LlamaConfig(vocab_size=640, d_model=256, d_ff=96, n_layers=1, **heads)
+    settings = llamem.TrainSettings(batch_size=1, seq_len=256)  # as many tokens as the head has columns
+    step, *shapes = llamem.abstract_step(config, settings)
+    timeline = jaxmem.compile_report(step, *shapes, donate_argnums=(0,)).timeline
+    assert timeline is not None
+    made = {buffer.made_in for buffer in timeline.buffers if buffer.category == "logits"}
+    assert made and "optimizer" not in made
 
 
 @of_this_machine
