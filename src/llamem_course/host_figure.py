@@ -1,11 +1,23 @@
-"""The figure of notebook 11: one array over hosts that each hold their rows of it, and what each of them knows."""
+"""The figures of notebook 11: an array over hosts that each hold their rows of it; a layer's work over eight chips."""
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 _COLOURS = "#3f90da", "#ffa90e", "#bd1f01", "#92dadd"
+_CHIPS = 8
+_WAYS = {
+    "fsdp": "a layer's matrix is gathered;\neach chip has a sequence",
+    "tensor": "a chip uses its part alone;\nall have the same sequence",
+    "context": "a layer's matrix is gathered;\none sequence, its tokens split",
+}
+MESHES_ALT = (
+    "Eight chips, three rows. fsdp: of a layer's matrix each chip holds an eighth of the rows and gathers the others; "
+    "its tokens are a sequence of its own. tensor: each holds and uses an eighth of the columns alone; all have "
+    "all tokens of one sequence. context: the matrix as with fsdp; each has an eighth of the tokens of one sequence."
+)
 
 
 def hosts_drawn(hosts: int, rows: int = 8) -> tuple[Figure, str]:
@@ -31,6 +43,44 @@ def hosts_drawn(hosts: int, rows: int = 8) -> tuple[Figure, str]:
     ax.axis("off")
     own_rows = "; ".join(f"host {host} rows {host * share} to {(host + 1) * share - 1}" for host in range(hosts))
     return fig, f"One array of {rows} rows above; below a box for each host that holds its own alone: {own_rows}."
+
+
+def meshes_drawn() -> Figure:
+    """Return a figure: which part of a layer's matrix and which tokens each of eight chips has, for three meshes."""
+    fig, axes = plt.subplots(len(_WAYS), 1, figsize=(10, 4.9), layout="constrained")
+    colours = plt.get_cmap("viridis")(np.linspace(0.05, 0.95, _CHIPS))
+    for ax, (axis, words) in zip(axes, _WAYS.items(), strict=True):
+        for chip in range(_CHIPS):
+            left = chip * 1.4
+            _matrix(ax, left, chip, colours, axis)
+            for token in range(_CHIPS):
+                colour = colours[chip if axis == "fsdp" else token]
+                has = axis != "context" or token == chip
+                style = {"facecolor": colour if has else "none", "edgecolor": "white" if has else "0.6"}
+                ax.add_patch(Rectangle((left + token / 8, 0), 1 / 8, 0.28, linewidth=0.5, **style))
+            if ax is axes[0]:
+                ax.text(left + 0.5, 1.58, f"chip {chip}", ha="center", fontsize=10)
+        ax.text(-0.2, 1.0, "matrix", ha="right", va="center", fontsize=9.5)
+        ax.text(-0.2, 0.14, "tokens", ha="right", va="center", fontsize=9.5)
+        ax.text(-1.0, 0.75, axis, ha="right", va="bottom", fontweight="bold")
+        ax.text(-1.0, 0.65, words, ha="right", va="top", fontsize=9)
+        ax.set(xlim=(-3.5, 10.9), ylim=(-0.1, 1.6), aspect="equal")
+        ax.axis("off")
+    words = "full colour: lies on this chip    pale: gathered while the layer runs    empty: not on this chip"
+    fig.supxlabel(words, fontsize=10)
+    return fig
+
+
+def _matrix(ax: Axes, left: float, chip: int, colours: np.ndarray, axis: str) -> None:
+    """One chip's matrix: its own eighth in full colour, the others pale where they are gathered, else empty."""
+    for part in range(_CHIPS):
+        own, split = part == chip, axis == "tensor"
+        corner = (left + part / 8, 0.5) if split else (left, 1.5 - (part + 1) / 8)
+        size = (1 / 8, 1) if split else (1, 1 / 8)
+        face = "none" if split and not own else colours[part]
+        alpha = 1.0 if own or split else 0.3
+        edge = "0.6" if split and not own else "white"
+        ax.add_patch(Rectangle(corner, *size, facecolor=face, edgecolor=edge, alpha=alpha, linewidth=0.5))
 
 
 def _cells(ax: Axes, left: float, bottom: float, filled: dict[int, str], count: int) -> None:

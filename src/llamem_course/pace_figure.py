@@ -29,6 +29,7 @@ def mfu_curves(paces: Mapping[str, Sequence[Pace]], late: Mapping[str, Pace]) ->
             (steps[-1].chips, steps[-1].mfu),
             xytext=(14, 0),
             textcoords="offset points",
+            fontsize=8.5,
             va="center",
         )
     ax.text(0.02, 0.06, "ring: from here on messages take longer than products", transform=ax.transAxes, fontsize=10)
