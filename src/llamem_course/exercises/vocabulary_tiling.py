@@ -35,7 +35,8 @@ def check_crossing(fn: Callable[[int, int, int], float]) -> None:
                 more, less = 2 * found * vocab, 4 * vocab * width + 4 * found * vocab / tiles
                 sides = f"with {found:,.2f} tokens all logits take {more:,.0f} bytes, tiles of tokens {less:,.0f}"
                 whole = np.isclose(found, right, rtol=1e-3)
-                hint = hint or ("return the fraction, unrounded" if whole else "write down both and solve for N")
+                unsolved = "write down both and solve for N; on which side does num_tiles stand?"
+                hint = hint or ("return the fraction, unrounded" if whole else unsolved)
                 raise AssertionError(f"{case}: {sides}; {hint}.")
         return "The vocabulary cancels! With 16 tiles and a width of 4,096 the H100's compiler turns there, too."
 
