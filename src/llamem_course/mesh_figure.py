@@ -1,6 +1,6 @@
 """Which device of a mesh holds which part of a loss's arrays, works on which tile in each round, and sends what."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -23,10 +23,6 @@ ROUNDS_ALT = (
 COLLECTIVES_ALT = (
     "Three panels of four devices, before and after. all-gather: one part each becomes all parts on each. "
     "reduce-scatter: a whole array each becomes one part of the sum on each. all-reduce: the whole sum on each."
-)
-PROGRAMS_ALT = (
-    "Four panels of dots for seven programs on two chips. Naive programs: two do 8 shares of the work; three of four "
-    "receive 50 GiB and more. Below a line the three cures: one share, two to four messages, under 2 GiB received."
 )
 _DEVICES = 8
 
@@ -114,33 +110,35 @@ def collectives_drawn() -> Figure:
     return fig
 
 
-def programs_drawn(found: Mapping[str, Mapping[str, tuple[float, int, float, float]]]) -> Figure:
-    """Return a figure: of each program, by its name, four numbers in panels of their own, for each chip.
+def times_drawn(times: Mapping[str, Mapping[str, tuple[float, float]]], groups: Sequence[int]) -> Figure:
+    """Return a figure: for each chip a panel of bars, of each program the milliseconds of products and of messages.
 
-    They are the work in shares, the messages, the bytes that arrive, and the peak in GiB.
+    `groups` says how many programs stand in each group, from the top; a line parts it from the next.
     """
-    titles = "work, in shares", "messages", "GiB that arrive", "peak, GiB"
-    fig, axes = plt.subplots(1, 4, figsize=(10, 3.6), sharey=True, layout="constrained")
-    for (chip, programs), marker, up in zip(found.items(), "os", (-0.17, 0.17), strict=False):
-        for ax, numbers in zip(axes, zip(*programs.values(), strict=True), strict=True):
-            numbers = [number / 2**30 for number in numbers] if ax is axes[2] else numbers
-            ax.plot(numbers, [y + up for y in range(len(numbers))], marker, label=chip)
-            for y, number in enumerate(numbers):
-                text = f"{number:d}" if isinstance(number, int) else f"{number:.1f}"
-                ax.annotate(text, (number, y + up), (6, 0), textcoords="offset points", va="center", fontsize=8)
-    for ax, title in zip(axes, titles, strict=True):
-        ax.set(title=title, xscale="log" if ax in axes[1:3] else "linear")
-        low, high = ax.get_xlim()
-        ax.set_xlim((low / 2, high * 6) if ax in axes[1:3] else (0, 1.25 * high))
-        if ax in axes[1:3]:
-            ax.xaxis.set_major_formatter("{x:g}")
-            ax.minorticks_off()
-        ax.axhline(3.5, color="gray", linewidth=1)
-    names = list(next(iter(found.values())))
-    axes[0].set_yticks(range(len(names)), names)
-    axes[0].invert_yaxis()
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    fig, axes = plt.subplots(1, len(times), figsize=(10, 3.6), sharey=True, layout="constrained", squeeze=False)
+    for ax, (chip, programs) in zip(axes[0], times.items(), strict=True):
+        products, links = (np.array(column) for column in zip(*programs.values(), strict=True))
+        rows = range(len(programs))
+        ax.barh(rows, products, label="products")
+        ax.barh(rows, links, left=products, label="messages on the links")
+        for y, total in enumerate(products + links):
+            ax.annotate(f"{total:,.0f}", (total, y), (4, 0), textcoords="offset points", va="center", fontsize=9)
+        for edge in np.cumsum(groups)[:-1]:
+            ax.axhline(edge - 0.5, color="gray", linewidth=1)
+        ax.set(title=chip, xlabel="ms, one after the other", xlim=(0, 1.15 * max(products + links)))
+    axes[0, 0].set_yticks(range(len(programs)), list(programs))
+    axes[0, 0].invert_yaxis()
+    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
     return fig
+
+
+def times_alt(times: Mapping[str, Mapping[str, tuple[float, float]]]) -> str:
+    """Return what `times_drawn` shows, in words."""
+    chips = []
+    for chip, programs in times.items():
+        bars = (f"{name} {products:.0f} + {links:.0f}" for name, (products, links) in programs.items())
+        chips.append(f"{chip}: {'; '.join(bars)}")
+    return f"Bars of milliseconds of products and messages. {'. '.join(chips)}."
 
 
 def _part(ax: Axes, corner: tuple[float, float], text: str, owner: int | None) -> None:
