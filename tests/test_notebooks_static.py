@@ -28,7 +28,6 @@ except ImportError:  # Colab, Kaggle: leaves the jax and numpy found there alone
 notebook.begin("NAME")  # Colab, Kaggle: fetches the chips' compilers, 560 MB, half a minute"""
 MAX_MIB = 3
 MAX_CELLS, MAX_LINES, MEDIAN_LINES = 36, 40, 9  # beside the folded cells that check
-WHOLE_PARTS = {"05": 14, "06": 12}  # their median: a loss or a part of a model in one cell
 MAX_WIDTH, MAX_WORDS, LONG_ONES = 100, 2400, {"05": 2800, "12": 2800}
 
 Notebook = dict[str, Any]
@@ -81,7 +80,7 @@ def problems(notebook: Notebook, name: str, lock: str) -> Iterator[str]:
     yield from _state(notebook)
     yield from _opening(notebook, name, lock)
     yield from _prose(notebook)
-    yield from _code(notebook, name)
+    yield from _code(notebook)
     yield from _outputs(notebook)
     read = [cell for cell in notebook["cells"] if "check" not in tags(cell)]
     if len(read) > MAX_CELLS:
@@ -151,7 +150,7 @@ def _prose(notebook: Notebook) -> Iterator[str]:
         yield "the end lacks 'What to remember' or 'Limits'"
 
 
-def _code(notebook: Notebook, name: str) -> Iterator[str]:
+def _code(notebook: Notebook) -> Iterator[str]:
     code = code_cells(notebook)
     for number, cell in enumerate(code, 1):
         if code_lines(cell) > MAX_LINES:
@@ -165,9 +164,8 @@ def _code(notebook: Notebook, name: str) -> Iterator[str]:
             if re.search(bad, source(cell)):
                 yield f"code cell {number} uses {bad}: {why}"
     code = [cell for cell in code if "check" not in tags(cell)]
-    most = WHOLE_PARTS.get(name[:2], MEDIAN_LINES)
-    if code and statistics.median(map(code_lines, code)) > most:
-        yield f"the median code cell has more than {most} lines"
+    if code and statistics.median(map(code_lines, code)) > MEDIAN_LINES:
+        yield f"the median code cell has more than {MEDIAN_LINES} lines"
 
 
 def _teaching(notebook: Notebook, name: str) -> Iterator[str]:
