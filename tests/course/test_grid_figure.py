@@ -14,7 +14,7 @@ from llamem_course.widgets import explore
         ("no checkpoint", 16 * 11, 0),
         ("each layer", 15 + 11, 16),  # fifteen inputs wait while the last layer has everything
         ("whole loss", 16 * 11, 16),
-        ("nested", 3 + 3 + 11, 16 + 16),  # three groups' inputs, three layers' of the last group, one layer at work
+        ("nested", 3 + 3 + 11, 16 + 12),  # three groups' inputs, three layers' of the last group, one layer at work
     ],
 )
 def test_peaks_and_runs_are_those_counted_by_hand(way, peak, again):

@@ -129,6 +129,7 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
         {
             "the first eight layers": "lambda layer, w, x: loop(jax.checkpoint(layer), w[:8], x)",
             "no checkpoint": "lambda layer, w, x: loop(layer, w, x)",
+            "a loop without barriers": "lambda layer, w, x: loop(jax.checkpoint(layer, prevent_cse=False), w, x)",
             "all but the first layer": "lambda layer, w, x: loop(jax.checkpoint(layer), w[1:], layer(w[0], x))",
             "groups of three": "lambda layer, w, x: groups(layer, layer, w, x, 3)",
             "anything saved": "lambda layer, w, x: scan("
@@ -532,6 +533,7 @@ NAMED = {
     ("check_step_schedule", "no state"): "in every operation",
     ("check_step_schedule", "from operation 1"): "from 0 to",
     ("check_rematerialised_stack", "a group of three, and a layer alone"): "Which of yours runs once",
+    ("check_rematerialised_stack", "a loop without barriers"): "where no barrier stands",
     ("check_best_group", "inputs alone, whatever is kept"): "if each of these layers kept 1",
     ("check_residual_bytes", "one layer"): "one layer's. This model has 32",
 }

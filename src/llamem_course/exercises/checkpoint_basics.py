@@ -36,6 +36,11 @@ def check_rematerialised_stack(fn: Callable[..., Any]) -> None:
         for depth, layer in ((8, sine_layer), (11, cosine_layer)):
             _check_values(lambda w, x, layer=layer: fn(layer, w, x), depth, layer)
             inputs, products = _measure(lambda w, x, layer=layer: fn(layer, w, x), depth)
+            program = jax.make_jaxpr(lambda w, x, layer=layer: fn(layer, w, x))(*_stack_inputs(depth)).jaxpr
+            assert not any(eqn.params.get("prevent_cse") is False for eqn in program.eqns), (
+                "A checkpoint that stands in no loop of JAX's has prevent_cse=False. What does a compiler do with a "
+                "second pass that is a copy of the first, where no barrier stands between them?"
+            )
             # The first input may be an argument, so that one array less is kept than there are layers.
             told = f"The backward pass keeps {inputs:.1f} arrays of the size of x for {depth} layers"
             around = _checkpoints_around_products(lambda w, x, layer=layer: fn(layer, w, x), depth)
@@ -83,7 +88,7 @@ def check_best_group(fn: Callable[..., Any]) -> None:
             assert peaks[got] == min(peaks.values()), (
                 f"{n_layers} layers in groups of {got}, each layer of a group at work keeping {kept}: the peak is "
                 f"{peaks[got]:.0f} inputs, and another size has a lower one. {question}Count what waits while the "
-                "first group runs backward: what is there once per group, and what for each layer of that group?"
+                "group that is first in the backward pass runs: what is there once per group, and what for each layer of that group?"
             )
         return "What groups keep and what the layers of one group keep balance: near the root of n_layers / kept."
 
