@@ -232,13 +232,21 @@ def check_sequence_policy_loss(fn: Callable[..., Any]) -> None:
         slope = jax.grad(lambda head: ask(x_BTD, old_BT, mask_BT, 0.2, head))(head_VD)
         exact = jax.grad(lambda head: right(x_BTD, old_BT, mask_BT, 0.2, head=head))(head_VD)
         _close(slope, exact, "the hidden states get their gradient, the head does not: what is stopped on its way?")
-        program = jax.make_jaxpr(jax.grad(lambda x_BTD: ask(x_BTD, old_BT, whole_BT, 0.2)))(x_BTD).jaxpr
-        largest = largest_array(program)
+
+        def loss(x_BTD: Any) -> Any:
+            return ask(x_BTD, old_BT, whole_BT, 0.2)
+
+        largest = largest_array(jax.make_jaxpr(loss)(x_BTD).jaxpr)
         assert largest < B * T * V, (
             f"right, but an array of {largest} numbers appears on the way, and tokens times words are {B * T * V}: "
             "which function of the library gives log-probabilities without the logits?"
         )
-        rows = saved_residuals(lambda x_BTD: ask(x_BTD, old_BT, whole_BT, 0.2), x_BTD).rows
+        largest = largest_array(jax.make_jaxpr(jax.grad(loss))(x_BTD).jaxpr)
+        assert largest < B * T * V, (
+            f"right, but its gradient has an array of {largest} numbers, and tokens times words are {B * T * V}: each "
+            "tile is small, and all of them are kept. What makes the backward pass compute a tile again?"
+        )
+        rows = saved_residuals(loss, x_BTD).rows
         kept = sum(row.bytes for row in rows if not row.argument)
         assert kept < 4 * B * T * V / 2, (
             f"right, but {kept:,} bytes wait for the backward pass, where all logits are {4 * B * T * V:,}: each tile "
