@@ -88,7 +88,8 @@ def check_best_group(fn: Callable[..., Any]) -> None:
             assert peaks[got] == min(peaks.values()), (
                 f"{n_layers} layers in groups of {got}, each layer of a group at work keeping {kept}: the peak is "
                 f"{peaks[got]:.0f} inputs, and another size has a lower one. {question}Count what waits while the "
-                "group that is first in the backward pass runs: what is there once per group, and what for each layer of that group?"
+                "group that is first in the backward pass runs: what is there once per group, and what for each layer "
+                "of that group?"
             )
         return "What groups keep and what the layers of one group keep balance: near the root of n_layers / kept."
 
