@@ -31,7 +31,7 @@ def readers(price: Mapping[str, float], keeps: Mapping[str, Sequence[str]]) -> F
     drawn = bars.barh(names, list(price.values()), color="0.75", height=0.6)
     bars.bar_label(drawn, fmt="%.0f MiB", padding=3, fontsize=9)
     bars.set(xlim=(0, 1.6 * max(price.values())), xticks=[], ylim=(len(names) - 0.1, -0.6))
-    bars.set_title("value, as made", fontsize=10)
+    bars.set_title("values, in the\norder made", fontsize=10)
     _grid(bars, [], [])
     bars.tick_params(length=0, labelsize=10)
 

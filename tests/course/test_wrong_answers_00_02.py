@@ -290,6 +290,7 @@ WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
             "one layer more": "lambda c, N, names: c.compute_dtype.itemsize * "
             "elements(c.replace(n_layers=c.n_layers + 1), N, names)",
             "one layer": "lambda c, N, names: c.compute_dtype.itemsize * elements(c, N, names) // c.n_layers",
+            "in MiB": "lambda c, N, names: c.compute_dtype.itemsize * elements(c, N, names) / 2**20",
             "names without a type": "lambda c, N, names: c.n_layers * N * c.d_model * c.compute_dtype.itemsize",
             "a thousand tokens written in": "lambda c, N, names: c.compute_dtype.itemsize * elements(c, 1000, names)",
             "keys of one head": "lambda c, N, names: c.compute_dtype.itemsize * "
@@ -536,6 +537,7 @@ NAMED = {
     ("check_rematerialised_stack", "a loop without barriers"): "where no barrier stands",
     ("check_best_group", "inputs alone, whatever is kept"): "if each of these layers kept 1",
     ("check_residual_bytes", "one layer"): "one layer's. This model has 32",
+    ("check_residual_bytes", "in MiB"): "yours are MiB",
 }
 
 

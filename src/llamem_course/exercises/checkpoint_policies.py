@@ -117,6 +117,7 @@ def check_residual_bytes(fn: Callable[..., Any]) -> None:
             elements = config.n_layers * tokens * (config.d_model + sum(width[name] for name in names))
             got, want = fn(config, tokens, names), elements * config.compute_dtype.itemsize
             assert got is not None, "Return a number of bytes."
+            assert abs(got * MiB / want - 1) > 0.01, "Bytes are asked for, and yours are MiB."
             if "attn" in names:  # with the logsumexp of its scores, as the notebook prices it, or without
                 want += (got > want) * 4 * config.n_layers * tokens * config.n_heads
             other = elements * jnp.dtype(config.param_dtype).itemsize

@@ -181,8 +181,8 @@ def check_dropout_stack(fn: Callable[..., Any]) -> None:
         return _layer(w, x_ND) * jax.random.bernoulli(key, 0.5, x_ND.shape)
 
     used_twice = (
-        "a key is used twice: a layer draws from it, and new keys are made of it as well. Then what is drawn and what "
-        "is drawn later hang together. Split first, and hand on what nobody draws from."
+        "a key is used twice: by two splits, or by a layer's draw and a split. Then what is drawn and what is drawn "
+        "later hang together. Split a key once, and hand on what nobody draws from."
     )
 
     def masks(seed: int) -> np.ndarray:
