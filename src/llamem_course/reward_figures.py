@@ -69,9 +69,10 @@ def reward_rounds(rounds: Sequence[np.ndarray], before: np.ndarray, after: np.nd
         for group, rewards in enumerate(rewards_GB):
             middle = x + width * (group - (len(rewards_GB) - 1) / 2)
             aside = 0.38 * width * np.linspace(-1, 1, len(rewards))  # equal rewards would hide each other
-            style = {"marker": "s", "color": "C1"} if unseen else {"marker": "o^D"[group % 3], "color": f"C{2 * group}"}
+            marker, color = ("s", "C1") if unseen else ("o^D"[group % 3], f"C{2 * group}")
             label = {0: "likeliest answer, unseen question", 1: f"drawn answer, question {group + 1}"}.get(x)
-            ax.plot(middle + aside, rewards, linestyle="", alpha=0.7, markersize=5, label=label, **style)
+            places = middle + aside
+            ax.plot(places, rewards, marker, color=color, linestyle="", alpha=0.7, markersize=5, label=label)
         ax.hlines(rewards_GB.mean(), x - 0.34, x + 0.34, color="black", linewidth=2, label="" if x else "mean")
     names = ["unseen,\nbefore", *(f"round {i + 1}" for i in range(len(rounds))), "unseen,\nafter"]
     ax.set_xticks(range(len(columns)), names)

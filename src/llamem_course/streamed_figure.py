@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -144,7 +145,7 @@ def visitors_drawn(timeline: Timeline, config: LlamaConfig) -> tuple[Figure, str
     ax.set(xlim=(0, shown.steps), ylim=(0, 1.16 * capacity), ylabel="GiB on the chip")
     ax.set_xlabel("step of the compiled program; one turn of each loop is written down")
     handles, labels = ax.get_legend_handles_labels()
-    legend = {"loc": "upper right", "bbox_to_anchor": (1, 0.86), "frameon": False, "fontsize": 9.5}
+    legend: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (1, 0.86), "frameon": False, "fontsize": 9.5}
     ax.legend(handles[::-1], labels[::-1], title="GiB where it is highest", title_fontsize=9.5, **legend)
     told = "; ".join(f"{size:.1f} {ROLES[category][0]}" for category, size in parts.items())
     alt = f"GiB on the chip over a streamed step. Highest in the backward loop, {base.max():.1f}: {told}."

@@ -2,6 +2,7 @@
 
 import matplotlib.pyplot as plt
 import pytest
+from matplotlib.colors import to_rgba
 
 from llamem_course.host_figure import hosts_drawn, meshes_drawn
 
@@ -17,7 +18,7 @@ def test_each_row_is_in_the_array_and_with_one_host(hosts):
 
 def test_of_three_meshes_each_chip_has_its_eighth_and_its_tokens():
     fig = meshes_drawn()
-    filled = [[patch for patch in ax.patches if patch.get_facecolor()[3] == 1.0] for ax in fig.axes]
+    filled = [[patch for patch in ax.patches if to_rgba(patch.get_facecolor())[3] == 1.0] for ax in fig.axes]
     own, tokens = 8, {"fsdp": 8 * 8, "tensor": 8 * 8, "context": 8}
     assert [len(patches) for patches in filled] == [own + count for count in tokens.values()]
     pale = [sum(patch.get_alpha() == 0.3 for patch in ax.patches) for ax in fig.axes]

@@ -9,8 +9,8 @@ from llamem_course import reward_figures
 def test_the_groups_of_a_round_are_drawn_apart():
     rounds = [np.array([[0.5, 0.25, 0, 0], [0, 0, 0, 0]])]
     fig = reward_figures.reward_rounds(rounds, np.zeros(3), np.ones(3))
-    dots = {line.get_label(): line.get_xdata() for line in fig.axes[0].get_lines()}
-    assert max(dots["drawn answer, question 1"]) < min(dots["drawn answer, question 2"])
+    dots = {line.get_label(): np.asarray(line.get_xdata()) for line in fig.axes[0].get_lines()}
+    assert dots["drawn answer, question 1"].max() < dots["drawn answer, question 2"].min()
     assert "mean 0.09" in reward_figures.reward_rounds_alt(rounds, np.zeros(3), np.ones(3))
     plt.close(fig)
 
