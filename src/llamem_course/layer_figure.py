@@ -23,42 +23,43 @@ PARTS: dict[str, Category] = {
 }
 
 
-def eight_layers_drawn(points: Mapping[int, Mapping[tuple[str, str], float]]) -> Figure:
-    """Return a figure: a mark at what eight layers hold in each way, on each chip, and a panel for each length.
+def one_more_drawn(points: Mapping[int, Mapping[tuple[str, str], float]], weights: Mapping[int, float]) -> Figure:
+    """Return a figure: a mark at what one more layer costs in each way, on each chip, and a panel for each length.
 
-    `points` maps tokens, and then (chip, way), to the temporaries, counted in inputs of a layer. The ways stand in the
-    order of the first chip in the first panel.
+    `points` maps tokens, and then (chip, way), to bytes counted in inputs of a layer. `weights` maps tokens to those of
+    a layer's weights, drawn as a dashed line. The ways stand in the order of the first chip in the first panel.
     """
     first = next(iter(points.values()))
     chips = list(dict.fromkeys(chip for chip, _ in first))
     ways = sorted({way for _, way in first}, key=lambda way: first[chips[0], way])
     fig, panels = plt.subplots(
-        1, len(points), figsize=(9.6, 4.2), sharex=True, sharey=True, squeeze=False, layout="constrained"
+        1, len(points), figsize=(9.6, 3.6), sharex=True, sharey=True, squeeze=False, layout="constrained"
     )
     height = 0.6 / len(chips)
-    for panel, (tokens, sizes) in zip(panels[0], points.items(), strict=True):
+    for panel, (tokens, costs) in zip(panels[0], points.items(), strict=True):
+        panel.axvline(weights[tokens], linestyle="--", color="0.6", label="a layer's weights")
         for i, chip in enumerate(chips):
-            shown = [(sizes[chip, way], y) for y, way in enumerate(ways) if (chip, way) in sizes]
-            rows = [(x, y + (i - (len(chips) - 1) / 2) * height) for x, y in shown]
+            rows = [(costs[chip, way], y + (i - (len(chips) - 1) / 2) * height) for y, way in enumerate(ways)]
             panel.plot(*zip(*rows, strict=True), MARKERS[i], color=f"C{i}", markersize=8, label=chip)
             for x, y in rows:
-                panel.annotate(f"{x:.0f}", (x, y), (8, 0), textcoords="offset points", va="center", fontsize=9)
+                label = panel.annotate(f"{x:.2f}", (x, y), (8, 0), textcoords="offset points", va="center", fontsize=9)
+                label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
         panel.set_title(f"{tokens:,} tokens", fontsize=11)
-        panel.set(xscale="log", xlabel="eight layers hold, in inputs of a layer (log)")
-        panel.set_xticks([20, 50, 100, 200, 500], ["20", "50", "100", "200", "500"])
+        panel.set(xscale="log", xlabel="one more layer costs, in inputs (log)")
+        panel.set_xticks([1, 2, 5, 10, 20, 50], ["1", "2", "5", "10", "20", "50"])
         panel.minorticks_off()
-    held = [size for sizes in points.values() for size in sizes.values()]
-    panels[0, 0].set_xlim(0.7 * min(held), 2 * max(held))
+    most = max(cost for costs in points.values() for cost in costs.values())
+    panels[0, 0].set_xlim(0.7, 2.5 * most)
     panels[0, 0].set_yticks(range(len(ways)), ways, fontsize=10)
     panels[0, 0].invert_yaxis()
     panels[0, 0].legend(frameon=False, loc="upper right", fontsize=10)
     return fig
 
 
-def eight_layers_alt(points: Mapping[int, Mapping[tuple[str, str], float]]) -> str:
-    """Return the words for `eight_layers_drawn`."""
+def one_more_alt(points: Mapping[int, Mapping[tuple[str, str], float]], weights: Mapping[int, float]) -> str:
+    """Return the words for `one_more_drawn`."""
     words = []
-    for tokens, sizes in points.items():
-        told = ", ".join(f"{way} on {chip} {size:.0f}" for (chip, way), size in sizes.items())
-        words.append(f"{tokens:,} tokens: {told}.")
-    return f"Marks at what eight layers hold, in inputs of a layer. {' '.join(words)}"
+    for tokens, costs in points.items():
+        told = ", ".join(f"{way} on {chip} {cost:.2f}" for (chip, way), cost in costs.items())
+        words.append(f"{tokens:,} tokens, where a layer's weights are {weights[tokens]:.2f} inputs: {told}.")
+    return f"Marks at what one more layer costs, in inputs. {' '.join(words)}"
