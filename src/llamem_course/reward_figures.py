@@ -50,9 +50,8 @@ def ratio_dots(log_ratios: Mapping[str, Any], epsilon: float) -> Figure:
         ax.set(title=title, xlim=(-0.6, len(log_ratios) - 0.4))
         ax.set_xticks(range(len(log_ratios)), [*log_ratios])
     axes[0].set_ylabel("ratio of the same policy")
-    axes[1].text(
-        0, 1 - epsilon, f"grey: the clip leaves\nit alone, \u00b1{epsilon:g}", ha="center", va="bottom", fontsize=9
-    )
+    label = f"grey: the clip leaves\na token alone, 1 \u00b1 {epsilon:g}"
+    axes[0].text(0, 1 - epsilon, label, ha="center", va="bottom", fontsize=9)
     return fig
 
 
