@@ -22,7 +22,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 NOTES = (
     ("logits and their\ngradient, 15.7 GiB each", 285, 28, (390, 33)),
     ("logits, 7.8 GiB", 255, 16.5, (350, 24)),
-    ("logits a tile\nat a time", 405, 9.8, (350, 24)),
+    ("logits a tile\nat a time", 405, 9.8, (480, 24)),
 )
 ALONE = {"neither": llamem.Plan(remat=None, loss_tiles=None), "tiled loss, no remat": llamem.Plan(remat=None)}
 
