@@ -1,6 +1,6 @@
 """The four programs that notebook 10 shows for diagnosis: on paper each rematerialises its layers, one of them does.
 
-`layer`, `scanned` and `dropped` are the notebook's own; the others stand in its exercise 1, line by line.
+`layer`, `scanned` and `dropped` are the notebook's own; the others stand in its exercise 2, line by line.
 """
 # ruff: noqa: D103  (what a function does is what the reader shall find out)
 
