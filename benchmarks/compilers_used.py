@@ -1,6 +1,6 @@
 """Whose word the benchmarks' tables are: versions for a table's head."""
 
-from jaxmem.compilers import find_compilers
+from jaxmem.chips.compilers import find_compilers
 
 
 def compilers_used(*targets: str) -> str:

@@ -22,10 +22,11 @@ from timeline_programs import PROGRAMS
 
 import jaxmem
 import llamem
-from jaxmem import compiling, dump
-from jaxmem.printing import size_text
+from jaxmem import compiling
+from jaxmem.common.printing import size_text
+from jaxmem.reading import dump
+from jaxmem.reading.timeline import Timeline
 from jaxmem.report import Report
-from jaxmem.timeline import Timeline
 from llamem_course import plots
 from llamem_course.timeline_html import Page
 

@@ -27,7 +27,7 @@ gc.set_threshold(200_000, 100, 100)
 # No noise of JAX's, as for `import llamem`, which itself is imported later, under the run-time type checks.
 runpy.run_path(str(ROOT / "src" / "jaxmem" / "_startup.py"))
 # The chips' compilers are where they were fetched to, also for tests with a cache of their own.
-cache_folder = runpy.run_path(str(ROOT / "src" / "jaxmem" / "files.py"))["cache_folder"]
+cache_folder = runpy.run_path(str(ROOT / "src" / "jaxmem" / "common" / "files.py"))["cache_folder"]
 os.environ.setdefault("LLAMEM_COMPILERS", str(cache_folder("compilers")))
 
 import jax

@@ -1,4 +1,4 @@
-"""Write the hashes and sizes of `src/jaxmem/compilers.txt` anew, for the versions that stand in it.
+"""Write the hashes and sizes of `src/jaxmem/chips/compilers.txt` anew, for the versions that stand in it.
 
     .venv/bin/python tests/pin_compilers.py
 
@@ -12,7 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-PINS = Path(__file__).resolve().parent.parent / "src" / "jaxmem" / "compilers.txt"
+PINS = Path(__file__).resolve().parent.parent / "src" / "jaxmem" / "chips" / "compilers.txt"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
 PLATFORMS = ("manylinux_2_31_x86_64", "manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux2014_x86_64")
 

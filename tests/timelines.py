@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from jaxmem.provenance import Category
-from jaxmem.timeline import Loop, Pass, Span, Timeline
+from jaxmem.reading.provenance import Category
+from jaxmem.reading.timeline import Loop, Pass, Span, Timeline
 
 MiB = 2**20
 

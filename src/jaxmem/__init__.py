@@ -4,17 +4,17 @@ from typing import TYPE_CHECKING
 
 from jaxmem import _startup as _startup  # isort: split
 
-from jaxmem._lazy import lazy_names
+from jaxmem.common.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from jaxmem.chip_names import available, chip_called, find_chip
-    from jaxmem.chips import CHIPS, Chip, compiling_for, host_memory_limit
-    from jaxmem.compilers import fetch_compilers
+    from jaxmem.chips.chip import CHIPS, Chip, compiling_for, host_memory_limit
+    from jaxmem.chips.compilers import fetch_compilers
+    from jaxmem.chips.names import available, chip_called, find_chip
     from jaxmem.compiling import compile_report, matmul_flops
     from jaxmem.fitting import Fitting, NothingFits, find_fitting, largest, options
-    from jaxmem.hlo import Buffer, Collective
+    from jaxmem.reading.hlo import Buffer, Collective
     from jaxmem.report import Comparison, GiB, Report, compare
-    from jaxmem.residuals import Residuals, saved_residuals
+    from jaxmem.tracing.residuals import Residuals, saved_residuals
     from jaxmem.verify.comparisons import Proof, Title
     from jaxmem.verify.verification import Verification, assert_remat, verify_remat
 

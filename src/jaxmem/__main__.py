@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jaxmem.compilers import fetch_compilers, find_compilers, remove_compilers
+from jaxmem.chips.compilers import fetch_compilers, find_compilers, remove_compilers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,21 +18,21 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import core as jex_core
 
 from jaxmem import stored_answers
-from jaxmem.arguments import Leaf, is_key, mesh_of, on_host, read_leaves, shard_bytes, with_arrays_alone
-from jaxmem.checks import few, show
-from jaxmem.chip_names import find_chip
-from jaxmem.chips import Chip, questions_heard
-from jaxmem.compiler_process import analysed_bytes
-from jaxmem.compilers import find_compilers, no_compilers
+from jaxmem.chips.chip import Chip, questions_heard
+from jaxmem.chips.compiler_process import analysed_bytes
+from jaxmem.chips.compilers import find_compilers, no_compilers
+from jaxmem.chips.names import find_chip
+from jaxmem.common.checks import few, show
 from jaxmem.cross_compile import Request, compile_absent, export_for, traced_for
-from jaxmem.dump import needed_bytes, read_dump, remedy
-from jaxmem.flops import count_products, matmul_flops
-from jaxmem.hlo import Buffer, Collective, describe, optimised_text, parse
-from jaxmem.jaxprs import callbacks_in, moved_to_host
-from jaxmem.provenance import find_provenance
+from jaxmem.reading.dump import needed_bytes, read_dump, remedy
+from jaxmem.reading.hlo import Buffer, Collective, describe, optimised_text, parse
+from jaxmem.reading.provenance import find_provenance
+from jaxmem.reading.timeline import Timeline
 from jaxmem.report import Depth, Report, program_notes
 from jaxmem.stored_answers import cached
-from jaxmem.timeline import Timeline
+from jaxmem.tracing.arguments import Leaf, is_key, mesh_of, on_host, read_leaves, shard_bytes, with_arrays_alone
+from jaxmem.tracing.flops import count_products, matmul_flops
+from jaxmem.tracing.jaxprs import callbacks_in, moved_to_host
 
 __all__ = ["compile_report", "matmul_flops", "moved_to_host"]
 

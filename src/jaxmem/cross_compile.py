@@ -18,10 +18,10 @@ from typing import Any
 import jax
 import jax.export
 
-from jaxmem import compiler_process
-from jaxmem.chips import Chip
-from jaxmem.compilers import Compilers
-from jaxmem.dump import check_complete, check_room, memory_is_assigned, read_dump
+from jaxmem.chips import compiler_process
+from jaxmem.chips.chip import Chip
+from jaxmem.chips.compilers import Compilers
+from jaxmem.reading.dump import check_complete, check_room, memory_is_assigned, read_dump
 from jaxmem.report import Depth
 
 _ENVIRONMENT = {

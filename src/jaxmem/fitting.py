@@ -8,10 +8,10 @@ from itertools import product
 from textwrap import shorten
 from typing import Any, TypeVar
 
-from jaxmem.checks import check_whole, show
-from jaxmem.chip_names import find_chip
+from jaxmem.chips.names import find_chip
+from jaxmem.common.checks import check_whole, show
+from jaxmem.common.printing import Shown, Table
 from jaxmem.compiling import compile_report
-from jaxmem.printing import Shown, Table
 from jaxmem.report import GiB, Report
 
 Progress = Callable[[str], None] | None

@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from jaxmem.arguments import Leaf, shard_bytes
-from jaxmem.chips import Chip
-from jaxmem.flops import Products
-from jaxmem.hlo import Buffer, Collective
-from jaxmem.jaxprs import (
+from jaxmem.chips.chip import Chip
+from jaxmem.common.printing import Shown, Table, size_text
+from jaxmem.reading.hlo import Buffer, Collective
+from jaxmem.reading.timeline import Timeline
+from jaxmem.tracing.arguments import Leaf, shard_bytes
+from jaxmem.tracing.flops import Products
+from jaxmem.tracing.jaxprs import (
     Scan,
     constants_in,
     control_flow,
@@ -27,8 +29,6 @@ from jaxmem.jaxprs import (
     inputs_used,
     moved_to_host,
 )
-from jaxmem.printing import Shown, Table, size_text
-from jaxmem.timeline import Timeline
 
 GiB = 2**30
 Depth = Literal["memory", "code"]

@@ -22,12 +22,12 @@ from typing import Any
 
 from jax.extend import core as jex_core
 
-from jaxmem.arguments import Leaf
-from jaxmem.chips import Chip
-from jaxmem.dump import needed_bytes
-from jaxmem.files import cache_folder, write_whole
-from jaxmem.jaxprs import PRODUCTS, equations, given_name, moved_to_host
-from jaxmem.timeline import Timeline
+from jaxmem.chips.chip import Chip
+from jaxmem.common.files import cache_folder, write_whole
+from jaxmem.reading.dump import needed_bytes
+from jaxmem.reading.timeline import Timeline
+from jaxmem.tracing.arguments import Leaf
+from jaxmem.tracing.jaxprs import PRODUCTS, equations, given_name, moved_to_host
 
 # Operations that mean the same in every version of JAX, and say what a program computes, keeps and moves.
 _TOLD = {*PRODUCTS, "scan", "while", "exp", "log", "tanh", "logistic", "sin", "cos", "rsqrt"}
@@ -169,7 +169,7 @@ _READS_NOTHING = ("checks", "command", "compilers", "files", "fitting", "printin
 @functools.cache
 def _reading_code() -> str:
     texts = [
-        file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")) if file.stem not in _READS_NOTHING
+        file.read_bytes() for file in sorted(Path(__file__).parent.rglob("*.py")) if file.stem not in _READS_NOTHING
     ]
     return hashlib.sha256(b"\0".join(texts)).hexdigest()
 

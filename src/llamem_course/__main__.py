@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmem.files import read_json, whole_folder
+from jaxmem.common.files import read_json, whole_folder
 
 _MAX_BYTES = 50_000_000  # of one notebook, outputs and figures included
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from jaxmem.provenance import Category
+from jaxmem.reading.provenance import Category
 from llamem_course.plots import MARKERS
 
 # What the larger arrays in the gradient of a stack of layers are, by the operation that makes them; the first fits.

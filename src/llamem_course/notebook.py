@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem import stored_answers
-from jaxmem.compilers import fetch_compilers, find_compilers
+from jaxmem.chips.compilers import fetch_compilers, find_compilers
 from llamem_course import checks
 
 _ANSWERS = Path(__file__).parent / "answers"

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from jaxmem.chips import CHIPS
+from jaxmem.chips.chip import CHIPS
 from llamem.planner import CHIP_LINK, INSIDE, NETWORK, Pace
 from llamem_course.plots import MARKERS
 

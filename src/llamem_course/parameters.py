@@ -4,8 +4,8 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from jaxmem.chip_names import chip_called
-from jaxmem.chips import Chip
+from jaxmem.chips.chip import Chip
+from jaxmem.chips.names import chip_called
 
 
 def as_list(value: Any) -> list[Any]:

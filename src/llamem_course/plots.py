@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 from jaxmem.report import GiB, Report
-from jaxmem.residuals import Residuals
+from jaxmem.tracing.residuals import Residuals
 from llamem_course.timeline_figure import timeline, timeline_alt
 from llamem_course.timeline_html import timeline_page
 from llamem_course.timeline_widget import timeline_slider

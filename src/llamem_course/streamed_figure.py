@@ -12,9 +12,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from jaxmem.provenance import Category
+from jaxmem.reading.provenance import Category
+from jaxmem.reading.timeline import Loop, Span, Timeline
 from jaxmem.report import GiB
-from jaxmem.timeline import Loop, Span, Timeline
 from llamem.llama.config import LlamaConfig
 from llamem.planner.roofline import Seconds
 

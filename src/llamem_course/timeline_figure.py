@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from jaxmem.reading.timeline import CATEGORIES, Span, Timeline
 from jaxmem.report import Report
-from jaxmem.timeline import CATEGORIES, Span, Timeline
 
 # Of petroff10, so that neighbours in the stack stay distinct for colour-blind readers; the output is hatched as well.
 COLOURS: dict[str, str] = dict(

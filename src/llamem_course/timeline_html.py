@@ -9,9 +9,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxmem.files import write_whole
+from jaxmem.common.files import write_whole
+from jaxmem.reading.timeline import CATEGORIES, Timeline
 from jaxmem.report import Report
-from jaxmem.timeline import CATEGORIES, Timeline
 from llamem_course.timeline_figure import (
     COLOURS,
     UNITS,

@@ -7,9 +7,9 @@ from typing import Any
 import ipywidgets as widgets
 import numpy as np
 
-from jaxmem.printing import size_text
+from jaxmem.common.printing import size_text
+from jaxmem.reading.timeline import Span, Timeline
 from jaxmem.report import Report
-from jaxmem.timeline import Span, Timeline
 from llamem_course.timeline_figure import COLOURS, drawn_capacity, pass_drawn_at, timelines
 
 _WIDTH, _HEIGHT, _COLUMNS = 640, 120, 320  # of the picture, in pixels; and into how many columns it puts the steps

@@ -16,7 +16,7 @@ from jaxmem import compile_report
 from jaxmem.compiling import matmul_flops
 from llamem import Adapters, Llama, LoraConfig, Plan, TrainSettings, abstract_lora_step
 from llamem.adapters import IN_LAYERS, TARGET_MODULES, init_lora_state, make_lora_step
-from llamem.adapters.step import losses_and_grads
+from llamem.adapters.lora_step import losses_and_grads
 
 CONFIG = SMALL.replace(n_layers=1)
 SETTINGS = TrainSettings(steps=9, batch_size=4, seq_len=8, learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)

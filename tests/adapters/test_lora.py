@@ -16,12 +16,12 @@ from norms import errors_by_name
 
 import llamem
 from jaxmem import matmul_flops
-from jaxmem.jaxprs import equations
+from jaxmem.tracing.jaxprs import equations
 from llamem import TrainSettings
 from llamem.adapters import IN_LAYERS, TARGET_MODULES
-from llamem.adapters.step import losses_and_grads
+from llamem.adapters.lora_step import losses_and_grads
 from llamem.runs import loss_fn
-from llamem.train.step import summed_loss
+from llamem.train.plain_step import summed_loss
 
 # Without their types: some of what is passed is wrong on purpose.
 Adapters: Any = llamem.Adapters

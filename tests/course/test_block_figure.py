@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 from flax import nnx
 
 import llamem
-from jaxmem.residuals import saved_residuals
+from jaxmem.tracing.residuals import saved_residuals
 from llamem_course.block_figure import block, block_alt, block_flows
 
 CONFIG = llamem.LlamaConfig.from_name("llama3.1-8b", param_dtype=jnp.bfloat16, compute_dtype=jnp.float32)

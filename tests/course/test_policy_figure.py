@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 import llamem
-from jaxmem.residuals import saved_residuals
+from jaxmem.tracing.residuals import saved_residuals
 from llamem.llama import ACTIVATIONS
 from llamem_course.policy_figure import READERS, readers, readers_alt
 

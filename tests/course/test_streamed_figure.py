@@ -5,7 +5,7 @@ import dataclasses
 import matplotlib.pyplot as plt
 import pytest
 
-from jaxmem.timeline import Loop, Span, Timeline
+from jaxmem.reading.timeline import Loop, Span, Timeline
 from llamem.llama.config import LlamaConfig
 from llamem.planner.roofline import Seconds
 from llamem_course import streamed_figure

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.collections import PolyCollection
 from timelines import MiB, handmade
 
-from jaxmem.timeline import CATEGORIES
+from jaxmem.reading.timeline import CATEGORIES
 from llamem_course import plots
 from llamem_course.timeline_figure import COLOURS, largest_made
 

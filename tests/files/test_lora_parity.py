@@ -9,7 +9,7 @@ from make_golden import make, tokens_of
 
 import llamem
 from llamem import TrainSettings
-from llamem.adapters.step import losses_and_grads
+from llamem.adapters.lora_step import losses_and_grads
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

@@ -13,7 +13,7 @@ import pytest
 
 import jaxmem
 import llamem
-from jaxmem import chip_names
+from jaxmem.chips import names as chip_names
 
 ACCELERATOR = any(glob.glob(pattern) for pattern in ("/dev/nvidia*", "/dev/accel*", "/dev/vfio/[0-9]*", "/dev/kfd"))
 needs_gpu_compiler = pytest.mark.skipif(not jaxmem.available("a100-40"), reason="needs the CUDA plugin and ptxas")

@@ -10,9 +10,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxmem import compiler_process, compilers, dump
 from jaxmem import cross_compile as absent
-from jaxmem.chips import CHIPS
+from jaxmem.chips import compiler_process, compilers
+from jaxmem.chips.chip import CHIPS
+from jaxmem.reading import dump
 from jaxmem.stored_answers import cached
 
 TOO_BIG = "RESOURCE_EXHAUSTED: E1000: the memory required for HLO temporaries (20.5G) exceeds 15.75G"

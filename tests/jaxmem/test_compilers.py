@@ -14,7 +14,8 @@ import pytest
 
 import jaxmem
 from jaxmem import __main__ as command
-from jaxmem import compilers, stored_answers
+from jaxmem import stored_answers
+from jaxmem.chips import compilers
 from llamem_course import notebook
 
 SHAPE = jax.ShapeDtypeStruct((384, 640), jnp.float32)
@@ -149,7 +150,7 @@ def test_two_processes_do_not_fetch_at_once(none_here, monkeypatch, tmp_path):
     folder = compilers._version_folder()
     hold = textwrap.dedent(f"""
         import pathlib, time
-        from jaxmem.files import locked
+        from jaxmem.common.files import locked
         with locked(pathlib.Path({str(folder / "lock")!r}), ""):
             print("held", flush=True)
             time.sleep(60)

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 import jaxmem
-from jaxmem.flops import count_products, matmul_flops, matmul_flops_again
+from jaxmem.tracing.flops import count_products, matmul_flops, matmul_flops_again
 
 
 def shape(*sizes, dtype=jnp.float32):

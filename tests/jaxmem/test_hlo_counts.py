@@ -8,8 +8,8 @@ import pytest
 
 import jaxmem
 from jaxmem import compiling
-from jaxmem.dump import read_dump
-from jaxmem.hlo import Collective, collectives, compiled_matmul_flops, kernel_constant_bytes, parse
+from jaxmem.reading.dump import read_dump
+from jaxmem.reading.hlo import Collective, collectives, compiled_matmul_flops, kernel_constant_bytes, parse
 
 # Lines that three compilers wrote, cut to what matters. A batch of 2 x 8 products [1024, 128] @ [128, 1024].
 TPU_BATCH = """

@@ -9,10 +9,10 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxmem import jaxprs
-from jaxmem.chips import CHIPS, compiling_for
-from jaxmem.flops import matmul_flops
-from jaxmem.jaxprs import OnDevices
+from jaxmem.chips.chip import CHIPS, compiling_for
+from jaxmem.tracing import jaxprs
+from jaxmem.tracing.flops import matmul_flops
+from jaxmem.tracing.jaxprs import OnDevices
 
 SQUARE = jax.ShapeDtypeStruct((8, 8), "float32")
 POLICIES = jax.checkpoint_policies

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import jaxmem
-from jaxmem import compilers
 from jaxmem import compiling as memory
 from jaxmem import cross_compile as absent
-from jaxmem.arguments import read_leaves
-from jaxmem.dump import memory_is_assigned, read_dump
-from jaxmem.hlo import largest_buffers, parse
+from jaxmem.chips import compilers
+from jaxmem.reading.dump import memory_is_assigned, read_dump
+from jaxmem.reading.hlo import largest_buffers, parse
+from jaxmem.tracing.arguments import read_leaves
 
 HERE = Path(__file__).resolve().parent
 F32 = jnp.float32

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxmem
-from jaxmem.arguments import with_arrays_alone
+from jaxmem.tracing.arguments import with_arrays_alone
 
 NAMES = ("argument_bytes", "output_bytes", "alias_bytes", "temp_bytes", "peak_bytes", "matmul_flops")
 X = jax.ShapeDtypeStruct((96, 300), jnp.float32)

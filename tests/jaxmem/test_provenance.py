@@ -10,10 +10,10 @@ import pytest
 
 import jaxmem
 import llamem
-from jaxmem.arguments import read_leaves
-from jaxmem.chip_names import find_chip
-from jaxmem.provenance import find_provenance
-from jaxmem.timeline import Timeline
+from jaxmem.chips.names import find_chip
+from jaxmem.reading.provenance import find_provenance
+from jaxmem.reading.timeline import Timeline
+from jaxmem.tracing.arguments import read_leaves
 
 N, D, V, L = 96, 40, 1200, 3  # tokens, width, vocabulary, layers
 TX = optax.adamw(1e-3)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 
-from jaxmem.residuals import saved_residuals
+from jaxmem.tracing.residuals import saved_residuals
 
 X, W = jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((3, 16, 16), "float32")
 POLICIES = jax.checkpoint_policies

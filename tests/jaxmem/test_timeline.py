@@ -16,12 +16,12 @@ from timelines import FILES, MiB, handmade, write_dump
 
 import jaxmem
 import llamem
-from jaxmem.arguments import argument_names
-from jaxmem.dump import read_dump
-from jaxmem.jaxprs import differentiation_pass
-from jaxmem.printing import size_text
-from jaxmem.provenance import CATEGORIES, Provenance, named_category
-from jaxmem.timeline import ROOM, Loop, Pass, Timeline, find_passes
+from jaxmem.common.printing import size_text
+from jaxmem.reading.dump import read_dump
+from jaxmem.reading.provenance import CATEGORIES, Provenance, named_category
+from jaxmem.reading.timeline import ROOM, Loop, Pass, Timeline, find_passes
+from jaxmem.tracing.arguments import argument_names
+from jaxmem.tracing.jaxprs import differentiation_pass
 from llamem_course import plots
 
 of_this_machine = pytest.mark.skipif(
@@ -373,7 +373,7 @@ def test_a_dump_that_cannot_be_read_costs_the_timeline_alone(monkeypatch):
     def unread(*files):
         raise ValueError("the compiler wrote down no live ranges.")
 
-    monkeypatch.setattr("jaxmem.dump.read_schedule", unread)
+    monkeypatch.setattr("jaxmem.reading.dump.read_schedule", unread)
     report = jaxmem.compile_report(update, *SHAPES)
     assert report.timeline is None and report.peak_bytes
     assert "no live ranges" in report.no_timeline

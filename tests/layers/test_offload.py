@@ -7,8 +7,8 @@ import pytest
 
 import jaxmem
 import llamem
-from jaxmem.arguments import on_host
-from jaxmem.jaxprs import equations, names_in, scan_parts
+from jaxmem.tracing.arguments import on_host
+from jaxmem.tracing.jaxprs import equations, names_in, scan_parts
 from llamem.layers.remat import name_in_pieces
 from llamem.layers.stack import group_count
 

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
 import llamem
-from jaxmem.residuals import saved_residuals
+from jaxmem.tracing.residuals import saved_residuals
 from llamem import POLICIES, Policy
 from llamem.layers import remat
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from llamem.layers.custom_rules import WantedGradients
 from llamem.layers.tiling import fold_tiles, tiled_map, tiled_sum
-from llamem.layers.trees import WantedGradients
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 X = jax.random.normal(KEYS[0], (13, 5))

@@ -85,7 +85,7 @@ def test_hidden_states_are_those_of_shorter_models(plan):
 
 
 def test_activation_names_are_those_of_the_block():
-    from jaxmem.jaxprs import names_in
+    from jaxmem.tracing.jaxprs import names_in
 
     graphdef, params = nnx.split(model_of(SMALL))
     jaxpr = jax.make_jaxpr(lambda p: nnx.merge(graphdef, p)(tokens_of(SMALL)))(params)

@@ -8,7 +8,7 @@ from flax import nnx
 from models import SMALL, model_of, tokens_of
 
 from llamem.llama.weights import MATRICES, linear_together
-from llamem.train.step import mean_weights, summed_loss
+from llamem.train.plain_step import mean_weights, summed_loss
 
 
 class Asked(nnx.Module):

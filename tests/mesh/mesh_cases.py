@@ -27,7 +27,7 @@ from norms import errors_by_name  # noqa: E402
 from stopping import stopped_after  # noqa: E402
 
 from jaxmem.compiling import matmul_flops  # noqa: E402
-from jaxmem.hlo import (  # noqa: E402
+from jaxmem.reading.hlo import (  # noqa: E402
     compiled_matmul_flops,
     optimised_text,
     parse,
@@ -35,19 +35,19 @@ from jaxmem.hlo import (  # noqa: E402
 from llamem import LlamaConfig, Plan, TrainSettings, generate  # noqa: E402
 from llamem.layers.attention import causal_attention  # noqa: E402
 from llamem.llama import MeshShape  # noqa: E402
-from llamem.mesh.specs import parameter_specs, shardings  # noqa: E402
-from llamem.mesh.step import (  # noqa: E402
+from llamem.mesh.mesh_step import (  # noqa: E402
     OnMesh,
     batch_spec,
     on_mesh,
 )
-from llamem.mesh.weights import context_attention, local_positions  # noqa: E402
+from llamem.mesh.specs import parameter_specs, shardings  # noqa: E402
+from llamem.mesh.split_weights import context_attention, local_positions  # noqa: E402
 from llamem.runs.loop import train  # noqa: E402
 from llamem.runs.places import place_of  # noqa: E402
-from llamem.runs.steps import loss_fn  # noqa: E402
+from llamem.runs.step_of_plan import loss_fn  # noqa: E402
 from llamem.train.data import Corpus  # noqa: E402
 from llamem.train.optimizers import make_optimizer, make_update, split_counters  # noqa: E402
-from llamem.train.step import make_model, weights_loss_and_grads  # noqa: E402
+from llamem.train.plain_step import make_model, weights_loss_and_grads  # noqa: E402
 
 B, T, L, TILES = 8, 48, 2, 5
 # 324 rows in tiles, on one device, two or four: the last tile is shorter. Every mesh below divides every size.

@@ -7,7 +7,7 @@ from llamem import Llama, Plan
 from llamem.llama import MeshShape
 from llamem.llama.weights import PARAMETERS, parameter_name
 from llamem.mesh.specs import check_devices, device_mesh, parameter_specs
-from llamem.mesh.weights import split
+from llamem.mesh.split_weights import split
 
 EVERY = MeshShape(data=2, fsdp=2, tensor=2, context=2)
 

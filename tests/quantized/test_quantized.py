@@ -16,7 +16,7 @@ import jaxmem
 import llamem
 from jaxmem.compiling import matmul_flops
 from llamem.adapters import Adapters
-from llamem.adapters.step import losses_and_grads
+from llamem.adapters.lora_step import losses_and_grads
 from llamem.files.gguf import GgufTensor
 from llamem.quantized import check_trainable, dequantize, quantize
 from llamem.quantized.blocks import KINDS, dequantize_rows, quantize_rows

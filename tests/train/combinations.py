@@ -19,8 +19,8 @@ from norms import errors_by_name  # noqa: E402
 from test_combinations import ROWS, Row  # noqa: E402
 
 from llamem import Plan, TrainSettings  # noqa: E402
+from llamem.mesh.mesh_step import batch_spec  # noqa: E402
 from llamem.mesh.specs import shardings  # noqa: E402
-from llamem.mesh.step import batch_spec  # noqa: E402
 from llamem.quantized import dequantize, quantize  # noqa: E402
 from llamem.quantized.blocks import BlockKind  # noqa: E402
 from llamem.runs.weights_or_adapters import trained_adapters, trained_weights  # noqa: E402

@@ -17,7 +17,7 @@ asked = json.loads(sys.argv[1])
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", asked.get("devices", 1))
 
-from jaxmem import files
+from jaxmem.common import files
 from llamem.train import hosts
 
 

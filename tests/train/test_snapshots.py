@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmem import files
+from jaxmem.common import files
 from llamem.train.snapshots import Snapshots
 
 MODEL, SETTINGS = {"model d_model": "16"}, {"steps": 4, "learning_rate": 0.1}

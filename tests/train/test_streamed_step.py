@@ -14,9 +14,9 @@ from test_loop import assert_same_model, corpus, losses
 
 import jaxmem
 import llamem
-from jaxmem.arguments import on_host
-from jaxmem.hlo import compiled_matmul_flops, optimised_text, parse
-from jaxmem.jaxprs import equations
+from jaxmem.reading.hlo import compiled_matmul_flops, optimised_text, parse
+from jaxmem.tracing.arguments import on_host
+from jaxmem.tracing.jaxprs import equations
 from llamem import Plan, TrainSettings
 from llamem.host.memory import host_place, same_places, waits_on_host
 from llamem.runs import abstract_step, init_state, make_train_step

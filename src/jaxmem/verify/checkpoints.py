@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from jaxmem.jaxprs import (
+from jaxmem.tracing.jaxprs import (
     PRODUCTS,
     checkpoint_call,
     computed_again,

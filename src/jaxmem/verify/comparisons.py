@@ -17,9 +17,9 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from jaxmem.compiling import compile_report, report_compiled
-from jaxmem.jaxprs import OnDevices, control_flow, equations
 from jaxmem.report import Report
-from jaxmem.residuals import Residuals, saved_residuals
+from jaxmem.tracing.jaxprs import OnDevices, control_flow, equations
+from jaxmem.tracing.residuals import Residuals, saved_residuals
 from jaxmem.verify.checkpoints import find_checkpoints
 
 

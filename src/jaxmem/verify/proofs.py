@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from jaxmem.checks import few
+from jaxmem.common.checks import few
+from jaxmem.common.printing import size_text
 from jaxmem.compiling import moved_to_host
-from jaxmem.flops import matmul_flops_again
-from jaxmem.hlo import aliased_arguments, optimised_text
-from jaxmem.jaxprs import CHOICES, DRAWS, Scan, control_flow, equations, host_function, policy_arguments
-from jaxmem.printing import size_text
+from jaxmem.reading.hlo import aliased_arguments, optimised_text
+from jaxmem.tracing.flops import matmul_flops_again
+from jaxmem.tracing.jaxprs import CHOICES, DRAWS, Scan, control_flow, equations, host_function, policy_arguments
 from jaxmem.verify.checkpoints import (
     find_checkpoints,
     large_results,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from jaxmem.jaxprs import (
+from jaxmem.tracing.jaxprs import (
     DRAWS,
     Branches,
     Call,

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem.checks import show
-from jaxmem.printing import Shown, Table
+from jaxmem.common.checks import show
+from jaxmem.common.printing import Shown, Table
 from jaxmem.verify.comparisons import FAILURES, BothWays, Proof, Title, dtype_of
 from jaxmem.verify.proofs import PROOFS
 

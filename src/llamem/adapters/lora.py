@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmem.checks import check_number, check_one_of, check_whole
-from llamem.adapters.weights import IN_LAYERS, PARAMETER_OF, put_on
+from jaxmem.common.checks import check_number, check_one_of, check_whole
+from llamem.adapters.adapted_weights import IN_LAYERS, PARAMETER_OF, put_on
 from llamem.llama.checked_inputs import check_ids, check_of_sequences
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
-from llamem.quantized.model import is_quantized
+from llamem.quantized.quantized_model import is_quantized
 
 TARGET_MODULES = (*IN_LAYERS, "head")
 

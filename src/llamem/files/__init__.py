@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxmem._lazy import lazy_names
+from jaxmem.common.lazy import lazy_names
 
 if TYPE_CHECKING:
     from llamem.files.hf_config import config_from_hf, config_to_hf

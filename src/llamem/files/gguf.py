@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem.checks import check_whole, few, import_extra
+from jaxmem.common.checks import check_whole, few, import_extra
 from llamem.files.tensor_names import IN_LAYER, from_gguf
 from llamem.llama.config import LlamaConfig, RopeScaling
 from llamem.quantized.blocks import KINDS, BlockKind, Blocks, check_kinds

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxmem.checks import check_whole, few, show
-from jaxmem.files import read_json
+from jaxmem.common.checks import check_whole, few, show
+from jaxmem.common.files import read_json
 from llamem.llama.config import LlamaConfig, RopeScaling
 from llamem.text.tokenizer import GENERATION, MAX_CONFIG_BYTES
 

@@ -13,10 +13,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.checks import check_number, check_one_of, check_whole, few, import_extra, show
-from jaxmem.files import read_json, whole_folder
+from jaxmem.common.checks import check_number, check_one_of, check_whole, few, import_extra, show
+from jaxmem.common.files import read_json, whole_folder
+from llamem.adapters.adapted_weights import IN_LAYERS
 from llamem.adapters.lora import TARGET_MODULES, Adapters, shape_of
-from llamem.adapters.weights import IN_LAYERS
 from llamem.files.safetensors import Stored, tensors_in
 from llamem.llama.model import Llama
 

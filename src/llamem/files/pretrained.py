@@ -17,20 +17,20 @@ import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxmem.checks import few, import_extra
-from jaxmem.files import whole_folder
+from jaxmem.common.checks import few, import_extra
+from jaxmem.common.files import whole_folder
 from llamem.files.gguf import GgufTensor, open_model
 from llamem.files.hf_config import config_from_hf, config_to_hf, read_config
 from llamem.files.safetensors import INDEX, Stored, stored_tensors
 from llamem.files.tensor_names import Tensor, tensors_of
 from llamem.host.memory import host_place, waits_on_host
-from llamem.host.weights import wait_on_host
+from llamem.host.waiting_weights import wait_on_host
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.mesh.specs import parameter_specs, shardings
 from llamem.quantized.blocks import BlockKind, Blocks, check_kinds, quantize_rows, with_blocks
-from llamem.quantized.model import is_quantized, plain_params
+from llamem.quantized.quantized_model import is_quantized, plain_params
 from llamem.text.tokenizer import GENERATION
 
 _PATTERNS = [

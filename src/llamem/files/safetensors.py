@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem.checks import import_extra
-from jaxmem.files import read_json
+from jaxmem.common.checks import import_extra
+from jaxmem.common.files import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("F32", "BF16", "F16", "F64")

@@ -19,17 +19,17 @@ from jaxtyping import Array
 
 from llamem.host.memory import update_by_rows
 from llamem.host.streaming import backward, forward, put_back, take
-from llamem.host.weights import tables_wait_on_host
+from llamem.host.waiting_weights import tables_wait_on_host
+from llamem.layers.custom_rules import combine, partition
 from llamem.layers.partial_sums import order_gradients
 from llamem.layers.remat import to_device, to_host
 from llamem.layers.stack import group_count
-from llamem.layers.trees import combine, partition
 from llamem.llama.checked_inputs import check_length, check_tokens
 from llamem.llama.model import Llama
 from llamem.llama.weights import Table, parameter_name, rms_norm
 from llamem.train.optimizers import UpdateRule, is_stacked, make_update, norm_of, split_counters, sum_of_squares, within
+from llamem.train.plain_step import Step, TrainState, loss_of_hidden, mean_weights
 from llamem.train.settings import TrainSettings
-from llamem.train.step import Step, TrainState, loss_of_hidden, mean_weights
 
 
 def make_streamed_step(graphdef: nnx.GraphDef, settings: TrainSettings) -> Step:

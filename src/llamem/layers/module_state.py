@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jax.extend import core as jex_core
 
-from jaxmem.jaxprs import Call, control_flow, inputs_passed_on
+from jaxmem.tracing.jaxprs import Call, control_flow, inputs_passed_on
 
 
 class Watch:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from llamem.layers.trees import add_to, cast_like, vjp_of, wide_zeros, with_rule
+from llamem.layers.custom_rules import add_to, cast_like, vjp_of, wide_zeros, with_rule
 
 
 def sum_parts(fn: Callable[[Any, Any, Any], Array], shared: PyTree, parts: PyTree, dtype: Any) -> Float[Array, "..."]:

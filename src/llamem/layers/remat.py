@@ -16,7 +16,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jex_core
 from jaxtyping import Array, Float
 
-from jaxmem.jaxprs import names_when_differentiated
+from jaxmem.tracing.jaxprs import names_when_differentiated
 
 _JAX = jax.checkpoint_policies
 

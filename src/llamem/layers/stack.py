@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxmem.checks import check_one_of, show
+from jaxmem.common.checks import check_one_of, show
+from llamem.layers.custom_rules import combine, partition
 from llamem.layers.module_state import Watch, changed_by, check_not_lost, set_variables, variables_in
 from llamem.layers.remat import (
     Policy,
@@ -20,7 +21,6 @@ from llamem.layers.remat import (
     offloads,
     refuse_wrong_offload,
 )
-from llamem.layers.trees import combine, partition
 
 
 def stack_layers(layers: Sequence[Any]) -> Any:

@@ -19,8 +19,8 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
-from jaxmem.checks import check_whole
-from llamem.layers.trees import add_to, cast_like, vjp_of, wide_zeros, with_rule
+from jaxmem.common.checks import check_whole
+from llamem.layers.custom_rules import add_to, cast_like, vjp_of, wide_zeros, with_rule
 
 
 def varying_axes(array: Any) -> frozenset[str]:

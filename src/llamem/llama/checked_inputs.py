@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmem.checks import check_whole, show
+from jaxmem.common.checks import check_whole, show
 from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import Plan
 

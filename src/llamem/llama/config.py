@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmem.checks import check_number, check_one_of, check_whole, replaced, show
+from jaxmem.common.checks import check_number, check_one_of, check_whole, replaced, show
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from jaxmem.checks import check_one_of, check_whole, replaced, show
+from jaxmem.common.checks import check_one_of, check_whole, replaced, show
 from llamem.layers.attention import Implementation
 from llamem.layers.remat import POLICIES, Policy, check_policy, offloading_too
 from llamem.layers.stack import Mode

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxmem.checks import check_number, check_whole, show
+from jaxmem.common.checks import check_number, check_whole, show
 from llamem.llama.checked_inputs import check_tokens
 from llamem.llama.model import KVCache, Llama
 

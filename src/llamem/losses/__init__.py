@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jaxmem._lazy import lazy_names
+from jaxmem.common.lazy import lazy_names
 
 if TYPE_CHECKING:
     from llamem.losses.cross_entropy import tiled_cross_entropy, tiled_logprobs

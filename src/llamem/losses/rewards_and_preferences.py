@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer
 
-from jaxmem.checks import check_one_of, check_whole, show
-from llamem.losses import arguments
+from jaxmem.common.checks import check_one_of, check_whole, show
+from llamem.losses import loss_arguments as arguments
 from llamem.losses.cross_entropy import Head, Scalar, tiled_logprobs
 from llamem.losses.token_loss import Mask, tiled_token_loss
 from llamem.losses.weighted_sum import known_targets

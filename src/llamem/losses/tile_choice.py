@@ -9,8 +9,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxmem.checks import check_one_of, check_whole
-from jaxmem.chips import CHIPS, Chip, compiling_for, device_memory
+from jaxmem.chips.chip import CHIPS, Chip, compiling_for, device_memory
+from jaxmem.common.checks import check_one_of, check_whole
 
 __all__ = ["TileChoice", "choose_tiles", "resolve_tiles"]
 

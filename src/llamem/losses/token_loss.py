@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
-from jaxmem.checks import check_one_of, check_whole
+from jaxmem.common.checks import check_one_of, check_whole
 from llamem.layers.tiling import partitioned
-from llamem.losses.arguments import check_batch, check_head, static_number
 from llamem.losses.cross_entropy import Head, Scalar
+from llamem.losses.loss_arguments import check_batch, check_head, static_number
 from llamem.losses.tile_choice import resolve_tiles
 from llamem.losses.vocab_tiles import LogitSummary, Softmax, Tiles
 from llamem.losses.weighted_sum import reduce_losses

@@ -23,8 +23,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
+from llamem.layers.custom_rules import WantedGradients, with_zeros
 from llamem.layers.tiling import axes_of, fold_tiles, vary, vary_together, varying_axes
-from llamem.layers.trees import WantedGradients, with_zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _product(x_TD: Array, w_VD: Array, dtype: Any) -> Array:
 
 def _product_forward(x, w, dtype):
     z_TV = _dot(x.value, w.value, (1, 1), dtype, x.value.dtype)
-    # What no gradient needs is not kept. Its place is: see `llamem.layers.trees.WantedGradients`.
+    # What no gradient needs is not kept. Its place is: see `llamem.layers.custom_rules.WantedGradients`.
     return z_TV, (x.value if w.perturbed else x.value[:0], w.value if x.perturbed else w.value[:0])
 
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from llamem.layers.custom_rules import combine, with_rule
 from llamem.layers.tiling import scaled, tiled_sum, vary_together
-from llamem.layers.trees import combine, with_rule
-from llamem.losses.arguments import Batch
+from llamem.losses.loss_arguments import Batch
 from llamem.losses.vocab_tiles import (
     LogitSummary,
     Softmax,

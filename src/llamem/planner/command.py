@@ -9,10 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmem.chip_names import chip_called
-from jaxmem.chips import CHIPS
+from jaxmem.chips.chip import CHIPS
+from jaxmem.chips.names import chip_called
+from jaxmem.common.printing import Table
 from jaxmem.fitting import NothingFits
-from jaxmem.printing import Table
 from jaxmem.report import GiB
 from llamem.adapters.lora import LoraConfig
 from llamem.files.hf_config import config_from_hf

@@ -11,9 +11,9 @@ Seconds are a roofline with assumed efficiencies (`llamem.planner.roofline`): th
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from jaxmem.chip_names import chip_called
-from jaxmem.chips import Chip
-from jaxmem.printing import Shown, Table
+from jaxmem.chips.chip import Chip
+from jaxmem.chips.names import chip_called
+from jaxmem.common.printing import Shown, Table
 from jaxmem.report import GiB, Report
 from llamem.adapters.lora import LoraConfig
 from llamem.llama.config import LlamaConfig
@@ -21,7 +21,7 @@ from llamem.llama.plan import Plan
 from llamem.planner.roofline import Seconds, seconds_of
 from llamem.planner.sizes import Question, Sizes
 from llamem.quantized.blocks import BlockKind
-from llamem.runs.steps import check_update
+from llamem.runs.step_of_plan import check_update
 from llamem.train.settings import Clip, TrainSettings
 
 _F32 = 4

@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxmem.checks import import_extra
-from jaxmem.printing import Shown, Table
+from jaxmem.common.checks import import_extra
+from jaxmem.common.printing import Shown, Table
 from jaxmem.report import GiB, Report
 from llamem.layers.remat import Policy
 from llamem.llama.plan import Plan

@@ -7,8 +7,8 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from jaxmem.checks import check_one_of
-from jaxmem.chips import CHIPS
+from jaxmem.chips.chip import CHIPS
+from jaxmem.common.checks import check_one_of
 from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import MeshShape, Plan
 from llamem.planner.sizes import Question, Sizes, has_cudnn

@@ -11,8 +11,8 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from jaxmem.chip_names import chip_called, find_chip
-from jaxmem.chips import PINNED_POOL_BYTES, Chip, host_memory_limit
+from jaxmem.chips.chip import PINNED_POOL_BYTES, Chip, host_memory_limit
+from jaxmem.chips.names import chip_called, find_chip
 from jaxmem.fitting import Answer, NothingFits, Progress, ask
 from jaxmem.report import GiB, Report
 from llamem.adapters.lora import LoraConfig

@@ -4,12 +4,12 @@ import dataclasses
 import functools
 import math
 
-from jaxmem.checks import check_number, show
-from jaxmem.chips import Chip
+from jaxmem.chips.chip import Chip
+from jaxmem.common.checks import check_number, show
 from jaxmem.compiling import compile_report
 from jaxmem.report import Depth, Report
 from llamem.adapters.lora import LoraConfig, shape_of
-from llamem.adapters.step import abstract_lora_step, check_adapter_plan
+from llamem.adapters.lora_step import abstract_lora_step, check_adapter_plan
 from llamem.layers.attention import SPLASH_BLOCK, choose_attention
 from llamem.layers.remat import Policy, check_policy
 from llamem.layers.stack import group_count
@@ -19,7 +19,7 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import ACTIVATIONS, MeshShape, Plan
 from llamem.losses.tile_choice import resolve_tiles
 from llamem.quantized.blocks import BlockKind, check_kinds
-from llamem.runs.steps import abstract_step
+from llamem.runs.step_of_plan import abstract_step
 from llamem.train.settings import Clip, TrainSettings
 
 _LANES = 128  # a TPU stores the last axis of an array in rows of 128: Google Cloud's TPU architecture page

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from jaxmem._lazy import lazy_names
+from jaxmem.common.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from llamem.quantized.model import check_trainable, dequantize, is_quantized, quantize
+    from llamem.quantized.quantized_model import check_trainable, dequantize, is_quantized, quantize
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Shaped
 
-from jaxmem.checks import check_one_of
+from jaxmem.common.checks import check_one_of
 from llamem.llama.config import LlamaConfig
 from llamem.llama.weights import Matrix, cut, with_numbers
 

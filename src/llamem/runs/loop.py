@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxmem.checks import import_extra, show
-from jaxmem.files import whole_folder
+from jaxmem.common.checks import import_extra, show
+from jaxmem.common.files import whole_folder
 from llamem.adapters.lora import Adapters, LoraConfig, merge_adapter
 from llamem.files.peft import save_adapter
 from llamem.files.pretrained import save_pretrained
@@ -30,18 +30,18 @@ from llamem.host.memory import host_place
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
+from llamem.mesh.mesh_step import batch_spec, check_sizes
 from llamem.mesh.specs import check_devices, shardings
-from llamem.mesh.step import batch_spec, check_sizes
-from llamem.quantized.model import dequantize, is_quantized
+from llamem.quantized.quantized_model import dequantize, is_quantized
 from llamem.runs.weights_or_adapters import Trained, trained_adapters, trained_weights
 from llamem.text.tokenizer import Tokenizer
 from llamem.train.chats import Chats
 from llamem.train.data import AdapterBatches, BatchSource, Corpus
 from llamem.train.hosts import agreed, place_batch
 from llamem.train.optimizers import rounding_of
+from llamem.train.plain_step import TrainState
 from llamem.train.settings import Rounding, TrainSettings
 from llamem.train.snapshots import OnChange, Snapshots
-from llamem.train.step import TrainState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Where a plan's step runs: the one choice among the powers that put other weights in the place of plain ones."""
 
-from llamem.host.weights import OnHost
+from llamem.host.waiting_weights import OnHost
 from llamem.llama.plan import Plan
-from llamem.mesh.step import OnMesh
-from llamem.train.step import OneDevice
+from llamem.mesh.mesh_step import OnMesh
+from llamem.train.plain_step import OneDevice
 
 
 def place_of(plan: Plan) -> OneDevice:

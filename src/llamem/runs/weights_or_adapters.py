@@ -10,19 +10,19 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from llamem.adapters.lora import Adapters, LoraConfig
-from llamem.adapters.step import init_lora_state, lora_losses, make_lora_step
+from llamem.adapters.lora_step import init_lora_state, lora_losses, make_lora_step
 from llamem.host.memory import host_place, of_matrices, same_places
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
+from llamem.mesh.mesh_step import placed_shapes
 from llamem.mesh.specs import device_mesh, parameter_specs, shardings
-from llamem.mesh.step import placed_shapes
-from llamem.quantized.model import check_trainable, graphdef_of, plain_params
+from llamem.quantized.quantized_model import check_trainable, graphdef_of, plain_params
 from llamem.runs.places import place_of
-from llamem.runs.steps import abstract_state, init_state, make_train_step, mean_loss, plain_graphdef
+from llamem.runs.step_of_plan import abstract_state, init_state, make_train_step, mean_loss, plain_graphdef
+from llamem.train.plain_step import TrainState
 from llamem.train.settings import TrainSettings
 from llamem.train.snapshots import checksum
-from llamem.train.step import TrainState
 
 
 @dataclasses.dataclass(frozen=True)

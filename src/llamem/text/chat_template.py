@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxmem.checks import import_extra, show
+from jaxmem.common.checks import import_extra, show
 
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
 

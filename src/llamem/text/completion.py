@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem.checks import show
+from jaxmem.common.checks import show
 from llamem.llama.model import Llama
 from llamem.llama.sample import generate
 from llamem.text.tokenizer import Tokenizer

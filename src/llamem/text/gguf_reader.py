@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem.checks import import_extra
+from jaxmem.common.checks import import_extra
 
 _MISSING: Any = object()
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Integer
 
-from jaxmem.checks import check_whole, import_extra
-from jaxmem.files import read_json, write_whole
+from jaxmem.common.checks import check_whole, import_extra
+from jaxmem.common.files import read_json, write_whole
 from llamem.text.chat_template import LLAMA3_TEMPLATE, Message, Render, assistant_spans, check_messages, make_render
 from llamem.text.gguf_reader import Gguf, open_gguf
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int32, UInt32
 
-from jaxmem.checks import check_number, check_whole, show
+from jaxmem.common.checks import check_number, check_whole, show
 from llamem.text.tokenizer import Tokenizer
 from llamem.train.data import Shuffled, check_vocabulary, fingerprint, read_utf8
-from llamem.train.step import IGNORED
+from llamem.train.plain_step import IGNORED
 
 _EXPECTED = (
     'expected {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} or '

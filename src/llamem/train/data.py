@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32, Integer
 
-from jaxmem.checks import check_number, check_whole, import_extra
-from jaxmem.files import cache_folder, whole_folder
+from jaxmem.common.checks import check_number, check_whole, import_extra
+from jaxmem.common.files import cache_folder, whole_folder
 from llamem.text.tokenizer import Tokenizer
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from jaxmem.checks import import_extra
+from jaxmem.common.checks import import_extra
 from llamem.train.data import BatchSource
 
 HEARTBEAT_SECONDS = 20  # after as long a silence of a host JAX's runtime ends the others

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, BFloat16, Float32, Int, PRNGKeyArray, UInt32
 
-from llamem.layers.trees import combine, partition
+from llamem.layers.custom_rules import combine, partition
 from llamem.llama.weights import parameter_name
 from llamem.train.settings import Rounding, TrainSettings
 

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal, get_args
 
-from jaxmem.checks import check_number, check_one_of, check_whole
+from jaxmem.common.checks import check_number, check_one_of, check_whole
 
 Clip = Literal["global", "layer"]
 Rounding = Literal["auto", "nearest", "stochastic"]

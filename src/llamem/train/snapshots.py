@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxmem.arguments import on_host
-from jaxmem.checks import few, import_extra
-from jaxmem.files import locked, write_whole
+from jaxmem.common.checks import few, import_extra
+from jaxmem.common.files import locked, write_whole
+from jaxmem.tracing.arguments import on_host
 from llamem.layers.remat import to_device
 from llamem.train.hosts import check_folder
 

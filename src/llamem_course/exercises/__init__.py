@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from jaxmem.jaxprs import equations
+from jaxmem.tracing.jaxprs import equations
 
 
 def grade(number: int, body: Callable[[], str]) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem import matmul_flops
-from jaxmem.jaxprs import equations
+from jaxmem.tracing.jaxprs import equations
 from llamem_course.exercises import grade, largest_array, operations_written
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.compiling import matmul_flops
-from jaxmem.residuals import saved_residuals
+from jaxmem.tracing.residuals import saved_residuals
 from jaxmem.verify.checkpoints import operations
 from llamem_course.exercises import grade
 from llamem_course.grid_figure import play

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.compiling import matmul_flops
-from jaxmem.residuals import saved_residuals
+from jaxmem.tracing.residuals import saved_residuals
 from llamem.layers.remat import Policy
 from llamem.llama.config import LlamaConfig
 from llamem_course.exercises import grade

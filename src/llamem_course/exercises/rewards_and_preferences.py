@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from jaxmem import saved_residuals
-from jaxmem.jaxprs import differentiation_pass, equations
+from jaxmem.tracing.jaxprs import differentiation_pass, equations
 from llamem_course.exercises import grade, largest_array, operations_written
 
 

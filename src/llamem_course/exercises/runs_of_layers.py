@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.jaxprs import equations
-from jaxmem.residuals import saved_residuals
+from jaxmem.tracing.jaxprs import equations
+from jaxmem.tracing.residuals import saved_residuals
 
 TOKENS, WIDTH = 5, 3
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.chip_names import available
+from jaxmem.chips.names import available
 from jaxmem.compiling import compile_report
 from jaxmem.report import GiB
 from llamem.llama.config import LlamaConfig

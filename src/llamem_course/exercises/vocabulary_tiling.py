@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmem.jaxprs import equations
+from jaxmem.tracing.jaxprs import equations
 from llamem_course.exercises import grade
 
 

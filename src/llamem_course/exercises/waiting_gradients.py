@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxmem.jaxprs import equations, inner_jaxprs
+from jaxmem.tracing.jaxprs import equations, inner_jaxprs
 
 L, N, D, F = 5, 6, 8, 12  # layers, tokens and widths of the stack that the answers are tried on
 _LOOPS = ("scan", "while")

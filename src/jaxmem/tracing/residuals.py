@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax.extend import core as jex_core
 
-from jaxmem.arguments import shape_of
-from jaxmem.jaxprs import given_name, inner_program, same_value_before, source_of
-from jaxmem.printing import Shown, Table, size_text
+from jaxmem.common.printing import Shown, Table, size_text
+from jaxmem.tracing.arguments import shape_of
+from jaxmem.tracing.jaxprs import given_name, inner_program, same_value_before, source_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxmem.checks import show
-from jaxmem.chips import Chip
+from jaxmem.chips.chip import Chip
+from jaxmem.common.checks import show
 
 
 def shape_of(leaf: Any, where: str = "an argument") -> jax.ShapeDtypeStruct:

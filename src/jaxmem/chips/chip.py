@@ -12,7 +12,7 @@ from typing import Any, Literal, no_type_check
 
 import jax
 
-from jaxmem.printing import line_of_source
+from jaxmem.common.printing import line_of_source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +170,7 @@ def questions_heard() -> Iterator[list[str]]:
     For an absent chip the answer is the wrong one. JAX, flax and the packages of this wheel are not listened to.
     """
     asked: list[str] = []
-    beside_jax, beside_this = Path(jax.__file__).parent.parent, Path(__file__).parent.parent
+    beside_jax, beside_this = Path(jax.__file__).parent.parent, Path(__file__).parents[2]
     libraries = beside_jax / "jax", beside_jax / "flax", beside_this / "jaxmem", beside_this / "llamem"
     of_libraries = tuple(f"{folder}{os.sep}" for folder in libraries)
 

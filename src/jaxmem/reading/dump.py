@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from jaxmem.buffer_assignment import ASSIGNMENT, Allocation, Platform, program_stem, read_assignment
-from jaxmem.hlo import describe, kernel_constant_bytes, parse
-from jaxmem.timeline import read_schedule
+from jaxmem.reading.buffer_assignment import ASSIGNMENT, Allocation, Platform, program_stem, read_assignment
+from jaxmem.reading.hlo import describe, kernel_constant_bytes, parse
+from jaxmem.reading.timeline import read_schedule
 
 # What the compilers for TPUs and for GPUs write next, once memory is assigned and the files that say how are closed. A
 # program that a TPU's compiler refuses as too big never comes so far.

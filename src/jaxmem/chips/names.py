@@ -7,9 +7,9 @@ import re
 import jax
 
 from jaxmem import stored_answers
-from jaxmem.checks import show
-from jaxmem.chips import CHIPS, Chip, device_memory
-from jaxmem.compilers import find_compilers, no_compilers
+from jaxmem.chips.chip import CHIPS, Chip, device_memory
+from jaxmem.chips.compilers import find_compilers, no_compilers
+from jaxmem.common.checks import show
 
 
 def known_chip(name: str) -> Chip | None:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxmem.checks import check_number, show
+from jaxmem.common.checks import check_number, show
 
 
 class Batch(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend import core as jex_core
 
-from jaxmem.jaxprs import KERNELS, OnDevices, computed_again, control_flow, inner_jaxprs
+from jaxmem.tracing.jaxprs import KERNELS, OnDevices, computed_again, control_flow, inner_jaxprs
 
 
 class Products(NamedTuple):

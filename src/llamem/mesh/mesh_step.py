@@ -1,7 +1,7 @@
 """A step on a mesh of devices: one `jax.shard_map` around the step of one device, which then sees its parts.
 
-Weights are gathered, and their gradients scattered, where the layers read them (`llamem.mesh.weights`). What is left
-for the step itself is here: gradients of weights that several devices hold, the norm of them all, and `OnMesh`, the
+Weights are gathered, and their gradients scattered, where the layers read them (`llamem.mesh.split_weights`). What is
+left for the step itself is here: gradients of weights that several devices hold, the norm of them all, and `OnMesh`, the
 answers of one device to what a step asks of the place where it runs.
 """
 
@@ -20,9 +20,9 @@ from llamem.llama.model import Llama
 from llamem.llama.plan import MeshShape
 from llamem.llama.weights import PARAMETERS, parameter_name
 from llamem.mesh.specs import READ_IN_PARTS, device_mesh, shardings
-from llamem.mesh.weights import split
+from llamem.mesh.split_weights import split
+from llamem.train.plain_step import OneDevice
 from llamem.train.settings import TrainSettings
-from llamem.train.step import OneDevice
 
 
 def on_mesh(fn: Callable[..., Any], mesh: MeshShape, in_specs: Any, out_specs: Any) -> Callable[..., Any]:

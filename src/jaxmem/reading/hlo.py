@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from jaxmem.flops import Window, convolution_flops
-from jaxmem.printing import line_of_source
+from jaxmem.common.printing import line_of_source
+from jaxmem.tracing.flops import Window, convolution_flops
 
 ENTRY = "ENTRY"
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")

@@ -13,20 +13,20 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from llamem.adapters.adapted_weights import IN_LAYERS, put_on
 from llamem.adapters.lora import Adapters, LoraConfig, check_adapters
-from llamem.adapters.weights import IN_LAYERS, put_on
 from llamem.host.memory import host_sharding, of_matrices
 from llamem.layers.remat import is_on_host
 from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import MeshShape, Plan
+from llamem.mesh.mesh_step import batch_spec, check_sizes, on_mesh, placed_shapes, sum_over
 from llamem.mesh.specs import parameter_specs
-from llamem.mesh.step import batch_spec, check_sizes, on_mesh, placed_shapes, sum_over
 from llamem.quantized.blocks import BlockKind, check_kinds, with_blocks
-from llamem.quantized.model import graphdef_of
+from llamem.quantized.quantized_model import graphdef_of
 from llamem.runs.places import place_of
 from llamem.train.optimizers import make_optimizer, norm_of, within
+from llamem.train.plain_step import IGNORED, OneDevice, TrainState, loss_and_grads, make_model, summed_loss
 from llamem.train.settings import TrainSettings
-from llamem.train.step import IGNORED, OneDevice, TrainState, loss_and_grads, make_model, summed_loss
 
 
 @dataclasses.dataclass(frozen=True)

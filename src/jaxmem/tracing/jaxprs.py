@@ -12,7 +12,7 @@ import jax
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 
-from jaxmem.printing import line_of_source
+from jaxmem.common.printing import line_of_source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,7 +365,7 @@ def source_of(eqn: jex_core.JaxprEqn) -> str:
 
 @functools.cache
 def _is_library(file: str) -> bool:
-    return file.startswith((*_LIBRARIES, str(Path(__file__).parent), "<frozen"))
+    return file.startswith((*_LIBRARIES, str(Path(__file__).parents[1]), "<frozen"))
 
 
 def donates_itself(jaxpr: jex_core.Jaxpr) -> bool:

@@ -28,7 +28,7 @@ from typing import Literal
 import jax
 import jaxlib
 
-from jaxmem.files import cache_folder, locked, whole_folder
+from jaxmem.common.files import cache_folder, locked, whole_folder
 
 Kind = Literal["tpu", "gpu", "all"]
 

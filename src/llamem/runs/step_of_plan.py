@@ -16,12 +16,12 @@ from llamem.layers.remat import is_on_host
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
+from llamem.mesh.mesh_step import batch_spec, check_sizes, for_gradients_outside, on_mesh, placed_shapes
 from llamem.mesh.specs import parameter_specs
-from llamem.mesh.step import batch_spec, check_sizes, for_gradients_outside, on_mesh, placed_shapes
 from llamem.runs.places import place_of
 from llamem.train.optimizers import make_optimizer
+from llamem.train.plain_step import TrainState, make_model, make_step, mean_weights, summed_loss
 from llamem.train.settings import TrainSettings
-from llamem.train.step import TrainState, make_model, make_step, mean_weights, summed_loss
 
 
 def init_state(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan(), *, params: Any = None) -> TrainState:

@@ -14,7 +14,7 @@ from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.weights import MATRICES, Matrix, Table
 from llamem.quantized.blocks import QuantizedMatrix, RowMatrix
-from llamem.train.step import OneDevice
+from llamem.train.plain_step import OneDevice
 
 
 class HostMatrix(Matrix):

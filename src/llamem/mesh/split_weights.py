@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxmem.chips import compiling_for
+from jaxmem.chips.chip import compiling_for
 from llamem.layers.attention import (
     SPLASH_BLOCK,
     Implementation,

@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 
 from jax.extend import core as jex_core
 
-from jaxmem.arguments import Leaf
-from jaxmem.hlo import ENTRY, Instruction, Program
-from jaxmem.jaxprs import Branches, control_flow, differentiation_pass
+from jaxmem.reading.hlo import ENTRY, Instruction, Program
+from jaxmem.tracing.arguments import Leaf
+from jaxmem.tracing.jaxprs import Branches, control_flow, differentiation_pass
 
 # What an array in memory is for.
 Category = Literal[

@@ -15,8 +15,8 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from llamem.layers.custom_rules import add_to, cast_like, combine, wide_zeros
 from llamem.layers.partial_sums import order_gradients
-from llamem.layers.trees import add_to, cast_like, combine, wide_zeros
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan

@@ -9,11 +9,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from jaxmem.buffer_assignment import Allocation, Place, Space, Value, read_lives
-from jaxmem.hlo import Instruction, Program
-from jaxmem.jaxprs import differentiation_pass
-from jaxmem.printing import size_text
-from jaxmem.provenance import CATEGORIES, Category, Origins, Provenance
+from jaxmem.common.printing import size_text
+from jaxmem.reading.buffer_assignment import Allocation, Place, Space, Value, read_lives
+from jaxmem.reading.hlo import Instruction, Program
+from jaxmem.reading.provenance import CATEGORIES, Category, Origins, Provenance
+from jaxmem.tracing.jaxprs import differentiation_pass
 
 Pass = Literal["forward", "backward", "run again", "optimizer", ""]
 # Categories of what a model computes, logits among it where their sizes say so.

@@ -1,0 +1,1 @@
+"""Chips that need not be here, and their compilers."""

@@ -1,0 +1,1 @@
+"""Small utilities that all packages of this repository share: bad input, files, tables."""

@@ -1,0 +1,1 @@
+"""What a compiler says of a program, read."""
