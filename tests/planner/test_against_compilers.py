@@ -1,4 +1,4 @@
-"""The estimate beside chips' compilers: a handful of the cases that benchmarks/estimates.py has many of."""
+"""The estimate beside chips' compilers: a handful of the cases that `benchmarks/estimates.md` has many of."""
 
 from typing import Any
 

@@ -1,8 +1,8 @@
 """A step on a mesh of devices: one `jax.shard_map` around the step of one device, which then sees its parts.
 
 Weights are gathered, and their gradients scattered, where the layers read them (`llamem.mesh.split_weights`). What is
-left for the step itself is here: gradients of weights that several devices hold, the norm of them all, and `OnMesh`, the
-answers of one device to what a step asks of the place where it runs.
+left for the step itself is here: gradients of weights that several devices hold, the norm of them all, and `OnMesh`,
+the answers of one device to what a step asks of the place where it runs.
 """
 
 import dataclasses
