@@ -25,6 +25,7 @@ from llamem.text import Tokenizer
 from llamem.train import load_chats, load_corpus
 
 REFUSED, INTERRUPTED = 2, 75
+IN_THE_WAY = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 
 
 def main() -> int:
@@ -74,6 +75,8 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (ValueError, TypeError, FileNotFoundError, FloatingPointError) as refused:  # as it would be once more
-        print(f"{type(refused).__name__}: {refused}", file=sys.stderr)
-        sys.exit(REFUSED)
+    except (ValueError, TypeError, OSError, FloatingPointError) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        # A full disk, a lost host or a folder that another process holds may be well at the next start.
+        passing = isinstance(error, OSError) and not isinstance(error, IN_THE_WAY)
+        sys.exit(1 if passing else REFUSED)

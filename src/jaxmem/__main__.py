@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from jaxmem.chips.compilers import fetch_compilers, find_compilers, remove_compilers
 
+_NOTHING = "nothing. Nothing there bears the mark of what jaxmem fetched; older versions left none."
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Fetch or remove what is asked for, and print where; return 0, or 2 with a sentence where it cannot be done."""
@@ -19,13 +21,14 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chip", choices=("tpu", "gpu", "all"), default="all", help="whose compilers; default all")
     description = "the folder; default $LLAMEM_COMPILERS or ~/.cache/llamem/compilers"
     parser.add_argument("--path", help=description)
-    parser.add_argument("--remove", action="store_true", help="remove all that were fetched")
+    parser.add_argument("--remove", action="store_true", help="remove all that were fetched, and nothing else")
 
 
 def _run(given: argparse.Namespace) -> int:
     try:
         if given.remove:
-            print(f"no compilers are left in {remove_compilers(given.path)}")
+            removed = remove_compilers(given.path)
+            print("removed: " + (", ".join(map(str, removed)) or _NOTHING))
             return 0
         print(f"compilers: {fetch_compilers(given.chip, path=given.path)}")
     except (OSError, RuntimeError, ValueError) as error:

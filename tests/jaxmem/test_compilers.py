@@ -135,15 +135,37 @@ def test_a_part_appears_whole_or_not_at_all(none_here, monkeypatch, tmp_path, ca
     folder = compilers._version_folder()
     assert [path.name for path in folder.iterdir()] == ["lock"]
     (folder / ".jax-killed").mkdir()  # as a process leaves it that was killed
+    (folder / ".jax-killed" / compilers._MARK).touch()
+    (folder / ".not-ours").mkdir()
 
     fake_installer(monkeypatch, tmp_path, "(target / 'whole').mkdir()")
     assert jaxmem.fetch_compilers("tpu") == folder
-    assert sorted(path.name for path in folder.iterdir()) == ["jax", "lock", "tpu"]
-    assert [path.name for path in (folder / "tpu").iterdir()] == ["whole"]
+    assert sorted(path.name for path in folder.iterdir()) == [".not-ours", "jax", "lock", "tpu"]
+    assert {path.name for path in (folder / "tpu").iterdir()} == {"whole", compilers._MARK}
     assert re.search(r"the compiler for TPUs: +205 of 205 MB", capsys.readouterr().out)
     fake_installer(monkeypatch, tmp_path, "sys.exit('what is there is not fetched again')")
     jaxmem.fetch_compilers("tpu")
+    (folder / ".not-ours").rmdir()
     assert command.main(["compilers", "--remove"]) == 0 and not folder.exists()
+    assert capsys.readouterr().out.endswith(f"removed: {folder / 'jax'}, {folder / 'tpu'}\n")
+
+
+def test_only_what_was_fetched_is_removed(none_here, monkeypatch, tmp_path, capsys):
+    """Whatever the folder is called and holds: a checkout, an archive, a folder of the very name, a link elsewhere."""
+    fake_installer(monkeypatch, tmp_path, "(target / 'whole').mkdir()")
+    folder = jaxmem.fetch_compilers("tpu", progress=False)
+    theirs = [none_here / "jax-llm-examples" / "x.py", none_here / "jax-0.9.0-cpython-311" / "jax" / "x.py"]
+    theirs += [none_here / "jax-0.10.1.tar.gz", folder / "notes" / "x.md", tmp_path / "shared" / "jax" / "x.py"]
+    for file in theirs:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("theirs")
+    (tmp_path / "shared" / "jax" / compilers._MARK).touch()  # fetched, but into another folder
+    (none_here / "jax-shared").symlink_to(tmp_path / "shared")
+    for told in (f"removed: {folder / 'jax'}, {folder / 'tpu'}\n", "removed: nothing. Nothing there bears the mark"):
+        assert command.main(["compilers", "--remove", "--path", str(none_here)]) == 0
+        assert told in capsys.readouterr().out
+        assert all(file.read_text() == "theirs" for file in theirs)
+    assert [path.name for path in folder.iterdir()] == ["notes"]
 
 
 def test_two_processes_do_not_fetch_at_once(none_here, monkeypatch, tmp_path):

@@ -104,6 +104,14 @@ def test_bad_policies_are_refused(as_a_user, make, message):
         make()
 
 
+@pytest.mark.usefixtures("as_a_user")
+def test_a_set_of_names_has_one_order():
+    """Of three letters each hash seed makes its own order; a plan's words are what hosts compare."""
+    for names in ({"q", "k", "attn", "up"}, frozenset({"up", "q", "k", "attn"})):
+        assert Policy(save=names).save == ("attn", "k", "q", "up")  # pyrefly: ignore[bad-argument-type]
+    assert Policy(save=("q", "attn")).save == ("q", "attn")
+
+
 def test_offload_that_stays_is_said_aloud():
     report = jaxmem.compile_report(jax.grad(loss(Policy(offload=("up",)))), W, X, C)
     assert any("in the host's memory count as the device's" in warning for warning in report.warnings)

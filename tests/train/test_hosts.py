@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import test_loop
 from test_loop import losses, wait_for_rows
 
+import jaxmem
 from llamem.runs import train
 from llamem.train import hosts
 from llamem.train.hosts import GONE
@@ -103,7 +105,7 @@ def test_two_hosts_stop_together_and_one_goes_on_with_the_curve_of_one(alone, tm
 @pytest.mark.parametrize(
     ("each", "says"),
     [
-        ({1: {"other_code": "0123"}}, "the code of llamem of some differ from those of host 0"),
+        ({1: {"other_code": "0123"}}, "the code of llamem and jaxmem of some differ from those of host 0"),
         ({1: {"settings": {**SETTINGS, "learning_rate": 0.5}}}, "the settings of some differ from those of host 0"),
         ({1: {"full_at": 2}}, "lost a host of this run"),
         ({1: {"late": 30, "timeout": 15}, 0: {"timeout": 15}}, "All must meet within 15 s"),
@@ -142,6 +144,15 @@ def test_ten_random_kills_lose_nothing(tmp_path):
         cluster.kill(kill % 2)
     again = Cluster(folder, 2, settings=settings).answers[0]
     assert again["finished"] and again["losses"] == whole["losses"]
+
+
+def test_a_host_with_another_instrument_has_other_code(monkeypatch, tmp_path):
+    before = hosts._code()
+    copy = shutil.copytree(Path(jaxmem.__file__).parent, tmp_path / "jaxmem")
+    monkeypatch.setattr(hosts.checks, "__file__", str(copy / "common" / "checks.py"))
+    assert hosts._code() == before
+    (copy / "compiling.py").write_text("# another\n")
+    assert hosts._code() != before
 
 
 OURS = {"LLAMEM_COORDINATOR": "a:1", "LLAMEM_HOST": "1", "LLAMEM_NUM_HOSTS": "3"}

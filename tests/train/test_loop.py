@@ -23,6 +23,7 @@ from norms import errors_by_name
 from llamem import LlamaConfig, TrainSettings, abstract_step
 from llamem.runs import init_state, loop, loss_fn, make_train_step
 from llamem.runs.loop import interruptible, train
+from llamem.runs.weights_or_adapters import Trained
 from llamem.train import make_model
 from llamem.train.data import Batches, Corpus
 from llamem.train.snapshots import Snapshots
@@ -247,15 +248,37 @@ def test_bad_settings_are_refused(settings, words):
         TrainSettings(**settings)
 
 
+def snapshots_in(folder):
+    return {path.name for path in (folder / "snapshots").iterdir() if path.is_dir()}
+
+
 def test_a_diverged_run_goes_on_from_the_last_good_snapshot(finished, tmp_path):
     """A rate that ruins the parameters: the snapshot that holds them, finite as they are, is no place to go on from."""
     ruinous = dataclasses.replace(SETTINGS, learning_rate=1e30, steps=20)
-    with pytest.raises(FloatingPointError, match=r"at step 2\. .*no good snapshot, so the next call begins at step 0"):
+    with pytest.raises(FloatingPointError, match=r"at step 2\. It came from .* of step 1, which stays\. .*'continue'"):
         train(CONFIG, corpus(), ruinous, tmp_path / "new", progress=False)
-    assert not [path for path in (tmp_path / "new" / "snapshots").iterdir() if path.is_dir()]
+    assert snapshots_in(tmp_path / "new") == {"1"}
     with pytest.raises(FloatingPointError, match=r"at step 14\. The newest good snapshot is of step 12: .*'continue'"):
         train(CONFIG, corpus(), ruinous, finished, progress=False, on_change="continue")
-    assert {path.name for path in (finished / "snapshots").iterdir() if path.is_dir()} == {"12"}
+    assert snapshots_in(finished) == {"12", "diverged-13"}
+
+
+def test_a_broken_chip_costs_no_snapshot_however_often_the_run_is_started(finished, monkeypatch):
+    """A scheduler that starts it again and again deletes a whole run's snapshots in minutes, were they deleted."""
+    longer, compiled = dataclasses.replace(SETTINGS, steps=14), Trained.compile
+
+    def broken(self, state, batch):
+        step = compiled(self, state, batch)
+        return lambda *given: (given[0], {**step(*given)[1], "loss": jnp.nan})
+
+    with monkeypatch.context() as chip:
+        chip.setattr(Trained, "compile", broken)
+        for _ in range(3):
+            with pytest.raises(FloatingPointError, match=r"at step 13\. It came from .* of step 12, which stays\."):
+                train(CONFIG, corpus(), longer, finished, progress=False, on_change="continue")
+            assert snapshots_in(finished) == {"11", "12"}
+    run = train(CONFIG, corpus(), longer, finished, progress=False, on_change="continue")
+    assert [row["step"] for row in run.metrics] == list(range(1, 15))
 
 
 def batch_of(config):

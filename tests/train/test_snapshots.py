@@ -110,9 +110,95 @@ def test_what_is_not_finite_is_not_saved(folder):
         with pytest.raises(FloatingPointError, match=r"\['params'\]\['half'\] of step 2 hold NaN or infinity"):
             snapshots.save(2, ruined, read=8)
         assert snapshots.latest() == 1
-        snapshots.delete(1)
-        snapshots.delete(1)
-        assert snapshots.latest() is None
+
+
+def names(folder):
+    return {path.name for path in (folder / "snapshots").iterdir() if path.is_dir()}
+
+
+def test_what_led_to_no_finite_loss_is_set_aside_and_never_the_last_one_nor_another_process_s(folder):
+    with Snapshots(folder, MODEL, SETTINGS) as snapshots:
+        snapshots.distrust(1)  # another process's
+        snapshots.save(2, state_of(), read=8)
+        snapshots.distrust(1)
+        snapshots.distrust(2)
+        snapshots.distrust(2)
+        assert names(folder) == {"1", "diverged-2"} and snapshots.latest() == 1
+        snapshots.save(2, state_of(), read=8)
+        snapshots.distrust(2)
+        assert names(folder) == {"1", "diverged-2", "diverged-2-2"}
+    with Snapshots(folder / "new", MODEL, SETTINGS) as snapshots:
+        snapshots.save(3, state_of(), read=8)
+        snapshots.distrust(3)  # the only one
+        assert names(folder / "new") == {"3"} and snapshots.latest() == 3
+
+
+def test_a_snapshot_damaged_twice_is_set_aside_twice(folder):
+    for aside in ({"damaged-2"}, {"damaged-2", "damaged-2-2"}):
+        with Snapshots(folder, MODEL, SETTINGS) as snapshots:
+            snapshots.save(2, state_of(), read=8)
+        for file in (folder / "snapshots" / "2" / "state").rglob("*"):
+            if file.is_file():
+                file.write_bytes(b"")
+        with pytest.warns(UserWarning, match="snapshots/2 is damaged"):
+            assert_same(restore(folder), state_of())
+        assert names(folder) == {"1", *aside}
+
+
+def test_a_snapshot_under_another_step_s_name_is_noticed(folder):
+    with Snapshots(folder, MODEL, SETTINGS) as snapshots:
+        snapshots.save(6, state_of(seed=1), read=24)
+    (folder / "snapshots" / "6").rename(folder / "snapshots" / "8")
+    with pytest.warns(UserWarning, match=r"snapshots/8 is damaged \(.*it is that of step 6, under another name"):
+        assert_same(restore(folder), state_of())
+    assert names(folder) == {"1", "damaged-8"}
+
+
+def in_the_way(place):
+    place.parent.mkdir(exist_ok=True)
+    place.write_text("a file of somebody")
+
+
+@pytest.mark.parametrize(
+    ("where", "put", "error", "says"),
+    [
+        ("run", in_the_way, FileExistsError, "the folder of this run cannot be written into .*/run: .*File exists"),
+        ("", in_the_way, NotADirectoryError, "the folder of this run cannot be written into .*Not a directory"),
+        ("run/run.lock", lambda p: p.mkdir(parents=True), IsADirectoryError, "the folder of this run cannot be .*Is a"),
+        ("run/metrics.jsonl", lambda p: p.mkdir(parents=True), IsADirectoryError, "a row of the metrics cannot be"),
+    ],
+)
+def test_what_is_in_the_way_is_said_in_a_sentence_and_stays(where, put, error, says, tmp_path):
+    place = tmp_path / "folder" / where
+    put(place)
+    told = r".*GB are free there\. What was written before stays: .*; or choose another output folder"
+    snapshots = Snapshots(tmp_path / "folder" / "run", MODEL, SETTINGS)
+    with pytest.raises(error, match=says + told) as raised, snapshots:
+        snapshots.append_metrics({"step": 1, "loss": 1.0})
+    assert raised.value.__suppress_context__ and place.exists()
+
+
+FULL = """
+import resource, sys
+sys.path[:0] = sys.argv[2:]
+from test_snapshots import MODEL, SETTINGS, Snapshots, state_of
+with Snapshots(sys.argv[1], MODEL, SETTINGS) as snapshots:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))  # every file is full after 64 bytes
+    for write in (lambda: snapshots.save(2, state_of(), read=8), lambda: snapshots.append_metrics({"loss": "1" * 99})):
+        try:
+            write()
+        except OSError as error:
+            assert error.__suppress_context__
+            print(error)
+"""
+
+
+def test_a_full_disk_is_said_in_a_sentence_and_costs_no_snapshot(folder):
+    command = [sys.executable, "-c", FULL, str(folder), *sys.path]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert re.search(r"^the snapshot of step 2 cannot be written into .*make room", done.stdout, re.MULTILINE), done
+    assert re.search(r"^a row of the metrics cannot be written into .*File too large", done.stdout, re.MULTILINE), done
+    assert_same(restore(folder), state_of())
 
 
 HOLD = """
@@ -155,3 +241,29 @@ def test_a_torn_last_line_of_metrics_is_left_out(tmp_path, torn):
         assert metrics.read_bytes() == b"\n".join(rows) + b"\n"
         snapshots.append_metrics({"step": 4, "loss": 1.0})  # the machine went down, and row 3 was not yet on disk
         assert [row["step"] for row in snapshots.cut_metrics(up_to=3)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        b'{"step": 3, "lo',
+        b"\xff\xfe\0",
+        b"[1, 2]",
+        b'{"x": 1}',
+        b'{"step": "3", "loss": 1.0}',
+        b'{"step": 3, "loss": null}',
+        b"[" * 100_000,
+    ],
+    ids=["torn", "binary", "list", "stranger", "text", "null", "deep"],
+)
+def test_an_odd_row_of_metrics_costs_no_later_row_and_is_kept_beside(odd, tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    rows = [json.dumps({"step": step, "loss": 1.0}).encode() + b"\n" for step in (1, 2, 4, 5)]
+    before = b"".join([*rows[:2], odd + b"\n", *rows[2:]])
+    for name in ("metrics-as-it-was.jsonl", "metrics-as-it-was-2.jsonl"):
+        metrics.write_bytes(before)
+        with Snapshots(tmp_path, MODEL, SETTINGS) as snapshots:
+            with pytest.warns(UserWarning, match=rf"{metrics}, line 3: no row of a step.* is kept as {name}"):
+                assert [row["step"] for row in snapshots.cut_metrics(up_to=4)] == [1, 2, 4]
+            assert snapshots.cut_metrics(up_to=3)  # nothing odd is left in it
+        assert (tmp_path / name).read_bytes() == before and metrics.read_bytes() == b"".join(rows[:2])

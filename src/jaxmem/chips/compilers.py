@@ -32,6 +32,7 @@ from jaxmem.common.files import cache_folder, locked, whole_folder
 
 Kind = Literal["tpu", "gpu", "all"]
 
+_MARK = "fetched-by-jaxmem"  # a file in each folder of ours: what bears it may be removed
 _READS_UP_TO = (0, 10, 2)  # the newest JAX whose programs the pinned set was seen to read
 PINS = Path(__file__).with_name("compilers.txt")
 # Of each platform: the folders that its child imports from, and the packages that name its compiler.
@@ -78,7 +79,7 @@ def no_compilers(chip: str, target: str) -> str:
     if unsupported := _unsupported():
         return f"no program can be compiled for {chip!r} here: {unsupported}"
     folder = _version_folder()
-    others = sorted(other.name for other in compilers_folder().glob("jax-*") if other.name != folder.name)
+    others = sorted(other.name for other in compilers_folder().glob("jax-[0-9]*") if other.name != folder.name)
     hint = f" {compilers_folder()} holds only {', '.join(others)}, and {folder.name} is needed." if others else ""
     return (
         f"compiling for {chip!r} needs that chip's compiler, once: jaxmem.fetch_compilers({kind!r}), or in a shell "
@@ -131,7 +132,7 @@ def fetch_compilers(chip: Kind = "all", *, path: str | Path | None = None, progr
             raise OSError(f"{free / 1e9:.1f} GB are free there, and {needed / 1e9:.1f} are needed")
         with locked(folder / "lock", "It fetches compilers."):
             for part in missing:
-                _remove_unfinished(folder)
+                _remove_marked(folder, ".*")  # what a process left that was killed while it fetched
                 if not (folder / part).is_dir():
                     with whole_folder(folder / part) as unfinished:
                         _install(part, unfinished, progress)
@@ -145,12 +146,22 @@ def fetch_compilers(chip: Kind = "all", *, path: str | Path | None = None, progr
     return folder
 
 
-def remove_compilers(path: str | Path | None = None) -> Path:
-    """Remove all compilers that were fetched, of every version; return the folder that held them."""
-    root = Path(path).expanduser() if path else compilers_folder()
-    for folder in root.glob("jax-*"):
-        shutil.rmtree(folder)
-    return root
+def remove_compilers(path: str | Path | None = None) -> list[Path]:
+    """Remove all compilers that were fetched, of every version, and nothing else; return the folders that are gone.
+
+    What was fetched carries a mark; whatever else the folder holds, under whatever name, stays. Raises BlockingIOError
+    where another process fetches.
+    """
+    root, removed = Path(path).expanduser() if path else compilers_folder(), []
+    for folder in sorted({mark.parents[1] for mark in root.glob(f"*/*/{_MARK}")}):
+        if folder.is_symlink():  # what it holds is elsewhere, and others may use it
+            continue
+        with locked(folder / "lock", "It fetches compilers."):
+            removed += _remove_marked(folder)
+        (folder / "lock").unlink()
+        with contextlib.suppress(OSError):  # something else is in there
+            folder.rmdir()
+    return removed
 
 
 def _version_folder(root: Path | None = None) -> Path:
@@ -228,6 +239,7 @@ def _install(part: str, folder: Path, progress: bool) -> None:
     """Install one part of the compilers into an empty folder."""
     is_pinned = jax.__version_info__ <= _READS_UP_TO
     wanted, temporary = folder / "wanted.txt", folder / "temporary"
+    (folder / _MARK).write_text("What is in this folder was fetched by `python -m jaxmem compilers`.\n")
     wanted.write_text(_pinned(part) if is_pinned else _newer(part))
     temporary.mkdir()
     options = ["--target", str(folder), "--only-binary", ":all:", "--requirement", str(wanted)]
@@ -296,7 +308,9 @@ def _why_not(words: str) -> Exception:
     return OSError(f"the installer failed: {last}")
 
 
-def _remove_unfinished(folder: Path) -> None:
-    """Remove what a process left that was killed while it fetched; the lock says that none is at it."""
-    for unfinished in folder.glob(".*"):
-        shutil.rmtree(unfinished, ignore_errors=True)
+def _remove_marked(folder: Path, pattern: str = "*") -> list[Path]:
+    """Remove the folders inside `folder` that bear our mark, and return them; its lock says that none is at it."""
+    marked = [part for part in sorted(folder.glob(pattern)) if (part / _MARK).is_file() and not part.is_symlink()]
+    for part in marked:
+        shutil.rmtree(part)
+    return marked

@@ -39,7 +39,8 @@ class Policy:
             names = getattr(self, field)
             if not isinstance(names, (tuple, list, set, frozenset)) or not all(isinstance(name, str) for name in names):
                 raise TypeError(f"Policy({field}={names!r}): expected a tuple of names, such as {field}=('attn',).")
-            object.__setattr__(self, field, tuple(names))
+            # A set has another order in every process, and hosts compare their plans as words.
+            object.__setattr__(self, field, tuple(sorted(names) if isinstance(names, set | frozenset) else names))
         if both := set(self.save) & set(self.offload):
             raise ValueError(
                 f"Policy: {sorted(both)} cannot be both saved on the device and offloaded; choose one list."

@@ -187,7 +187,8 @@ def train(
     outside the vocabulary, a mesh of more devices than there are or among which something does not divide, weights of
     another model, snapshots of another model or other settings or all of them damaged; BlockingIOError for a folder in
     which another process trains, OSError for one that cannot be written. FloatingPointError when the loss, the gradient
-    or a parameter is not finite; what is not finite is never a snapshot to resume from.
+    or a parameter is not finite; what is not finite is never a snapshot to resume from. The snapshot from which it came
+    is set aside as `snapshots/diverged-STEP`, unless it is the only one or another process wrote it.
     """
     _check_sizes(config, settings, plan)
     corpora: list[Any] = list(corpus) if isinstance(corpus, list | tuple) else [corpus]
@@ -249,7 +250,7 @@ def _train(
             row["memory_bytes"] = memory_in_use()
             if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"]):
                 # The parameters of the step before gave this, finite as they are: from there it would diverge again.
-                snapshots.delete(done - 1)
+                snapshots.distrust(done - 1)
                 what = f"the loss is {row['loss']} and the gradient's norm {row['grad_norm']}"
                 raise _diverged(what, done, snapshots)
             if done == settings.steps or (settings.eval_every and done % settings.eval_every == 0):
@@ -365,12 +366,18 @@ def _save(snapshots: Snapshots, done: int, state: TrainState, batches: BatchSour
 
 
 def _diverged(what: str, done: int, snapshots: Snapshots) -> FloatingPointError:
-    newest = snapshots.latest()
+    newest, gentler = snapshots.latest(), "a learning_rate below today's or more warmup_steps"
     if newest is None:
-        where = "There is no good snapshot, so the next call begins at step 0: give it"
+        where = f"There is no good snapshot, so the next call begins at step 0: give it {gentler}."
+    elif newest < done - 1:
+        where = f"The newest good snapshot is of step {newest}: go on from it, with on_change='continue' and {gentler}."
     else:
-        where = f"The newest good snapshot is of step {newest}: go on from it, with on_change='continue' and"
-    return FloatingPointError(f"{what} at step {done}. {where} a learning_rate below today's or more warmup_steps.")
+        where = (
+            f"It came from the weights of the newest snapshot, of step {newest}, which stays. Where another process "
+            "went on from such weights before, what is new may be the cause: the chip, its driver, the plan. Otherwise "
+            f"begin again in another output folder, or go on with on_change='continue', with {gentler}."
+        )
+    return FloatingPointError(f"{what} at step {done}. {where}")
 
 
 def _check_sizes(config: LlamaConfig, settings: TrainSettings, plan: Plan) -> None:

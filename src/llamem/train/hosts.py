@@ -25,7 +25,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
-from jaxmem.common.checks import import_extra
+from jaxmem.common import checks
 from llamem.train.data import BatchSource
 
 HEARTBEAT_SECONDS = 20  # after as long a silence of a host JAX's runtime ends the others
@@ -99,16 +99,16 @@ def _number(*variables: str) -> int | None:
 def agreed(same: Mapping[str, Any]) -> Iterator[None]:
     """Check that hosts mean the same by what they do together, and explain where one of them is lost.
 
-    `same`: what has to be equal, by name; the version of this package's code and of JAX come by themselves. Do nothing
-    where there is one process. Raise ValueError on every host, before anything is computed, that names what differs;
-    inside, LostHost where a host does not answer any more.
+    `same`: what has to be equal, by name; the code of this package and of jaxmem, and the versions of what they stand
+    on, come by themselves. Do nothing where there is one process. Raise ValueError on every host, before anything is
+    computed, that names what differs; inside, LostHost where a host does not answer any more.
     """
     if jax.process_count() == 1:
         yield
         return
     versions = {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "numpy")}
     with losses_explained():
-        for name, value in {"code of llamem": _code(), "versions": versions, **same}.items():
+        for name, value in {"code of llamem and jaxmem": _code(), "versions": versions, **same}.items():
             digest = np.frombuffer(hashlib.blake2b(repr(value).encode(), digest_size=16).digest(), np.uint8)
             if (np.asarray(multihost_utils.process_allgather(digest)) != digest).any():
                 raise ValueError(
@@ -120,10 +120,11 @@ def agreed(same: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _code() -> str:
-    """Return a name for this package's code as it stands on this host."""
-    root, digest = Path(__file__).parents[1], hashlib.blake2b(digest_size=8)
-    for file in sorted(root.rglob("*.py")):
-        digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
+    """Return a name for the code of this package and of the instrument as it stands on this host."""
+    digest = hashlib.blake2b(digest_size=8)
+    for root in (Path(__file__).parents[1], Path(checks.__file__).parents[1]):
+        for file in sorted(root.rglob("*.py")):
+            digest.update(str(file.relative_to(root)).encode() + file.read_bytes())
     return digest.hexdigest()
 
 
@@ -133,7 +134,7 @@ def losses_explained() -> Iterator[None]:
 
     An error that every host met is raised as it is: they all come to the meeting that follows it.
     """
-    meet = import_extra("orbax.checkpoint", "training on several hosts").multihost.get_barrier_sync_fn()
+    meet = checks.import_extra("orbax.checkpoint", "training on several hosts").multihost.get_barrier_sync_fn()
     with last_words(f"llamem: {GONE}"):
         try:
             yield

@@ -2,9 +2,12 @@
 
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import os
+import re
+import shutil
 import sys
 import warnings
 import zlib
@@ -31,8 +34,9 @@ class Snapshots:
 
     `model` and `settings` say what a snapshot belongs to, as JSON-able values by name. They are stored beside the
     arrays, with a sum of each array: the files that Orbax writes have none. It writes into a temporary folder and
-    renames it when complete, so a run killed at any moment leaves only whole snapshots. The two newest are kept. On
-    several hosts each stores the arrays of its own devices; the first holds the folder and writes the rest.
+    renames it when complete, so a run killed at any moment leaves only whole snapshots. The two newest are kept; what
+    is damaged or led to no finite loss is set aside under a free name, and never deleted. On several hosts each stores
+    the arrays of its own devices; the first holds the folder and writes the rest.
 
     Entering raises BlockingIOError where another process holds the folder, OSError where nothing can be written.
     """
@@ -43,18 +47,21 @@ class Snapshots:
         self.about = json.loads(json.dumps({"model": model, "settings": settings}))
         self._metrics = self.folder / "metrics.jsonl"
         self._open = contextlib.ExitStack()
+        self._own: set[int] = set()  # the steps that were saved here
         self._is_first_host = jax.process_index() == 0  # it alone writes what all would write alike
 
     def __enter__(self) -> "Snapshots":
         with contextlib.ExitStack() as opening:
             if self._is_first_host:
                 why = "Two runs in one folder would mix their metrics."
-                opening.enter_context(locked(self.folder / "run.lock", why))
+                with self._writing("the folder of this run"):
+                    opening.enter_context(locked(self.folder / "run.lock", why))
             if jax.process_count() > 1:
                 multihost_utils.sync_global_devices("the first host holds the folder")
                 check_folder(self.folder)
             options = self._ocp.CheckpointManagerOptions(max_to_keep=2, create=True, enable_async_checkpointing=False)
-            self._manager = self._ocp.CheckpointManager(self.folder / "snapshots", options=options)
+            with self._writing("the snapshots of this run"):
+                self._manager = self._ocp.CheckpointManager(self.folder / "snapshots", options=options)
             opening.callback(self._manager.close)
             self._open = opening.pop_all()
         return self
@@ -69,28 +76,34 @@ class Snapshots:
     def save(self, step: int, state: Any, *, read: int) -> None:
         """Store every array of `state`, and how many sequences the run has `read`. Return when all is on disk.
 
-        Raise FloatingPointError, and store nothing, where arrays hold NaN or infinity; what the disk refuses, Orbax
-        raises.
+        Raise FloatingPointError, and store nothing, where arrays hold NaN or infinity, OSError where the disk refuses.
         """
         arrays = _by_name(state)
         sums, finite = _sums(arrays)
         if ruined := [name for name in arrays if not finite[name]]:
             raise FloatingPointError(f"{few(ruined)} of step {step} hold NaN or infinity, so they were not saved.")
-        about, args = {**self.about, "read": read, "sums": sums}, self._ocp.args
+        about, args = {**self.about, "step": step, "read": read, "sums": sums}, self._ocp.args
         identity = args.JsonSave({"about": about, "checksum": _checksum(about)})
-        self._manager.save(step, args=args.Composite(state=args.StandardSave(arrays), identity=identity), force=True)
+        with self._writing(f"the snapshot of step {step}"):
+            contents = args.Composite(state=args.StandardSave(arrays), identity=identity)
+            self._manager.save(step, args=contents, force=True)
+        self._own.add(step)
 
-    def delete(self, step: int) -> None:
-        """Remove the snapshot of a step; do nothing where there is none."""
-        if step in self._manager.all_steps():
-            self._manager.delete(step)
+    def distrust(self, step: int) -> None:
+        """Set aside the snapshot of a step after which the loss was not finite, as `snapshots/diverged-STEP`.
+
+        It stays where it is the only one, or where another process wrote it, which went on from it in its time: then
+        what is new may be the cause, a chip, a driver, a plan.
+        """
+        if step in self._own and len(self._manager.all_steps()) > 1:
+            self._set_aside([step], "diverged")
 
     def restore(self, abstract_state: Any, on_change: OnChange = "refuse") -> tuple[int, Any, dict[str, Any]]:
         """Return the step and state of the newest whole snapshot, in the structure, shapes and types asked for.
 
         Third comes what was stored beside them: "model" and "settings" of that run, and "read", how many sequences.
 
-        A damaged one is named in a warning and put aside as `snapshots/damaged-STEP`, and the one before it is taken.
+        A damaged one is named in a warning and set aside as `snapshots/damaged-STEP`, and the one before it is taken.
         Raise ValueError for a snapshot of another model, for one of other settings unless `on_change="continue"`, and
         where every snapshot is damaged.
         """
@@ -99,7 +112,12 @@ class Snapshots:
             with _orbax_silenced():
                 contents = self._read_unless_damaged(step, abstract_state, on_change, damage)
             if contents is not None:
-                self._put_aside(damage)
+                for other, why in damage.items() if self._is_first_host else ():
+                    folder = self.folder / "snapshots" / str(other)
+                    warnings.warn(
+                        f"the snapshot {folder} is damaged ({why}): the one before it is taken.", stacklevel=3
+                    )
+                self._set_aside(list(damage), "damaged")
                 return step, *contents
         raise ValueError(
             f"no snapshot in {self.folder / 'snapshots'} can be read: "
@@ -125,6 +143,8 @@ class Snapshots:
         about = stored["about"]
         if _checksum(about) != stored["checksum"]:
             raise _Damaged("its description is not what was written")
+        if (written := about.get("step", step)) != step:
+            raise _Damaged(f"it is that of step {written}, under another name")
         self._check(about, on_change)
         wanted = {name: _with_sharding(leaf) for name, leaf in _by_name(abstract_state).items()}
         self._check_names(list(about.get("sums", ())), list(wanted))
@@ -134,16 +154,15 @@ class Snapshots:
             raise _Damaged(f"{few(wrong)} are not the numbers that were written")
         return jax.tree.unflatten(jax.tree.structure(abstract_state), [arrays[name] for name in wanted]), about
 
-    def _put_aside(self, damage: dict[int, str]) -> None:
-        if not damage:
+    def _set_aside(self, steps: list[int], why: str) -> None:
+        """Give the snapshots of these steps names that are free and no step's."""
+        if not steps:
             return
-        for step, why in damage.items():
+        for step in steps if self._is_first_host else ():
             folder = self.folder / "snapshots" / str(step)
-            if self._is_first_host:
-                warnings.warn(f"the snapshot {folder} is damaged ({why}): the one before it is taken.", stacklevel=4)
-                folder.rename(folder.with_name(f"damaged-{step}"))
+            folder.rename(_free_name(folder.with_name(f"{why}-{step}")))
         if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("damaged snapshots are put aside")
+            multihost_utils.sync_global_devices("snapshots are set aside")
         self._manager.reload()
 
     def _check(self, stored: dict[str, Any], on_change: OnChange) -> None:
@@ -176,25 +195,71 @@ class Snapshots:
     def cut_metrics(self, up_to: int) -> list[dict[str, Any]]:
         """Rewrite the metrics file without the rows after step `up_to`, and return those that stay.
 
-        Later rows were written after the snapshot that is resumed, and are written again; the last may be torn.
+        Later rows were written after the snapshot that is resumed, and are written again; the last may be torn. Another
+        line that is no row is left out, too: the file as it was is then kept beside, and a warning names both.
         """
-        rows = []
-        for line in self._metrics.read_text().splitlines() if self._metrics.exists() else ():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                break
-            if row["step"] <= up_to:
-                rows.append(row)
+        written = self._metrics.read_bytes() if self._metrics.exists() else b""
+        *lines, unfinished = written.split(b"\n")
+        lines += [unfinished] if _row(unfinished) else []
+        kept = [_row(line) for line in lines]
+        odd = [str(i) for i, line in enumerate(lines, 1) if kept[i - 1] is None and line.strip()]
+        rows = [row for row in kept if row is not None and row["step"] <= up_to]
         if self._is_first_host:
-            write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
+            with self._writing("the metrics of this run"):
+                if odd:
+                    as_it_was = _free_name(self._metrics.with_name("metrics-as-it-was.jsonl"))
+                    write_whole(as_it_was, written)
+                    warnings.warn(
+                        f"{self._metrics}, line {few(odd)}: no row of a step, so it is left out. The others stay, and "
+                        f"the file as it was is kept as {as_it_was.name}.",
+                        stacklevel=3,
+                    )
+                write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
         return rows
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one line to the metrics file."""
         if self._is_first_host:
-            with open(self._metrics, "a") as file:
+            with self._writing("a row of the metrics"), open(self._metrics, "a") as file:
                 file.write(json.dumps(row) + "\n")
+
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        """Say in one sentence what the disk refuses, or what is in the way; anything else is raised as it is."""
+        try:
+            yield
+        except (BlockingIOError, ConnectionError):
+            raise
+        except Exception as error:  # Orbax raises what it meets
+            if not isinstance(error, OSError) and not re.search(_OF_THE_DISK, str(error)):
+                raise
+            kind = type(error) if isinstance(error, OSError) else OSError
+            free = next(shutil.disk_usage(place).free for place in self.folder.parents if place.is_dir())
+            raise kind(
+                f"{what} cannot be written into {self.folder}: {' '.join(str(error).split())[:200]}. {free / 1e9:.1f} "
+                "GB are free there. What was written before stays: make room, or move what is in the way, and the same "
+                "call goes on; or choose another output folder."
+            ) from None
+
+
+# What tensorstore and Orbax say where a system call failed.
+_OF_THE_DISK = "No space left on device|File too large|quota exceeded|RESOURCE_EXHAUSTED|Read-only file system"
+
+
+def _free_name(path: Path) -> Path:
+    """Return this name, or the first of NAME-2, NAME-3 .. that nothing has."""
+    others = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], others) if not os.path.lexists(name))
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """Return what a line of the metrics file says of a step; None where it is no such row."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_row = isinstance(row, dict) and type(row.get("step")) is int and isinstance(row.get("loss"), int | float)
+    return row if is_row else None
 
 
 class _OtherRun(ValueError):
