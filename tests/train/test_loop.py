@@ -341,6 +341,21 @@ def test_bf16_weights_follow_updates_below_their_last_bit():
     np.testing.assert_array_equal(wanted, same)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_weights_that_cannot_hold_adamw_s_eps_are_refused_before_anything_is_written(dtype, tmp_path):
+    """All of them would be NaN after one update: the squares of gradients and 1e-8 are 0 in these types."""
+    config = CONFIG.replace(param_dtype=dtype, compute_dtype="float16")
+    for begin in (init_state, abstract_step):
+        with pytest.raises(ValueError, match=rf"is {dtype}, and cannot be trained .*Choose LlamaConfig\(param_dtype="):
+            begin(config, SETTINGS)
+    with pytest.raises(ValueError, match=rf"is {dtype}, and cannot be trained"):
+        train(config, corpus(), SETTINGS, tmp_path / "new", progress=False)
+    assert not (tmp_path / "new").exists()
+    wide = CONFIG.replace(compute_dtype="float16")
+    state, metrics = jax.jit(make_train_step(wide, SETTINGS))(init_state(wide, SETTINGS), batch_of(wide))
+    assert all(bool(jnp.isfinite(a).all()) for a in jax.tree.leaves((state.params, metrics)))
+
+
 def test_how_weights_are_rounded_is_in_the_card_and_part_of_a_run_s_identity(tmp_path):
     narrow, short = CONFIG.replace(param_dtype=jnp.bfloat16), dataclasses.replace(SETTINGS, steps=1, eval_every=0)
     nearest = dataclasses.replace(short, rounding="nearest")

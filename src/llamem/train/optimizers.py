@@ -13,6 +13,8 @@ from llamem.layers.custom_rules import combine, partition
 from llamem.llama.weights import parameter_name
 from llamem.train.settings import Rounding, TrainSettings
 
+_EPS = 1e-8
+
 # Of gradients, moments, parameters, and the number of the first row or layer that these arrays have of the whole ones:
 # the new parameters and the new moments.
 UpdateRule = Callable[..., tuple[Any, Any]]
@@ -22,7 +24,8 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
     """Return AdamW under warm-up and cosine decay as the settings say; clipping is not part of it.
 
     AdamW's betas are 0.9 and 0.95, and norms do not decay. A warm-up of `steps` or more ends at the last step but one:
-    the rate has its peak in the last.
+    the rate has its peak in the last. Its `init` raises ValueError for parameters in a type that cannot hold AdamW's
+    eps, such as float16.
     """
     warmup = min(settings.warmup_steps, settings.steps - 1)
     peak = settings.learning_rate
@@ -31,7 +34,24 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
     def decayed(params: Any) -> Any:
         return jax.tree.map_with_path(lambda path, _: "norm" not in jax.tree_util.keystr(path), params)
 
-    return optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=settings.weight_decay, mask=decayed)
+    adamw = optax.adamw(schedule, b1=0.9, b2=0.95, eps=_EPS, weight_decay=settings.weight_decay, mask=decayed)
+
+    def init(params: Any) -> Any:
+        _check_types(params)
+        return adamw.init(params)
+
+    return adamw._replace(init=init)
+
+
+def _check_types(params: Any) -> None:
+    for path, param in jax.tree.leaves_with_path(params):
+        if jnp.finfo(param.dtype).smallest_subnormal > _EPS:
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} is {param.dtype.name}, and cannot be trained as it is: AdamW divides by "
+                f"the root of a mean of squared gradients plus {_EPS}. Both are 0 in that type, and the weights would "
+                "be NaN after one update. Choose LlamaConfig(param_dtype='bfloat16') or 'float32'; products may stay "
+                "in it (compute_dtype), and adapters train over frozen weights in it."
+            )
 
 
 def clip(settings: TrainSettings, grads: Any, norm: Array) -> Any:
