@@ -192,11 +192,12 @@ def test_what_fits_on_the_chip_stays_there_however_large_the_host():
 
 def test_hosts_hold_no_more_than_a_gpus_pool_or_a_container_lets_them(monkeypatch):
     monkeypatch.delenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", raising=False)
-    with pytest.raises(NothingFits, match=r"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says more, has 59\.6 GiB"):
+    with pytest.raises(NothingFits, match=r"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says more, has 64\.0 GiB"):
         find_plan(EIGHT_B, "l4", seq_len=8192, host_bytes=256 * 2**30, clip="layer", **QUIETLY)
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "200")
     found = find_plan(EIGHT_B, "l4", seq_len=8192, host_bytes=256 * 2**30, clip="layer", **QUIETLY)
     assert found.estimate.host_bytes > 64 * 2**30
+    assert search.host_limit(jaxmem.CHIPS["l4"], None)[0] == 200 * 2**30
     monkeypatch.setattr(search, "host_memory_limit", lambda: 3_000_000_000)
     here = jaxmem.CHIPS["v5e-1"]
     assert search.host_limit(here, 2**40)[0] == 2**40  # a chip that is elsewhere has another host

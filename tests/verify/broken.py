@@ -435,6 +435,24 @@ def one_expert_lost(w, x, how):
     return stacked(body, w, x, how, jnp.arange(L))
 
 
+def gated(w: Any, x: Any) -> Any:
+    """A layer that begins as the identity: by a gate (ReZero), a norm or an adapter's second factor of zeros."""
+    return x + w["gate"] * jnp.sin(jnp.tanh(x @ w["up"])) @ w["down"]
+
+
+DEAD = {**WEIGHTS, "gate": jnp.zeros((L, D * 4))}
+
+
+@broken(Title.LOSS, "with all parameters moved", DEAD)
+def other_weights_in_layers_that_begin_as_the_identity(w, x, how):
+    return stacked(lambda w, x: gated(w | {"up": -3 * w["up"]} if how else w, x), w, x, how)
+
+
+@broken(Title.GRADIENTS, "with all parameters moved", DEAD)
+def gradients_lost_in_layers_that_begin_as_the_identity(w, x, how):
+    return stacked(lambda w, x: gated(w | {"down": jax.lax.stop_gradient(w["down"])} if how else w, x), w, x, how)
+
+
 @broken(Title.RESULTS, "updated twice")
 def counted_twice(w, x, how):
     def body(w, x, count):

@@ -330,3 +330,19 @@ def transforms_of_nnx(w, batch, how):
     """What the layers changed is returned, the counts of draws among it."""
     layers = nnx.merge(NOISY, w, batch["state"])
     return through(layers, batch["x"], how), nnx.state(layers, nnx.Not(nnx.Param))
+
+
+# Layers that begin as the identity have no gradient yet, and frozen weights never will.
+
+
+@sound({**WEIGHTS, "gate": jnp.zeros((L, 4 * D))})
+def gates_of_zeros(w, x, how):
+    return stacked(lambda w, x: x + w["gate"] * jnp.sin(jnp.tanh(x @ w["up"])) @ w["down"], w, x, how)
+
+
+@sound({"base": WEIGHTS, "a": normal(6, L, D, 2), "b": jnp.zeros((L, 2, 4 * D))})
+def adapters_of_a_frozen_base(w, x, how):
+    def body(w, x):
+        return layer(w["base"] | {"up": w["base"]["up"] + w["a"] @ w["b"]}, x)
+
+    return stacked(body, w | {"base": jax.lax.stop_gradient(w["base"])}, x, how)

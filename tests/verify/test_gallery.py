@@ -34,6 +34,7 @@ from llamem import stack_layers, unstack_layers
 
 NEWER_CPU = tuple(map(int, jax.__version__.split(".")[:2])) >= (0, 11)
 SOME = ["two dropouts and dropped layers", "a scaled loss in float16", "raw keys", "linen's transforms", "nested"]
+SOME += ["gates of zeros", "adapters of a frozen base"]
 SOME += ["a remainder folded into the steps key", "a key closed over and the step"]
 SOME += ["convolutions with batch normalisation", "transforms of nnx", "branches", "bfloat16", "a jittered router"]
 
@@ -175,6 +176,28 @@ def test_a_gradient_that_is_zero_in_truth_is_told_apart():
     proof = proved(Title.GRADIENTS, loss, weights, X, True, None)
     largest = float(proof.seen.split()[2])
     assert proof.holds and 0 < largest < 1e-5 and "2 arrays, 1 nothing but rounding in both" in proof.seen, proof
+
+
+def test_gradients_that_stay_zero_prove_nothing():
+    """A unit that no batch of these reaches has no gradient, with whatever parameters."""
+
+    def loss(w, x, how):
+        return by_policy(None)(w["layers"], x, how) + jnp.sum(jax.nn.relu(x[0, 0] ** 2 * 0 - 1) * w["idle"])
+
+    params = {"layers": WEIGHTS, "idle": jnp.ones(D)}
+    verification = verify_remat(loss, params, X, remat=True, baseline=False)
+    proof = next(proof for proof in verification.proofs if proof.name == Title.GRADIENTS)
+    assert proof.holds is None and "nothing to compare at ['idle']: zero in both" in proof.seen, proof
+    assert not verification.holds
+
+
+@pytest.mark.quick
+def test_a_result_without_a_name_is_called_something():
+    def loss(w, x, how):
+        return by_policy(None)(w, x, how), X * (2 if how else 1)
+
+    proof = proved(Title.RESULTS, loss, WEIGHTS, X, True, False)
+    assert "different: the only array" in proof.seen, proof
 
 
 def test_layers_and_experts_copied_on_purpose_are_not_judged():

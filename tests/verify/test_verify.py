@@ -14,8 +14,8 @@ from sound import SOUND, donated_buffers, through
 import jaxmem
 import llamem
 from jaxmem import Title, assert_remat, verify_remat
+from jaxmem.verify.both_ways import BothWays
 from jaxmem.verify.checkpoints import find_checkpoints, work_again
-from jaxmem.verify.comparisons import BothWays
 from jaxmem.verify.proofs import PROOFS
 from llamem.runs import loss_fn
 

@@ -194,7 +194,7 @@ def questions_heard() -> Iterator[list[str]]:
             setattr(jax, name, answer)
 
 
-PINNED_POOL_BYTES = 64 * 10**9  # what XLA sets aside on a GPU, unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise
+PINNED_POOL_BYTES = 64 * 2**30  # what XLA sets aside on a GPU, unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise
 
 
 def host_memory_limit(root: Path = Path("/")) -> int | None:

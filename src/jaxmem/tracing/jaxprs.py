@@ -378,6 +378,15 @@ def inputs_used(jaxpr: jex_core.ClosedJaxpr) -> list[bool]:
     return partial_eval.dce_jaxpr(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.outvars))[1]
 
 
+def outputs_computed(jaxpr: jex_core.ClosedJaxpr) -> list[bool]:
+    """Return of each result of a program whether it is computed of an argument; a constant, such as zeros, is not."""
+    known: set[Any] = set(jaxpr.jaxpr.invars)
+    for eqn in jaxpr.jaxpr.eqns:
+        if any(not isinstance(var, jex_core.Literal) and var in known for var in eqn.invars):
+            known.update(eqn.outvars)
+    return [not isinstance(var, jex_core.Literal) and var in known for var in jaxpr.jaxpr.outvars]
+
+
 def constants_in(jaxpr: jex_core.ClosedJaxpr) -> Iterator[tuple[Any, str]]:
     """Yield the arrays that a program closes over, those of programs inside it included, and a line that uses each."""
     inside = [program for eqn, _ in equations(jaxpr.jaxpr) for program in _programs_in(eqn)]

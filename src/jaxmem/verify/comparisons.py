@@ -7,19 +7,13 @@ zero in truth, such as that of a bias before a normalisation, is nothing but rou
 
 import dataclasses
 import enum
-from collections.abc import Callable
-from functools import cached_property
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core as jex_core
 
-from jaxmem.compiling import compile_report, report_compiled
-from jaxmem.report import Report
-from jaxmem.tracing.jaxprs import OnDevices, control_flow, equations
-from jaxmem.tracing.residuals import Residuals, saved_residuals
+from jaxmem.common.checks import few
+from jaxmem.verify.both_ways import TOLERANCE, BothWays, name_of, norms, values_of
 from jaxmem.verify.checkpoints import find_checkpoints
 
 
@@ -74,182 +68,6 @@ class Proof:
         return f"\n{'':11}".join(line for line in lines if line)
 
 
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # relative, for equal results
-_SMALL = ("bfloat16", "float16")
-FAILURES = (TypeError, ValueError, jax.errors.JAXTypeError, jax.errors.JaxRuntimeError)  # of a program, not of a proof
-
-
-class Results(NamedTuple):
-    """What a loss computes: itself, what it returns besides (None without), and the parameters' gradients."""
-
-    loss: Any
-    aux: Any
-    gradients: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Way:
-    """A loss computed in one way: traced, differentiated, compiled and run, each once and only if a proof asks."""
-
-    loss_fn: Callable[[Any, Any, Any], Any]
-    params: Any
-    batch: Any
-    setting: Any
-    chip: str
-
-    def loss(self, params: Any, batch: Any) -> Any:
-        """Return the loss, or the pair of it and other results."""
-        # Built anew, for flax: a layer may change only Variables that were made in the trace it runs in.
-        params, batch = jax.tree.map(lambda leaf: leaf, (params, batch))
-        return self.loss_fn(params, batch, self.setting)
-
-    @cached_property
-    def _traced(self) -> tuple[jex_core.ClosedJaxpr, Any]:
-        return jax.make_jaxpr(self.loss, return_shape=True)(self.params, self.batch)
-
-    @cached_property
-    def traced(self) -> jex_core.ClosedJaxpr:
-        """The loss, traced."""
-        return self._traced[0]
-
-    @cached_property
-    def has_aux(self) -> bool:
-        """Whether the loss returns a pair: itself, and other results."""
-        return isinstance(self._traced[1], tuple)
-
-    @cached_property
-    def _gradient(self) -> Callable[[Any, Any], Any]:
-        return jax.value_and_grad(self.loss, has_aux=self.has_aux, allow_int=True)
-
-    @cached_property
-    def _gradient_traced(self) -> jax.stages.Traced:
-        return jax.jit(self._gradient, keep_unused=True).trace(self.params, self.batch)
-
-    @cached_property
-    def gradient(self) -> jex_core.ClosedJaxpr:
-        """The loss with its gradients, traced."""
-        return self._gradient_traced.jaxpr
-
-    @cached_property
-    def program(self) -> jax.stages.Compiled:
-        """The loss with its gradients, compiled for the devices at hand."""
-        return self._gradient_traced.lower().compile()
-
-    def run(self, params: Any, batch: Any) -> Results:
-        """Return what the program computes of parameters and batch of the same shapes."""
-        value, gradients = self.program(params, batch)
-        loss, aux = value if self.has_aux else (value, None)
-        return Results(loss, aux, gradients)
-
-    @cached_property
-    def results(self) -> Results:
-        """What the program computes."""
-        return self.run(self.params, self.batch)
-
-    @cached_property
-    def residuals(self) -> Residuals:
-        """What the gradient for the parameters keeps from the forward pass. The batch is an argument anyway."""
-        return saved_residuals(lambda params: jax.tree.leaves(self.loss(params, self.batch))[0], self.params)
-
-    @cached_property
-    def report(self) -> Report:
-        """What the chip's compiler says of the loss with its gradients."""
-        if self.chip == "local":
-            return report_compiled(self.program, self.gradient)
-        return compile_report(self._gradient, self.params, self.batch, chip=self.chip)
-
-
-@dataclasses.dataclass(frozen=True)
-class BothWays:
-    """One loss, with rematerialisation and without: arguments as in `verify_remat`."""
-
-    loss_fn: Callable[[Any, Any, Any], Any]
-    params: Any
-    batch: Any
-    remat: Any = "nothing"
-    baseline: Any = None
-    chip: str = "local"
-    evaluate: Callable[[Any, Any, Any], Any] | None = None
-    step: jax.stages.Lowered | None = None
-
-    @cached_property
-    def rematerialised(self) -> Way:
-        """The way with rematerialisation."""
-        return Way(self.loss_fn, self.params, self.batch, self.remat, self.chip)
-
-    @cached_property
-    def plain(self) -> Way:
-        """The way without."""
-        return Way(self.loss_fn, self.params, self.batch, self.baseline, self.chip)
-
-    @cached_property
-    def coarsest(self) -> str:
-        """The floating-point type of fewest bits that the program without computes in."""
-        outvars = [var for eqn, _ in equations(self.plain.traced.jaxpr) for var in eqn.outvars]
-        dtypes = {str(getattr(var.aval, "dtype", "")) for var in outvars}
-        return max(dtypes & set(TOLERANCE), key=lambda dtype: -jnp.finfo(dtype).nmant, default="float32")
-
-    @property
-    def tolerance(self) -> float:
-        """How far results may be apart, relatively, by the types of parameters and loss: `rounded` excuses the rest."""
-        dtypes = {str(dtype_of(leaf)) for leaf in (*jax.tree.leaves(self.params), self.plain.traced.out_avals[0])}
-        return max((TOLERANCE[dtype] for dtype in dtypes & set(TOLERANCE)), default=TOLERANCE["float32"])
-
-    @cached_property
-    def in_float32(self) -> "BothWays | None":
-        """The same with 16-bit parameters and data in float32, to see what rounding hides; None where that is no help.
-
-        Where the program casts to 16 bits by itself, or cannot be traced with other types, its rounding stays.
-        """
-        if self.coarsest not in _SMALL:
-            return None
-        params, batch = jax.tree.map(
-            lambda leaf: leaf.astype(jnp.float32) if str(dtype_of(leaf)) in _SMALL else leaf, (self.params, self.batch)
-        )
-        wide = dataclasses.replace(self, params=params, batch=batch)
-        try:
-            return wide if wide.coarsest not in _SMALL and wide.plain.results and wide.rematerialised.results else None
-        except FAILURES:
-            return None
-
-    @cached_property
-    def rounded(self) -> Results:
-        """The plain results once more, from parameters and batch whose last bits fell otherwise: what rounding does."""
-        generator, bits = np.random.default_rng(1), jnp.finfo(self.coarsest).nmant
-
-        def moved(leaf: Any) -> Any:
-            if not jnp.issubdtype(dtype_of(leaf), jnp.floating):
-                return leaf
-            # At least one step of the leaf's own type, or nothing would move.
-            step = 2.0 ** -min(bits, jnp.finfo(dtype_of(leaf)).nmant)
-            factor = 1 + step * generator.choice([-1.0, 1.0], np.shape(leaf))
-            if not hasattr(leaf, "dtype"):
-                return leaf * float(factor)
-            result = (np.asarray(leaf, np.float64) * factor).astype(leaf.dtype)
-            # What is on one device without having been put there may go to any other.
-            return jax.device_put(result, leaf.sharding) if getattr(leaf, "committed", False) else result
-
-        return self.plain.run(*jax.tree.map(moved, (self.params, self.batch)))
-
-    @cached_property
-    def repeated(self) -> Results:
-        """The plain results once more, from the same parameters and batch."""
-        return self.plain.run(self.params, self.batch)
-
-    @cached_property
-    def devices(self) -> int:
-        """Over how many devices the work is spread: a compiled program is that of one of them."""
-        arrays = [leaf for leaf in jax.tree.leaves((self.params, self.batch)) if isinstance(leaf, jax.Array)]
-        flows = [control_flow(eqn) for eqn, _ in equations(self.rematerialised.traced.jaxpr)]
-        of_maps = [flow.mesh.size for flow in flows if isinstance(flow, OnDevices)]
-        return max([len(array.sharding.device_set) for array in arrays] + of_maps, default=1)
-
-
-def dtype_of(leaf: Any) -> Any:
-    """Return the type of a leaf; Python's own numbers have JAX's."""
-    return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-
-
 _TIMES_NOISE = 6  # two programs round independently, and one sample of the noise is few
 _OTHER_NUMBERS = "the program without gives other numbers, too, when it runs again"
 
@@ -266,7 +84,7 @@ class _Difference:
 
 def loss_is_the_same(both: BothWays) -> Proof:
     """Check that the loss is that without, within the tolerance of its type and what rounding does to it."""
-    actual, expected = (float(_values(way.results.loss)) for way in (both.rematerialised, both.plain))
+    actual, expected = (float(values_of(way.results.loss)) for way in (both.rematerialised, both.plain))
     seen = f"{actual:.6g} and {expected:.6g}"
     if not np.isfinite(expected):
         return Proof(Title.LOSS, None, f"{seen}: without rematerialisation it is not finite either")
@@ -274,8 +92,8 @@ def loss_is_the_same(both: BothWays) -> Proof:
         return Proof(Title.LOSS, None, f"{seen}: {_OTHER_NUMBERS}")
     for ways in _precisions(both):
         if _differences(ways, "loss", 0, ways.tolerance):
-            got, want = (float(_values(way.results.loss)) for way in (ways.rematerialised, ways.plain))
-            where = "" if ways is both else f"; in float32 {got:.8g} and {want:.8g}"
+            got, want = (float(values_of(way.results.loss)) for way in (ways.rematerialised, ways.plain))
+            where = "" if ways is both else f"; {_how_asked(ways, both)} {got:.8g} and {want:.8g}"
             cause = "Dropout drawn anew, a term left out, state updated twice, or another computation altogether."
             return Proof(Title.LOSS, False, seen + where, cause)
     return Proof(Title.LOSS, True, seen + _unseen(both))
@@ -291,7 +109,7 @@ def results_are_the_same(both: BothWays) -> Proof | None:
         return Proof(Title.RESULTS, False, seen, "A result is lost on its way through the checkpoint.")
     off = []
     for i, ((path, got), (_, want)) in enumerate(zip(actual, expected, strict=True)):
-        name = jax.tree_util.keystr(path)
+        name = name_of(path)
         # Integers are equal or not, and so is what chose them; only rounding excuses another choice.
         tolerance = both.tolerance if jnp.issubdtype(want.dtype, jnp.inexact) else 0.0
         if got.shape != want.shape or got.dtype != want.dtype:
@@ -310,9 +128,17 @@ def gradients_are_the_same(both: BothWays) -> Proof:
     """Check that every parameter's gradient, each layer of it, is that without; one that is not zero stays so."""
     if not _repeats(both):
         return Proof(Title.GRADIENTS, None, _OTHER_NUMBERS)
-    proofs = [_compared_gradients(ways) for ways in _precisions(both)]
-    wrong = next((proof for proof in proofs if not proof.holds), None)
-    return wrong or dataclasses.replace(proofs[0], seen=proofs[0].seen + _unseen(both))
+    for ways in _precisions(both):
+        if not (proof := _compared_gradients(ways)).holds:
+            where = "" if ways is both else f" ({_how_asked(ways, both)})"
+            return dataclasses.replace(proof, seen=proof.seen + where)
+    seen = _compared_gradients(both).seen + _unseen(both)
+    if both.moved is None:
+        return Proof(Title.GRADIENTS, True, seen)
+    if dead := both.moved.without_gradient(or_a_layer=False):
+        seen = f"nothing to compare at {few(dead)}: zero in both, and with all parameters moved"
+        return Proof(Title.GRADIENTS, None, f"{seen}. Give parameters and a batch that make every layer work")
+    return Proof(Title.GRADIENTS, True, f"{seen}; with all parameters moved {_compared_gradients(both.moved).seen}")
 
 
 def _compared_gradients(both: BothWays) -> Proof:
@@ -322,7 +148,7 @@ def _compared_gradients(both: BothWays) -> Proof:
     for i, ((path, got), (_, want)) in enumerate(zip(actual, expected, strict=True)):
         if want.dtype == jax.dtypes.float0:
             continue
-        name, got, want = jax.tree_util.keystr(path), _values(got), _values(want)
+        name, got, want = name_of(path), values_of(got), values_of(want)
         if not np.isfinite(want).all():
             not_finite += 1
             continue
@@ -365,7 +191,7 @@ def evaluation_is_untouched(both: BothWays) -> Proof | None:
         return Proof(Title.EVALUATION, False, f"checkpoints in it: {there[0]}, without {there[1]}", cause)
     actual, expected = (jax.tree.leaves(traced.lower().compile()(both.params, both.batch)) for traced in traces)
     same = len(actual) == len(expected) and all(
-        got.dtype == want.dtype and np.array_equal(_values(got), _values(want), equal_nan=True)
+        got.dtype == want.dtype and np.array_equal(values_of(got), values_of(want), equal_nan=True)
         for got, want in zip(actual, expected, strict=True)
     )
     cause = "" if same else "A cache or a keyword argument got lost on the way through the checkpoint."
@@ -378,7 +204,7 @@ def _repeats(both: BothWays) -> bool:
     for part in ("loss", "gradients"):
         leaves = [jax.tree.leaves(getattr(results, part)) for results in (both.repeated, both.plain.results)]
         known = [(got, want) for got, want in zip(*leaves, strict=True) if want.dtype != jax.dtypes.float0]
-        pairs = [(_values(got), _values(want)) for got, want in known]
+        pairs = [(values_of(got), values_of(want)) for got, want in known]
         error = sum(np.nansum(np.abs(got - want) ** 2) for got, want in pairs)
         size = sum(np.nansum(np.abs(want) ** 2) for _, want in pairs)
         if error > both.tolerance**2 * size:
@@ -387,8 +213,13 @@ def _repeats(both: BothWays) -> bool:
 
 
 def _precisions(both: BothWays) -> list[BothWays]:
-    """Return both ways as they are, and in float32 where 16 bits hide small terms."""
-    return [both] if both.in_float32 is None else [both, both.in_float32]
+    """Return both ways as they are, in float32 where 16 bits hide small terms, and moved where gradients are zero."""
+    moved = () if both.moved is None else (both.moved, both.moved.in_float32)
+    return [ways for ways in (both, both.in_float32, *moved) if ways is not None]
+
+
+def _how_asked(ways: BothWays, both: BothWays) -> str:
+    return "in float32" if ways is both.in_float32 else "with all parameters moved"
 
 
 def _unseen(both: BothWays) -> str:
@@ -407,14 +238,14 @@ def _differences(both: BothWays, part: str, leaf: int, tolerance: float) -> list
     is named where its gradient is all zero and should not be, unless the whole row is lost.
     """
     got, want = (
-        _values(jax.tree.leaves(getattr(way.results, part))[leaf]) for way in (both.rematerialised, both.plain)
+        values_of(jax.tree.leaves(getattr(way.results, part))[leaf]) for way in (both.rematerialised, both.plain)
     )
 
     def beyond_rounding(axes: int) -> list[_Difference]:
-        error, size = _norms(np.asarray(got - want), axes), _norms(want, axes)
+        error, size = norms(np.asarray(got - want), axes), norms(want, axes)
         off = ~(error <= tolerance * size)  # so written, a NaN is off
         if off.any():
-            noise = _norms(np.asarray(_values(jax.tree.leaves(getattr(both.rounded, part))[leaf]) - want), axes)
+            noise = norms(np.asarray(values_of(jax.tree.leaves(getattr(both.rounded, part))[leaf]) - want), axes)
             if want.size < 16 * error.size:  # the noise of a few elements may be small by chance: that of all counts
                 noise = 2 * np.maximum(noise, np.sqrt(np.mean(noise**2)))
             off &= ~(error <= _TIMES_NOISE * noise)
@@ -428,15 +259,3 @@ def _differences(both: BothWays, part: str, leaf: int, tolerance: float) -> list
         return rows
     whole = {row.place for row in rows if row.lost}
     return [row for row in beyond_rounding(2) if row.lost and row.place[:1] not in whole] or rows
-
-
-def _norms(values: np.ndarray, axes: int) -> np.ndarray:
-    """Return the Euclidean norm of every row along the first `axes` axes."""
-    return np.asarray(np.sqrt(np.sum(np.abs(values) ** 2, axis=tuple(range(min(axes, values.ndim), values.ndim)))))
-
-
-def _values(array: Any) -> np.ndarray:
-    """Return a leaf on the host, wide enough to compare: keys as the numbers they are made of."""
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
-    return np.asarray(array, np.complex128 if jnp.issubdtype(array.dtype, jnp.complexfloating) else np.float64)

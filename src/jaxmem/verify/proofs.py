@@ -19,6 +19,7 @@ from jaxmem.compiling import moved_to_host
 from jaxmem.reading.hlo import aliased_arguments, optimised_text
 from jaxmem.tracing.flops import matmul_flops_again
 from jaxmem.tracing.jaxprs import CHOICES, DRAWS, Scan, control_flow, equations, host_function, policy_arguments
+from jaxmem.verify.both_ways import BothWays, dtype_of
 from jaxmem.verify.checkpoints import (
     find_checkpoints,
     large_results,
@@ -31,10 +32,8 @@ from jaxmem.verify.checkpoints import (
     work_again,
 )
 from jaxmem.verify.comparisons import (
-    BothWays,
     Proof,
     Title,
-    dtype_of,
     evaluation_is_untouched,
     gradients_are_the_same,
     loss_is_the_same,
@@ -272,7 +271,11 @@ def randomness_is_fresh(both: BothWays) -> Proof:
         return Proof(Title.RANDOMNESS, False, " ".join(keys.faults), _if_meant(Title.RANDOMNESS))
     if keys.hidden:
         return Proof(Title.RANDOMNESS, None, f"{keys.hidden} draws are where their keys cannot be followed")
-    seen = f"{len(keys.draws)} draws in the program, each with a key of its own" if keys.draws else "nothing is drawn"
+    seen = (
+        f"{len(keys.draws)} draws in the program, each with a key of its own"
+        if keys.draws
+        else "nothing is drawn by JAX"
+    )
     return Proof(Title.RANDOMNESS, True, seen)
 
 

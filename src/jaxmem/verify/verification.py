@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jaxmem.common.checks import show
 from jaxmem.common.printing import Shown, Table
-from jaxmem.verify.comparisons import FAILURES, BothWays, Proof, Title, dtype_of
+from jaxmem.verify.both_ways import FAILURES, BothWays, dtype_of
+from jaxmem.verify.comparisons import Proof, Title
 from jaxmem.verify.proofs import PROOFS
 
 _MUST = (Title.LOSS, Title.GRADIENTS, Title.RUNS)  # without these proved, a test has shown nothing
@@ -91,15 +92,16 @@ def verify_remat(
     those without, and no gradient is lost; the layer runs again in the backward pass, and draws and chooses the same
     again; the compiler leaves it; residuals and memory fall; what is offloaded arrives on the host; random numbers are
     fresh in every step and layer; stacked layers differ and tied weights are one; donated arguments are given up. A
-    failure says what was seen and what usually causes it. What a proof could not see is "not proved", with the reason;
-    proofs that a program gives no occasion for are left out of the answer. `.holds` is true where none failed, and
-    loss, gradients and the layer's second run are proved. `skip`: names of proofs to leave out, as
-    they are printed: `skip=["random numbers are fresh"]` where one mask for all time steps is meant, or those that
+    failure says what was seen and what usually causes it. Where gradients are zero, as in layers that begin as the
+    identity, loss and gradients are compared with all parameters moved, too. What a proof could not see is "not
+    proved", with the reason; proofs that a program gives no occasion for are left out of the answer. `.holds` is true
+    where none failed, and loss, gradients and the layer's second run are proved. `skip`: names of proofs to leave out,
+    as they are printed: `skip=["random numbers are fresh"]` where one mask for all time steps is meant, or those that
     compile, to be quick; the answer lists them as skipped.
 
     Not noticed: a difference below the tolerance of the type, in float32 1e-4 of loss and gradients, such as another
-    epsilon of 1e-5 in a norm; keys of which layers share one word of two; and a key that stays for some steps and then
-    moves on, as one of `step // n` does.
+    epsilon of 1e-5 in a norm; keys of which layers share one word of two; a key that stays for some steps and then
+    moves on, as one of `step // n` does; and numbers that NumPy drew while tracing, which are a table like any other.
 
     Raises what `loss_fn(params, batch, baseline)` raises, and ValueError for parameters that are shapes or have no
     floating-point array, for a name in `skip` that is no proof's, for a `step` that was not lowered, or where `loss_fn`

@@ -114,7 +114,7 @@ def _plans(config: LlamaConfig, mesh: MeshShape, trained: bool, streamed: bool) 
 ASKS = 5  # at most, of one search: an answer takes two to ten seconds on an idle machine
 FAR_BELOW = 0.9  # a compiled peak below this share of the estimate: faster plans deserve another look
 _STEP = 1024  # tokens: the longest context is a multiple
-_GPU_POOL_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # says more, or less, than XLA's own pool
+_GPU_POOL_GB = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # in GiB: XLA shifts it by 30 bits
 
 
 def find_plan(
@@ -249,7 +249,7 @@ def host_limit(chip: Chip, given: int | None) -> tuple[float, str]:
     limits = [(float(given), "the host")] if given is not None else []
     if chip.platform == "cuda":
         says = os.environ.get(_GPU_POOL_GB, "")
-        pool = int(says) * 10**9 if says.isdigit() else PINNED_POOL_BYTES
+        pool = int(says) * 2**30 if says.isdigit() else PINNED_POOL_BYTES
         limits.append((float(pool), f"XLA's pool of host memory for GPUs, unless {_GPU_POOL_GB} says more,"))
     memory = None if chip.absent or chip.platform == "cpu" else host_memory_limit()
     if memory:
