@@ -47,7 +47,7 @@ def export_for(
     """Trace and lower `jitted(*leaves)` for the chip's platform."""
     with traced_for(chip, mesh):
         # Not for keeping, but for a child process with the same JAX: what may change in a year may be exported.
-        names = ("LayoutConstraint", "MoveToHost", "MoveToDevice")
+        names = ("LayoutConstraint", "MoveToHost", "MoveToDevice", "__gpu$xla.gpu.triton")
         allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
         exported = jax.export.export(jitted, platforms=(chip.platform,), disabled_checks=allowed)(*leaves)
     # A `checkify.debug_check` that is switched off leaves an effect behind, without a serialised form or a meaning.

@@ -219,6 +219,21 @@ def test_a_report_of_this_machine_has_its_timeline():
 
 
 @of_this_machine
+def test_what_is_printed_in_order_moves_no_argument():
+    """A token stands before the arguments of such a program."""
+
+    def step(tokens, params):
+        jax.debug.print("{}", tokens[0, 0], ordered=True)
+        return jnp.tanh(tokens.astype(jnp.float32) @ params)
+
+    shapes = jax.ShapeDtypeStruct((64, 96), jnp.int32), jax.ShapeDtypeStruct((96, 160), jnp.float32)
+    report = jaxmem.compile_report(step, *shapes)
+    if report.timeline is None:
+        pytest.skip(report.no_timeline)
+    held = {b.operation: (b.bytes, b.category) for b in report.timeline.buffers if b.name == "argument"}
+    assert held == {"tokens": (4 * 64 * 96, "batch"), "params": (4 * 96 * 160, "weights")}
+
+
 def test_an_optimizer_makes_no_logits_however_many_tokens_there_are():
     heads = {"n_heads": 2, "n_kv_heads": 2, "head_dim": 32, "max_seq_len": 256}
     config = llamem.LlamaConfig(vocab_size=640, d_model=256, d_ff=96, n_layers=1, **heads)

@@ -7,6 +7,7 @@ under "error". Standard input is a pipe from the parent, which never writes: its
 """
 
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -27,11 +28,16 @@ from jaxlib.mlir import ir
 def main(folder: Path) -> None:
     """Compile what FOLDER asks for."""
     request = json.loads((folder / "request.json").read_text())
+    program = (folder / "program").read_bytes()
     try:
-        exported = jax.export.deserialize(bytearray((folder / "program").read_bytes()))
+        exported = jax.export.deserialize(bytearray(program))
     except ValueError as error:
         write_answer(folder, {"error": f"JAX {jax.__version__} cannot read the program: {error}"})
         return
+    # Pallas's kernels for newer GPUs are linked with this library, which JAX names only where it traces them.
+    for folder_of_plugin in filter(None, map(importlib.util.find_spec, ("jax_cuda12_plugin", "jax_cuda13_plugin"))):
+        for place in folder_of_plugin.submodule_search_locations or ():
+            os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(Path(place) / "libmosaic_gpu_runtime.so")
     topology, axes = topologies.get_topology_desc(**request["topology"]), request["axes"]
     outputs: dict[str, Any] = {}
     if axes:

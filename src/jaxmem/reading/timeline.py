@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmem.common.printing import size_text
 from jaxmem.reading.buffer_assignment import Allocation, Place, Space, Value, read_lives
-from jaxmem.reading.hlo import Instruction, Program
+from jaxmem.reading.hlo import ENTRY, Instruction, Program
 from jaxmem.reading.provenance import CATEGORIES, Category, Origins, Provenance
 from jaxmem.tracing.jaxprs import differentiation_pass
 
@@ -309,6 +309,9 @@ class _Reader:
         self.schedule, self._values = read_lives(stem, places)
         self._allocations, self._program = allocations, program
         self._origins = Origins(program)
+        # Of ordered effects, such as prints in order, come tokens, which stand before the arguments.
+        given = [line for line in program.computations.get(ENTRY, ()) if line.opcode == "parameter"]
+        self._tokens = sum(line.shapes[0].dtype == "token" for line in given)
         self._position = {name: step for step, name in enumerate(self.schedule)}
         self.steps = max([len(self.schedule), *(value.last + 1 for value in self._values)])
         self.passes = find_passes([_own_pass(self.line(name)) for name in self.schedule], self.loops())
@@ -326,8 +329,9 @@ class _Reader:
         results = {value.place.allocation: value.place.shape for value in sorted(self._values, key=lambda v: v.last)}
         for number, allocation in self._allocations.items():
             place = allocation.size, 0, self.steps - 1, allocation.space, number, 0
-            if allocation.kind in ("argument", "constant"):
-                yield Span(allocation.kind, *place, allocation.shape, "other", "", "", "", allocation.parameter)
+            argument = self._number(allocation.parameter)
+            if allocation.kind == "constant" or argument is not None:
+                yield Span(allocation.kind, *place, allocation.shape, "other", "", "", "", argument)
             elif allocation.kind == "output":
                 yield Span(ROOM, *place, results.get(number, ""), "output", "", "a result, not written yet", "")
 
@@ -337,7 +341,7 @@ class _Reader:
             chosen = next((value for value in _computed_first(group) if _own_pass(self._maker(value))), group[0])
             place, line = chosen.place, self._origins.of(chosen.place.name)
             allocation = self._allocations[place.allocation]
-            argument = self._origins.argument_of(self._maker(group[0])) if len(group) == 1 else None
+            argument = self._number(self._origins.argument_of(self._maker(group[0])) if len(group) == 1 else None)
             labels = *self._kind(group, allocation.is_output), line.operation, self._program.source(line), argument
             for first, last in _stays(group):
                 lies_in = allocation.space, place.allocation, place.offset, place.shape
@@ -353,6 +357,10 @@ class _Reader:
             if inside and loop.name in self._position:
                 loops.append(Loop(min(inside), self._position[loop.name], self._program.trip_count(loop)))
         return sorted(loops, key=lambda loop: (loop.first, -loop.end))
+
+    def _number(self, parameter: int | None) -> int | None:
+        """Return which argument a parameter of the compiled program is; None for a token."""
+        return None if parameter is None or parameter < self._tokens else parameter - self._tokens
 
     def _maker(self, value: Value) -> Instruction:
         return self.line(value.place.name.partition("{")[0])
