@@ -74,8 +74,45 @@ def regression(a, z):
     return jax.value_and_grad(lambda a: jnp.mean(jnp.tanh(z @ a) ** 2))(a)
 
 
+def adapted_by_two(rest, s, z):
+    """Adapters of a base of two arrays, in an argument whose name says nothing."""
+    base = {"e": rest[0], "s": tuple(jnp.zeros((L, *one)) for one in ((D, 2 * D), (2 * D, D))), "h": rest[1]}
+    return adapted(base, s, z)[1]
+
+
+def distilled(s, teacher, t):
+    """A teacher's logits for each of four parts of a batch."""
+
+    def loss(a):
+        return -jnp.mean(jax.nn.softmax(jnp.stack(teacher)) * jax.nn.log_softmax(logits(a, t)))
+
+    return update(s[0], s[1], jax.grad(loss)(s[0]))
+
+
+def carried(s, h, z):
+    """A recurrence over a part of a text: its state comes back for the next part."""
+
+    def loss(a):
+        last, _ = jax.lax.scan(lambda h, x: (jnp.tanh(h @ a["h"] + x @ a["x"]), None), h, z)
+        return jnp.mean(last**2), last
+
+    gradients, h = jax.grad(loss, has_aux=True)(s[0])
+    return update(s[0], s[1], gradients), h
+
+
+def perceived(a, net, pictures):
+    """A frozen network of two products judges what another makes of numbers."""
+
+    def judged(x):
+        return jnp.tanh(x @ net[0]) @ net[1]
+
+    return jax.grad(lambda a: jnp.mean((judged(jnp.tanh(pictures @ a)) - judged(pictures)) ** 2))(a)
+
+
+RECURRENT = {"h": shape(D, D), "x": shape(30, D)}
 ADAPTERS = tuple((shape(L, i, 2), shape(L, 2, o)) for i, o in ((D, 2 * D), (2 * D, D)))
-STATE, FEW = ((w, jax.eval_shape(TX.init, w)) for w in (MODEL, ADAPTERS))
+STATE, FEW, ROLLED = ((w, jax.eval_shape(TX.init, w)) for w in (MODEL, ADAPTERS, RECURRENT))
+STUDENT = {"s[0]": "weights", "s[1]": "optimizer"}
 
 
 @pytest.mark.parametrize(
@@ -96,8 +133,25 @@ STATE, FEW = ((w, jax.eval_shape(TX.init, w)) for w in (MODEL, ADAPTERS))
         (lambda a, z: logits(a, z), (MODEL, TOKENS), {"a": "weights", "z": "batch"}, 0),
         (tiled, (MODEL, (TOKENS, TOKENS)), {"a": "weights", "z": "batch"}, N // 4),
         (regression, (shape(D, D), shape(N, D)), {"a": "weights", "z": "batch"}, 0),
+        (
+            adapted_by_two,
+            ((shape(V, D), shape(D, V)), FEW, (TOKENS, TOKENS)),
+            STUDENT | {"rest": "weights", "z": "batch"},
+            N,
+        ),
+        (distilled, (STATE, (shape(N // 4, V),) * 4, TOKENS), STUDENT | {"teacher": "batch", "t": "batch"}, N),
+        (carried, (ROLLED, shape(7, D), shape(5, 7, 30)), STUDENT | {"h": "other", "z": "batch"}, 0),
+        (
+            perceived,
+            (shape(D, D), (shape(D, 70), shape(70, 9)), shape(N, D)),
+            {"a": "weights", "net": "weights", "pictures": "batch"},
+            0,
+        ),
     ],
-    ids=["a tuple of both", "a frozen base", "no gradient", "tiles in a loop", "numbers for a batch"],
+    ids=[
+        *("a tuple of both", "a frozen base", "no gradient", "tiles in a loop", "numbers for a batch"),
+        *("a base of two arrays", "a teacher's logits", "a carried state", "a frozen judge"),
+    ],
 )
 def test_arguments_are_told_by_where_they_go(fn, args, expected, sizes):
     leaves = read_leaves(fn, args, (), find_chip("local"))

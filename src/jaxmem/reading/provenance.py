@@ -1,9 +1,11 @@
 """What the arguments of a traced program are for, told by where they go: weights, moments, a batch; and its logits."""
 
 import dataclasses
+import functools
 import math
+import operator
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
@@ -11,7 +13,7 @@ from jax.extend import core as jex_core
 
 from jaxmem.reading.hlo import ENTRY, Instruction, Program
 from jaxmem.tracing.arguments import Leaf
-from jaxmem.tracing.jaxprs import Branches, control_flow, differentiation_pass
+from jaxmem.tracing.jaxprs import PRODUCTS, Branches, control_flow, differentiation_pass
 
 # What an array in memory is for.
 Category = Literal[
@@ -40,17 +42,21 @@ _MOVES = (
     "copy_p", "slice", "dynamic_slice", "concatenate", "device_put", "sharding_constraint", "name", "pvary",
     "optimization_barrier", "all_gather", "reshard", "layout_constraint",
 )  # fmt: skip
-_MANY = 4  # arrays: an argument of so many, given to a model and not given back, is frozen weights and no batch
 # A matrix product: of both operands, the right one first, the arguments that they are and how many rows they bring.
 _Product = tuple[tuple[frozenset[int], int], tuple[frozenset[int], int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Value:
-    """The arguments that a value is, moved or cast; the products that it is, or is a function of element by element."""
+    """The arguments that a value is, moved or cast; the products that it is, or is a function of element by element.
+
+    `made_of`: all arguments that it depends on, as bits of a number; `backward`: gradients are among what it is of.
+    """
 
     arguments: frozenset[int] = frozenset()
     products: frozenset[_Product] = frozenset()
+    made_of: int = 0
+    backward: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,39 +74,85 @@ class Provenance:
 def find_provenance(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Provenance:
     """Return what the arguments of a traced program are.
 
-    Where the program differentiates: what its model uses, and what has its shape and type among the results, is
-    weights; what only the update uses and comes back is the optimizer's; integers that the model uses are a batch.
-    Names decide about the rest, and where nothing is differentiated. Logits are products with weights whose rows are
-    searched for their largest.
+    Where the program differentiates: what its model uses, and what comes back changed by a gradient, is weights; what
+    only the update uses and comes back is the optimizer's; what comes back without a gradient is a carried state,
+    "other". Names decide about the rest. Without a name, what data are multiplied with, or what integers look up, is
+    weights that are not trained, with all of its argument; anything else is a batch. Logits are products with weights
+    whose rows are searched for their largest.
     """
     walk = _Walk()
-    walk.run(traced.jaxpr, [_Value(arguments=frozenset({i})) for i in range(len(leaves))], inside=False)
-    results = {(out.shape, out.dtype) for out in traced.out_avals}
-    counts = Counter(leaf.argument for leaf in leaves)
-    categories: list[Category] = []
+    given = [_Value(arguments=frozenset({i}), made_of=1 << i) for i in range(len(leaves))]
+    results = list(zip(traced.out_avals, walk.run(traced.jaxpr, given, inside=False, backward=False), strict=True))
+    alike: list[list[_Value]] = [
+        [value for out, value in results if (out.shape, out.dtype) == (leaf.shape.shape, leaf.shape.dtype)]
+        for leaf in leaves
+    ]
+    floating = [leaf.shape.dtype.kind not in "iub" for leaf in leaves]
+    named = [named_category(leaf.name) for leaf in leaves]
+    updated = [any(value.backward for value in values) or not walk.backward for values in alike]
+    changed = [
+        any(value.made_of >> i & 1 for value in values) and not any(i in value.arguments for value in values)
+        for i, values in enumerate(alike)
+    ]
+    categories: list[Category | None] = []
     for i, leaf in enumerate(leaves):
-        returned = walk.differentiates and (leaf.shape.shape, leaf.shape.dtype) in results
-        floating = leaf.shape.dtype.kind not in "iub"
-        named = named_category(leaf.name)
+        returned = walk.differentiates and bool(alike[i])
         if returned and i not in walk.used:
             categories.append("optimizer")
-        elif returned and floating and named not in ("optimizer", "batch"):
+        elif returned and floating[i] and updated[i] and named[i] not in ("optimizer", "batch"):
             categories.append("weights")
-        elif named != "other" or leaf.key:
-            categories.append(named)
-        elif i in walk.used or not walk.differentiates:
-            frozen = "weights" if counts[leaf.argument] >= _MANY else "batch" if i in walk.used else "other"
-            categories.append(frozen if floating else "batch")
+        elif named[i] != "other" or leaf.key:
+            categories.append(named[i])
         else:
-            categories.append("other")
-    weights = frozenset(i for i, category in enumerate(categories) if category == "weights")
+            categories.append("other" if floating[i] and changed[i] and not updated[i] else None)
+    frozen = _frozen_weights(walk, leaves, categories)
+    for i, category in enumerate(categories):
+        if category is None:
+            is_data = walk.reached >> i & 1 or not (floating[i] or walk.differentiates)
+            kind: Category = "batch" if is_data else "other"
+            categories[i] = "weights" if i in frozen else kind
+    found: tuple[Category, ...] = tuple(category or "other" for category in categories)
+    weights = frozenset(i for i, category in enumerate(found) if category == "weights")
     candidates = set()
     for product, elements in walk.searched.items():
         rows = [rows for arguments, rows in product if arguments and arguments <= weights]
         candidates |= {(elements, vocabulary) for vocabulary in rows[:1]}
     # A router of experts looks the same, and is small.
     largest = max((elements for elements, _ in candidates), default=0)
-    return Provenance(tuple(categories), frozenset(pair for pair in candidates if pair[0] > largest // 16))
+    return Provenance(found, frozenset(pair for pair in candidates if pair[0] > largest // 16))
+
+
+def _frozen_weights(walk: "_Walk", leaves: Sequence[Leaf], categories: Sequence[Category | None]) -> set[int]:
+    """Return which of the arguments without a category are weights that are not trained."""
+    trained = sum(1 << i for i, category in enumerate(categories) if category == "weights")
+    small = [leaf.shape.dtype.kind not in "iub" or leaf.shape.dtype.itemsize == 1 for leaf in leaves]
+    integers = sum(1 << i for i, is_small in enumerate(small) if not is_small)
+    whole: dict[int, list[int]] = defaultdict(list)
+    for i, leaf in enumerate(leaves):
+        whole[leaf.argument].append(i)
+    groups: dict[Any, int] = defaultdict(int)  # arguments, or parts of one in which weights, moments and data lie
+    for i, leaf in enumerate(leaves):
+        if categories[i] is None and small[i]:
+            mixed = any(categories[j] is not None or not small[j] for j in whole[leaf.argument])
+            part = re.match(r"\w*[^\w]*\w*", leaf.name) if mixed else None
+            groups[leaf.argument, part and part[0]] |= 1 << i
+
+    def is_part(made_of: int, group: int) -> bool:
+        return bool(made_of & group) and not made_of & ~group
+
+    found = [group for group in groups.values() if any(is_part(table, group) for table in walk.looked_up)]
+    for group in groups.values():
+        sides = [(a, b) for pair in walk.multiplied for a, b in (pair, pair[::-1]) if is_part(a, group)]
+        if group not in found and any(other & integers for _, other in sides):
+            found.append(group)
+    # Where all data are numbers, what stands on the right is weights, as in x @ w, or in a convolution.
+    for group in groups.values():
+        for left, right in walk.multiplied:
+            known = trained | sum(found)
+            is_right = is_part(right & ~trained, group) and not (left & trained and right & trained)
+            if group not in found and is_right and left & ~known & ~group:
+                found.append(group)
+    return {i for i in range(len(leaves)) if any(group >> i & 1 for group in found)}
 
 
 def named_category(name: str) -> Category:
@@ -114,11 +166,17 @@ class _Walk:
 
     def __init__(self) -> None:
         self.used: set[int] = set()  # by an operation that JAX derived from a differentiated function
-        self.differentiates = False
+        self.reached = 0  # the arguments that such an operation depends on
+        self.differentiates = self.backward = False
         self.searched: dict[_Product, int] = {}  # products whose rows are searched for their largest, with their sizes
+        self.multiplied: set[tuple[int, int]] = set()  # what both sides of a product that is no gradient are made of
+        self.looked_up: set[int] = set()  # what tables are made of, of which integers choose rows
 
-    def run(self, jaxpr: jex_core.Jaxpr, values: Sequence[_Value], *, inside: bool) -> list[_Value]:
-        """Run a program whose arguments are `values`; `inside` something that is differentiated. Return its results."""
+    def run(self, jaxpr: jex_core.Jaxpr, values: Sequence[_Value], *, inside: bool, backward: bool) -> list[_Value]:
+        """Run a program whose arguments are `values`. Return its results.
+
+        It is `inside` something that is differentiated, and perhaps of its `backward` pass.
+        """
         known: dict[Any, _Value] = dict(zip(jaxpr.invars, values, strict=True))
 
         def value(atom: Any) -> _Value:
@@ -126,30 +184,43 @@ class _Walk:
 
         for eqn in jaxpr.eqns:
             operands = [value(atom) for atom in eqn.invars]
-            derived = inside or bool(differentiation_pass(str(eqn.source_info.name_stack)))
+            own = differentiation_pass(str(eqn.source_info.name_stack))
+            derived = inside or bool(own)
             if derived:
                 self.differentiates = True
                 self.used.update(*(operand.arguments for operand in operands))
-            known.update(zip(eqn.outvars, self._results(eqn, operands, derived), strict=True))
+                self.reached |= _either(operands).made_of
+            going_back = backward or own == "backward"
+            self.backward |= going_back
+            known.update(zip(eqn.outvars, self._results(eqn, operands, derived, going_back), strict=True))
         return [value(atom) for atom in jaxpr.outvars]
 
-    def _results(self, eqn: jex_core.JaxprEqn, operands: list[_Value], derived: bool) -> list[_Value]:
+    def _results(self, eqn: jex_core.JaxprEqn, operands: list[_Value], derived: bool, backward: bool) -> list[_Value]:
         name = eqn.primitive.name
         if (flow := control_flow(eqn)) is not None:
             # The last operands are those of the body, or of every branch; what a loop's condition reads is no matter.
             bodies = [body.jaxpr for body in (flow.branches if isinstance(flow, Branches) else (flow.body,))]
-            ways = [self.run(body, operands[len(operands) - len(body.invars) :], inside=derived) for body in bodies]
+            ways = [
+                self.run(body, operands[len(operands) - len(body.invars) :], inside=derived, backward=backward)
+                for body in bodies
+            ]
             return [_either(values) for values in zip(*ways, strict=True)]
         avals: list[Any] = [var.aval for var in (*eqn.invars, *eqn.outvars)]
+        whole = _either(operands)
+        made = _Value(made_of=whole.made_of, backward=whole.backward or backward)
+        if name in PRODUCTS and not made.backward:
+            self.multiplied.add((operands[0].made_of, operands[1].made_of))
+        if name == "gather" and eqn.params["dimension_numbers"].offset_dims and operands[1].made_of:
+            self.looked_up.add(operands[0].made_of)
         if name == "dot_general":
-            return [_Value(products=frozenset({_product(eqn, operands, avals)}))]
+            return [dataclasses.replace(made, products=frozenset({_product(eqn, operands, avals)}))]
         if name in ("reduce_max", "argmax"):
             size = math.prod(avals[0].shape)
             self.searched |= {product: max(size, self.searched.get(product, 0)) for product in operands[0].products}
         if name in _MOVES:
             return [operands[0]] * len(eqn.outvars)
         alike = [operand for operand, aval in zip(operands, avals, strict=False) if aval.shape == avals[-1].shape]
-        return [_Value(products=_either(alike).products)] * len(eqn.outvars)
+        return [dataclasses.replace(made, products=_either(alike).products)] * len(eqn.outvars)
 
 
 def _either(values: Iterable[_Value]) -> _Value:
@@ -157,6 +228,8 @@ def _either(values: Iterable[_Value]) -> _Value:
     return _Value(
         frozenset().union(*(value.arguments for value in values)),
         frozenset().union(*(value.products for value in values)),
+        functools.reduce(operator.or_, (value.made_of for value in values), 0),
+        any(value.backward for value in values),
     )
 
 
