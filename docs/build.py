@@ -106,7 +106,10 @@ def copy_pages() -> None:
         "  - file: teach_with_it",
         "- caption: Your own model",
         "  chapters:",
-        *(f"  - file: {name}" for name in ("how_do_i", "flax_nnx", "flax_linen", "equinox", "any_pytree")),
+        *(
+            f"  - file: {name}"
+            for name in ("how_do_i", "memory_in_ci", "flax_nnx", "flax_linen", "equinox", "any_pytree")
+        ),
         "- caption: Packages",
         "  chapters:",
         *(f"  - file: {name}" for name in ("api", "CONTRIBUTING", "floors", "tried", "CHANGELOG")),

@@ -9,7 +9,16 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = ("README.md", "CONTRIBUTING.md", "CITATION.cff", "notebooks/*.ipynb", ".github/**/*.yml", ".github/**/*.md")
+FILES = (
+    "README.md",
+    "action.yml",
+    "docs/memory_in_ci.md",
+    "CONTRIBUTING.md",
+    "CITATION.cff",
+    "notebooks/*.ipynb",
+    ".github/**/*.yml",
+    ".github/**/*.md",
+)
 SLUG, REF = r"[\w.-]+/[\w.-]+?", r"[\w.-]+"
 # Where a course like this one writes its own address, and nobody else's.
 PLACES = (
@@ -18,6 +27,7 @@ PLACES = (
     rf"(mybinder\.org/v2/gh/)(?P<slug>{SLUG})(/)(?P<ref>{REF})(\?)",
     rf"(llamem[^\"']* @ git\+https://github\.com/)(?P<slug>{SLUG})(@)(?P<ref>{REF})(\\?[\"'])",
     rf"(git clone https://github\.com/)(?P<slug>{SLUG})(?P<ref>)(\s|\.git)",
+    rf"(uses: )(?P<slug>{SLUG})(@)(?P<ref>v0[\w.-]*)(\s)",  # of our own versions: actions of others have later ones
     rf"(repository-code: \"?https://github\.com/)(?P<slug>{SLUG})(?P<ref>)(\"?\n)",
     rf"(https://github\.com/)(?P<slug>{SLUG})(?P<ref>)(/(?:actions/workflows|issues)\b(?!/\d)|#notebooks)",
 )

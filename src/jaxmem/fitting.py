@@ -47,7 +47,7 @@ def find_fitting(
     programs: Mapping[str, Program],
     chip: str = "local",
     *,
-    donate_argnums: tuple[int, ...] = (0,),
+    donate_argnums: tuple[int, ...] = (),
     progress: Progress = print,
 ) -> Fitting:
     """Return the first of several programs that fits a chip, by that chip's own compiler. Nothing is computed.
@@ -99,7 +99,7 @@ def largest(
     *,
     multiple_of: int | None = None,
     at_most: int = 2**20,
-    donate_argnums: tuple[int, ...] = (0,),
+    donate_argnums: tuple[int, ...] = (),
     progress: Progress = print,
 ) -> Fitting:
     """Return the largest whole number for which `make_step(**{setting: number})` fits a chip, by its own compiler.

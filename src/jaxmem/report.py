@@ -4,7 +4,9 @@ A report warns where its numbers stop, and of programs that are probably not wha
 """
 
 import dataclasses
+import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -13,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from jaxmem.chips.chip import Chip
+from jaxmem.chips.chip import Chip, Gpu
 from jaxmem.common.printing import Shown, Table, size_text
 from jaxmem.reading.hlo import Buffer, Collective
-from jaxmem.reading.timeline import Timeline
+from jaxmem.reading.timeline import Loop, Span, Timeline
 from jaxmem.tracing.arguments import Leaf, shard_bytes
 from jaxmem.tracing.flops import Products
 from jaxmem.tracing.jaxprs import (
@@ -32,6 +34,8 @@ from jaxmem.tracing.jaxprs import (
 
 GiB = 2**30
 Depth = Literal["memory", "code"]
+SCHEMA = 1  # of `Report.to_json`; a reader refuses another one
+_FROM_FIELDS = ("fits", "parts", "capacity_bytes")  # written for other readers, computed again when read back
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -92,6 +96,55 @@ class Report(Shown):
         rest = self.peak_bytes - self.argument_bytes - outputs
         return {"arguments": self.argument_bytes, "outputs": outputs, "temporaries": rest}
 
+    def to_json(self) -> str:
+        """Return the report as JSON: `schema`, every field by its name (bytes, FLOPs, seconds), the timeline with its
+        arrays as rows, and what is computed of them: `fits`, `parts`, `capacity_bytes`.
+        """
+        return json.dumps(self.plain())
+
+    @classmethod
+    def from_json(cls, text: str) -> "Report":
+        """Return the report that `to_json` wrote, equal in every field. Raises ValueError for any other text."""
+        return cls.from_plain(json.loads(text))
+
+    def plain(self) -> dict[str, Any]:
+        """Return what `to_json` writes, as a dict."""
+        fields = dataclasses.asdict(dataclasses.replace(self, timeline=None))
+        if timeline := self.timeline:
+            fields["timeline"] = {field.name: getattr(timeline, field.name) for field in dataclasses.fields(timeline)}
+            for name in ("buffers", "loops"):
+                fields["timeline"][name] = [dataclasses.astuple(row) for row in getattr(timeline, name)]
+        return {"schema": SCHEMA, **{name: getattr(self, name) for name in _FROM_FIELDS}, **fields}
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> "Report":
+        """Return the report of a dict that `plain` made. Raises ValueError for anything else."""
+        if not isinstance(plain, dict) or plain.get("schema") != SCHEMA:
+            found = plain.get("schema") if isinstance(plain, dict) else type(plain).__name__
+            raise ValueError(
+                f"a report of schema {found!r}: expected {SCHEMA}, which this version of jaxmem writes. Make it again: "
+                "`python -m jaxmem report ... --json FILE`."
+            )
+        fields = {name: value for name, value in plain.items() if name not in ("schema", *_FROM_FIELDS)}
+        try:
+            chip = dict(fields["chip"])
+            if gpu := chip["gpu"]:
+                chip["gpu"] = Gpu(**gpu | {"compute_capability": tuple(gpu["compute_capability"])})
+            fields["chip"] = Chip(**chip)
+            fields["collectives"] = tuple(Collective(**row) for row in fields["collectives"])
+            fields["buffers"] = tuple(Buffer(**row) for row in fields["buffers"])
+            fields["warnings"] = tuple(fields["warnings"])
+            if timeline := fields["timeline"]:
+                rows = {"buffers": Span, "loops": Loop}
+                read: dict[str, Any] = {
+                    name: tuple(kind(*row) for row in timeline[name]) for name, kind in rows.items()
+                }
+                read["passes"] = tuple(map(tuple, timeline["passes"]))
+                fields["timeline"] = Timeline(**timeline | read | {"operations": tuple(timeline["operations"])})
+            return cls(**fields)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"no report of schema {SCHEMA}: {error!r}. Make it again.") from None
+
     def parts_shown(self) -> Iterable[str | Table]:
         """Return the verdict, the parts of the peak, messages between chips, the largest arrays, and the notes."""
         of = f" of {size_text(self.capacity_bytes)}" if self.capacity_bytes else ""
@@ -118,13 +171,28 @@ class Report(Shown):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Comparison(Shown):
-    """Several reports by name, printed as one table: peak and its parts, host memory, products as traced and left."""
+    """Several reports by name, printed as one table: peak and its parts, host memory, products as traced and left.
+
+    Where all are of one chip, a column says how each peak differs from the first.
+    """
 
     reports: Mapping[str, Report]
+
+    @property
+    def changes(self) -> Table:
+        """Which arrays came to the peak and which went, from the first report to the last, largest change first.
+
+        By category and shape, as the timelines have them at their peaks: equal arrays are one row, and an array that
+        is made at another line is no change. Empty where one of the two reports has no timeline.
+        """
+        reports = list(self.reports.values())
+        return changed_arrays(reports[0], reports[-1])
 
     def parts_shown(self) -> Iterable[str | Table]:
         """Return one table with a row for each report."""
         rows = []
+        first, *others = self.reports.values()
+        one_chip = bool(others) and all(other.chip.name == first.chip.name for other in others)
         for name, report in self.reports.items():
             sizes = (report.peak_bytes, *report.parts.values(), report.host_bytes)
             left = report.compiled_matmul_flops
@@ -134,9 +202,29 @@ class Comparison(Shown):
                 "" if left is None else f"{left / 1e12:.2f}{kernels}",
             )
             cells = (name, report.chip.name, *(f"{size / GiB:.2f}" for size in sizes), *flops)
-            rows.append((*cells, "fits" if report.fits else "does not fit"))
-        head = ("program", "chip", "peak GiB", "arguments", "outputs", "temporaries", "host", "TFLOP", "compiled", "")
-        yield Table(head, rows)
+            change = [f"{100 * peak_growth(first, report):+.1f} %" if rows else ""] if one_chip else []
+            rows.append((*cells, *change, "fits" if report.fits else "does not fit"))
+        head = ("program", "chip", "peak GiB", "arguments", "outputs", "temporaries", "host", "TFLOP", "compiled")
+        yield Table((*head, *(["change"] if one_chip else []), ""), rows)
+
+
+def peak_growth(before: Report, after: Report) -> float:
+    """Return by which part the peak grew from one report to another: 0.036 for 3.6 %, negative where it fell."""
+    return after.peak_bytes / max(before.peak_bytes, 1) - 1
+
+
+def changed_arrays(before: Report, after: Report, most: int = 12) -> Table:
+    """Return the table of `Comparison.changes`: the `most` largest changes."""
+    held: Counter[tuple[str, str]] = Counter()
+    origin: dict[tuple[str, str], tuple[str, str]] = {}
+    if before.timeline and after.timeline:
+        for sign, timeline in ((-1, before.timeline), (1, after.timeline)):
+            for span in timeline.at_peak():
+                held[span.category, span.shape] += sign * span.bytes
+                origin[span.category, span.shape] = span.operation, span.source
+    changed = sorted((row for row in held.items() if abs(row[1]) > _SMALL), key=lambda row: -abs(row[1]))[:most]
+    cells = [(f"{'+' if size > 0 else '-'}{size_text(abs(size))}", *row, *origin[row]) for row, size in changed]
+    return Table(("change", "what", "shape", "operation", "line"), cells)
 
 
 def compare(reports: Mapping[str, Report]) -> Comparison:
