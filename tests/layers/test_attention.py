@@ -182,6 +182,20 @@ def test_what_does_not_fit_or_cannot_be_computed_is_said():
     for given, options, words in said:
         with pytest.raises(ValueError, match=words):
             causal_attention(*given, **options)
+    nothing, few = (q[:, :0], k[:, :0], v[:, :0]), (q[:, :2], k, v)
+    both = [(bad, {}, "K key/value heads divide the H query heads") for bad in [*shapes, nothing, (q, *nothing[1:])]]
+    both += [(few, {}, "attention of 2 queries over 7 keys needs their positions: where do the queries stand")]
+    both += [((q, k, v), {"segments_BT": segments[0]}, r"segments_BT has shape \(7,\): expected one number per token")]
+    for given, options, words in both:
+        for attention in (causal_attention, flash_attention):
+            with pytest.raises(ValueError, match=words):
+                attention(*given, **options)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "tiled"])
+def test_no_sequences_are_no_answers(implementation):
+    q, k, v, _ = arrays(7)
+    assert causal_attention(q[:0], k[:0], v[:0], implementation=implementation).shape == (0, *q.shape[1:])
 
 
 def test_masks_are_not_computed_ahead_and_stored():

@@ -294,3 +294,56 @@ def test_equinox_layers_of_one_static_half_and_their_state():
     stacked, state = eqx.filter_vmap(eqx.nn.make_with_state(Normed))(keys)
     out, new = apply_stack(lambda p, x, state: p(x, state), stacked, x, state, remat="nothing", has_aux=True)
     assert out.shape == x.shape and max(relative_errors(jax.tree.leaves(new)[-1], jax.tree.leaves(state)[-1])) > 0.01
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_statistics_that_the_layer_casts_and_does_not_use_are_not_lost(dtype):
+    """BatchNorm casts the old mean and computes with the batch's: a read in vain, and no lost update."""
+
+    class Normed(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(D, D, rngs=rngs, dtype=dtype)
+            self.norm = nnx.BatchNorm(D, rngs=rngs, dtype=dtype)
+
+        def __call__(self, x):
+            return self.norm(jnp.tanh(self.linear(x))) + x
+
+    x = jax.random.normal(jax.random.key(3), (5, D), dtype)
+    as_list, module = ([Normed(nnx.Rngs(i)) for i in range(3)] for _ in range(2))
+    module = stack_layers(module)
+    out, expected = apply_stack(lambda layer, x: layer(x), module, x), in_a_list(as_list, x)
+    kept, wanted = nnx.state(module, nnx.BatchStat), nnx.state(stack_layers(as_list), nnx.BatchStat)
+    assert max(relative_errors((out, kept), (expected, wanted))) < 4 * jnp.finfo(dtype).eps
+    assert not jnp.allclose(module.norm.mean[...], 0)
+    with pytest.raises(ValueError, match=r"new values of .*mean.*would be lost"):
+        apply_stack(lambda layer, x: nnx.clone(layer)(x), module, x)
+
+
+def test_names_of_shards_are_those_of_the_axes():
+    """flax's own answer: `nnx.vmap` that is told that nothing splits the axis of layers. It comes off with a layer."""
+
+    def one(rngs):
+        named = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", "tensor"))
+        return nnx.Linear(8, 16, kernel_init=named, rngs=rngs)
+
+    def of_key(key):
+        return one(nnx.Rngs(key))
+
+    def names(module: Any):
+        state: Any = nnx.state(module)
+        return nnx.get_partition_spec(state)["kernel"].get_value()
+
+    mesh = jax.make_mesh((1, 1), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        stacked, P = stack_layers([one(nnx.Rngs(i)) for i in range(4)]), jax.sharding.PartitionSpec
+        keys = jax.random.split(jax.random.key(0), 4)
+        by_vmap = nnx.vmap(of_key, transform_metadata={nnx.PARTITION_NAME: None})(keys)
+        assert names(stacked) == names(by_vmap) == P(None, "fsdp", "tensor")
+        assert [names(layer) for layer in unstack_layers(stacked)] == [P("fsdp", "tensor")] * 4
+        again = stack_layers(unstack_layers(stacked))
+        assert jax.tree.structure(again) == jax.tree.structure(stacked)
+        # What flax's vmap was not told about has the names of one layer, and a layer of it keeps them.
+        assert names(unstack_layers(nnx.vmap(of_key)(keys))[1]) == P("fsdp", "tensor")
+        seen = []
+        apply_stack(lambda layer, x: (seen.append(names(layer)), x)[1], stacked, jnp.ones((2, 8)))
+        assert set(seen) == {P("fsdp", "tensor")}

@@ -212,6 +212,13 @@ def test_stack_and_unstack_are_inverse():
     jax.tree.map(np.testing.assert_array_equal, stack_layers(layers), params)
 
 
+def test_shapes_are_unstacked_as_arrays_are():
+    params = stacked_params(3)
+    shapes = unstack_layers(jax.eval_shape(lambda: params))
+    assert shapes == [jax.eval_shape(lambda layer=layer: layer) for layer in unstack_layers(params)]
+    assert stack_layers(shapes) == jax.eval_shape(lambda: params)
+
+
 def test_works_under_vmap_and_second_derivatives():
     params, x = stacked_params(4), jnp.stack([inputs(), 2 * inputs()])
 

@@ -21,6 +21,7 @@ from llamem.losses.tile_choice import choose_tiles
 from llamem.losses.token_loss import tiled_token_loss
 
 N = B * T
+COMPILED = "/jax/core/compile/backend_compile_duration"
 X, W, IDS = jnp.asarray(HIDDEN, jnp.float32), jnp.asarray(HEAD, jnp.float32), jnp.asarray(TARGETS)
 LLAMA_8B = [
     jax.ShapeDtypeStruct(*s)
@@ -168,6 +169,22 @@ def test_no_program_is_kept_for_a_lambda():
     first, second = call(2.0), call(3.0)
     gc.collect()
     assert first() is None and second() is None
+
+
+def test_an_eager_call_with_an_equal_objective_compiles_nothing():
+    compiled = []
+
+    def call(clip, seed):
+        advantages = jax.random.normal(jax.random.key(seed), IDS.shape)
+        return tiled_policy_loss(X, W, IDS, advantages, objective=PolicyObjective(clip_high=clip), num_tiles=3)
+
+    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    first, _ = call(0.25, 0), call(0.25, 1)
+    before = compiled.count(COMPILED)
+    again, changed = call(0.25, 0), call(0.25, 1)
+    assert compiled.count(COMPILED) == before > 0 and again == first != changed
+    call(0.45, 0)
+    assert compiled.count(COMPILED) > before
 
 
 def trl(logp, old, ref, adv, mask, loss_type, beta, low, high, longest):

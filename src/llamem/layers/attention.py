@@ -45,9 +45,10 @@ def flash_attention(
     encoder's or a diffusion transformer's attention, or (without segments) one over other tokens. The backward pass
     keeps the output and one logsumexp per row, and computes scores again. Both are named "attn" for `llamem.Policy`:
     saved, the forward pass is not repeated. Reverse mode only.
+    Raise ValueError for shapes that do not fit, and for causal attention over other tokens without their positions.
     Source: Dao et al. 2022 (arXiv 2205.14135) and Dao 2023 (arXiv 2307.08691); Milakov & Gimelshein 2018.
     """
-    T, S = q_BTHh.shape[1], k_BSKh.shape[1]
+    T, S = _check_shapes(q_BTHh, k_BSKh, v_BSKh, segments_BT, placed=positions_BT is not None or not causal)
     if not causal:  # a query that stands at the last key sees all of them
         positions_BT = jnp.full(q_BTHh.shape[:2], S - 1)
     if segments_BT is not None and T != S:
@@ -170,11 +171,11 @@ class _Tiles:
 def _tile(a: Array, size: int) -> Array:
     """Return `[B, T, ...]`, padded, as `[tiles, B, size, ...]`."""
     padded = jnp.pad(a, [(0, 0), (0, -a.shape[1] % size), *[(0, 0)] * (a.ndim - 2)])
-    return padded.reshape(a.shape[0], -1, size, *a.shape[2:]).swapaxes(0, 1)
+    return padded.reshape(a.shape[0], padded.shape[1] // size, size, *a.shape[2:]).swapaxes(0, 1)
 
 
 def _untile(a: Array, T: int) -> Array:
-    return a.swapaxes(0, 1).reshape(a.shape[1], -1, *a.shape[3:])[:, :T]
+    return a.swapaxes(0, 1).reshape(a.shape[1], a.shape[0] * a.shape[2], *a.shape[3:])[:, :T]
 
 
 def _get(a: Array, i: Array) -> Array:
@@ -214,11 +215,8 @@ def causal_attention(
     """
     if implementation not in get_args(Implementation):
         raise ValueError(f"implementation={implementation!r}: expected 'auto', 'xla', 'tiled', 'splash' or 'cudnn'.")
-    _check_shapes(q_BTHh, k_BSKh, v_BSKh, segments_BT)
-    T, S = q_BTHh.shape[1], k_BSKh.shape[1]
     whole = q_positions is None
-    if whole and T != S:
-        raise ValueError(f"attention of {T} queries over {S} keys needs q_positions: where do the queries stand?")
+    T, _ = _check_shapes(q_BTHh, k_BSKh, v_BSKh, segments_BT, placed=not whole)
     if segments_BT is not None and not whole:
         raise ValueError("segments_BT number the tokens of whole sequences: leave q_positions out.")
     if implementation == "auto":
@@ -240,16 +238,23 @@ def causal_attention(
     return checkpoint_name(_xla(q_BTHh, k_BSKh, v_BSKh, positions_BT, segments_BT), "attn")
 
 
-def _check_shapes(q_BTHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None) -> None:
+def _check_shapes(
+    q_BTHh: Array, k_BSKh: Array, v_BSKh: Array, segments_BT: Array | None, *, placed: bool
+) -> tuple[int, int]:
+    """Return T and S of what fits. `placed`: it is said, or does not matter, where the queries stand."""
     q, k, v = q_BTHh.shape, k_BSKh.shape, v_BSKh.shape
     fit = len(q) == len(k) == 4 and k == v and (q[0], q[3]) == (k[0], k[3])
-    if not fit or k[2] == 0 or q[2] % k[2]:
+    if not fit or 0 in q[1:] + k[1:] or q[2] % k[2]:
         raise ValueError(
             f"attention of queries {q}, keys {k} and values {v}: expected queries [B, T, H, h] and keys and values "
-            "[B, S, K, h] with the same B and h, where K key/value heads divide the H query heads."
+            "[B, S, K, h] with the same B and h, where K key/value heads divide the H query heads; T and S at least 1."
         )
     if segments_BT is not None and segments_BT.shape != q[:2]:
         raise ValueError(f"segments_BT has shape {segments_BT.shape}: expected one number per token, {q[:2]}.")
+    T, S = q[1], k[1]
+    if T != S and not placed:
+        raise ValueError(f"attention of {T} queries over {S} keys needs their positions: where do the queries stand?")
+    return T, S
 
 
 def choose_attention(T: int, *, tpu: bool, block: int = SPLASH_BLOCK) -> Implementation:

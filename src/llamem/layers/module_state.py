@@ -7,8 +7,11 @@ returned from the loop, `[L, ...]`, and set in the stack's own variables. Nothin
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from flax.nnx import spmd
 from jax.extend import core as jex_core
+from jax.extend.core import primitives
 
 from jaxmem.tracing.jaxprs import Call, control_flow, inputs_passed_on
 
@@ -76,6 +79,9 @@ def check_not_lost(layer_jaxpr: jex_core.Jaxpr, x: Any, layer: Any) -> None:
         )
 
 
+_RESTATING = {primitives.convert_element_type_p, primitives.broadcast_in_dim_p, primitives.reshape_p}
+
+
 def _read(jaxpr: jex_core.Jaxpr, wanted: list[bool]) -> tuple[list[bool], list[bool]]:
     """Return for each input whether a wanted result needs it, and whether an operation reads it in vain.
 
@@ -87,6 +93,8 @@ def _read(jaxpr: jex_core.Jaxpr, wanted: list[bool]) -> tuple[list[bool], list[b
         wants = [var in needed for var in eqn.outvars]
         if isinstance(call := control_flow(eqn), Call):  # nnx.jit or nnx.remat
             needs, reads = _read(call.body.jaxpr, wants)
+        elif eqn.primitive in _RESTATING and not any(wants):  # no new value: read in vain where its result is
+            needs, reads = [False], [eqn.outvars[0] in in_vain]
         else:
             needs = [any(wants) or bool(eqn.effects)] * len(eqn.invars)
             reads = [not need for need in needs]
@@ -95,6 +103,28 @@ def _read(jaxpr: jex_core.Jaxpr, wanted: list[bool]) -> tuple[list[bool], list[b
                 needed |= {var} if is_needed else set()
                 in_vain |= {var} if is_read else set()
     return [var in needed for var in jaxpr.invars], [var in in_vain for var in jaxpr.invars]
+
+
+def layers_axis_named(stacked: Any) -> Any:
+    """Return a new stack whose variables' sharding names, those of one layer, name the axis of layers: split by none.
+
+    As `nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})` does.
+    """
+    for variable in variables_in(stacked):
+        spmd.add_axis(variable, 0, {nnx.PARTITION_NAME: None})
+    return stacked
+
+
+def layers_axis_unnamed(layer: Any) -> Any:
+    """Return a new layer of a stack whose variables' sharding names are those of its own axes."""
+    for variable in variables_in(layer):
+        names = [value for key, value in variable.get_metadata().items() if key in _SHARDING_NAMES and value]
+        if names and len(names[0]) == jnp.ndim(variable[...]) + 1:
+            spmd.remove_axis(variable, 0, {nnx.PARTITION_NAME: names[0][0]})
+    return layer
+
+
+_SHARDING_NAMES = ("out_sharding", "sharding_names")  # the second before flax 0.12
 
 
 def variables_in(tree: Any) -> list[nnx.Variable]:

@@ -11,7 +11,15 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem.common.checks import check_one_of, show
 from llamem.layers.custom_rules import combine, partition
-from llamem.layers.module_state import Watch, changed_by, check_not_lost, set_variables, variables_in
+from llamem.layers.module_state import (
+    Watch,
+    changed_by,
+    check_not_lost,
+    layers_axis_named,
+    layers_axis_unnamed,
+    set_variables,
+    variables_in,
+)
 from llamem.layers.remat import (
     Policy,
     check_names,
@@ -53,17 +61,23 @@ def stack_layers(layers: Sequence[Any]) -> Any:
             return jax.eval_shape(lambda *arrays: jnp.stack(arrays), *leaves)
         return jnp.stack(leaves)
 
-    return jax.tree.map_with_path(stacked, *layers)
+    return layers_axis_named(jax.tree.map_with_path(stacked, *layers))
 
 
 def unstack_layers(stacked: Any) -> list[Any]:
     """Return the layers of a stack as a list of L pytrees, for checkpoints of other projects: undo `stack_layers`."""
-    return [layer_at(stacked, i) for i in range(common_length(stacked))]
+    return [layers_axis_unnamed(layer_at(stacked, i)) for i in range(common_length(stacked))]
 
 
 def layer_at(stacked: Any, i: int) -> Any:
     """Return layer i of a stack."""
-    return jax.tree.map(lambda leaf: leaf[i] if is_array(leaf) else leaf, stacked)
+
+    def of_layer(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.eval_shape(lambda array: array[i], leaf)
+        return leaf[i] if is_array(leaf) else leaf
+
+    return jax.tree.map(of_layer, stacked)
 
 
 def is_array(leaf: Any) -> bool:
@@ -216,7 +230,7 @@ def apply_stack(
     n_layers = common_length(xs)
 
     def run(x: Any, layer_xs: tuple[Any, Any]) -> tuple[Any, Any, Watch]:
-        params, inputs = combine(layer_xs[0], static), layer_xs[1]
+        params, inputs = layers_axis_unnamed(combine(layer_xs[0], static)), layer_xs[1]
         state = Watch((params, inputs))
         try:
             result = layer(params, x) if per_layer is None else layer(params, x, inputs)

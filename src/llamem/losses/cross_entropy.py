@@ -127,12 +127,12 @@ def tiled_cross_entropy(
     tiles = Tiles(axis, num_tiles, vocab_axis_name)
     ignore_index = check_whole("ignore_index", ignore_index, at_least=-(2**31))
     loss_of = CrossEntropy(static_number("z_loss", z_loss))
-    compute = partial(_reduce, loss_of, softmax, (tiles, tiles), reduction, ignore_index)
+    compute = partial(reduce_compiled, loss_of, softmax, (tiles, tiles), reduction, ignore_index)
     out_spec = jax.typeof(batch.targets).sharding.spec if reduction == "none" else PartitionSpec()
     return partitioned(compute, out_spec, batch, matrices, (), normalizer)
 
 
-_reduce = jax.jit(reduce_losses, static_argnums=(0, 1, 2, 3, 4))  # so that eager calls compile once
+reduce_compiled = jax.jit(reduce_losses, static_argnums=range(5))  # so that eager calls compile once
 
 
 def tiled_logprobs(

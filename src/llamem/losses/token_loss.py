@@ -1,6 +1,7 @@
 """Any function of a token's log-probability and entropy as a loss."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from jaxmem.common.checks import check_one_of, check_whole
 from llamem.layers.tiling import partitioned
-from llamem.losses.cross_entropy import Head, Scalar
+from llamem.losses.cross_entropy import Head, Scalar, reduce_compiled
 from llamem.losses.loss_arguments import check_batch, check_head, static_number
 from llamem.losses.tile_choice import resolve_tiles
 from llamem.losses.vocab_tiles import LogitSummary, Softmax, Tiles
@@ -46,7 +47,8 @@ def tiled_token_loss(
 
     Args:
         fn: takes two float32 scalars, nats, and one token's extras; returns a scalar. What differs from step to step
-            belongs in extras: on tiles of tokens JAX refuses a gradient for what `fn` closes over.
+            belongs in extras: on tiles of tokens JAX refuses a gradient for what `fn` closes over. Outside of `jax.jit`
+            a function is compiled in each call; a callable frozen dataclass, as `PolicyObjective` is one, once.
         hidden: `[..., D]`, of the last layer.
         head: `[V, D]`, or a tuple of matrices that side by side are one, of which the frozen ones cost no gradient.
         targets: `[...]`, ids below V, or `ignore_index`. Any other id makes the loss NaN.
@@ -83,19 +85,30 @@ def tiled_token_loss(
         for is_trained in (True, False)
     )
     ignore_index = check_whole("ignore_index", ignore_index, at_least=-(2**31))
-    # A program of its own for each call: kept by its function, each lambda would stay compiled for ever.
-    compute = jax.jit(partial(reduce_losses, partial(_losses, fn), softmax, (trained, frozen), "mean", ignore_index))
+    static = _LossOfTokens(fn), softmax, (trained, frozen), "mean", ignore_index
+    # Kept by its function, each lambda would stay compiled for ever, whatever becomes of the values that it reads.
+    compute = partial(reduce_compiled, *static) if _compares_by_value(fn) else jax.jit(partial(reduce_losses, *static))
     return partitioned(compute, PartitionSpec(), batch, matrices, extras, normalizer)
 
 
-def _losses(fn: TokenLoss, summary: LogitSummary, weights_T: Array, extras: Any) -> Array:
-    """Return losses `[T]`; tokens that do not count reach `fn` as zeros, and what it makes of them reaches nothing."""
+@dataclasses.dataclass(frozen=True)
+class _LossOfTokens:
+    """Losses `[T]`; tokens that do not count reach `fn` as zeros, and what it makes of them reaches nothing."""
 
-    def masked(leaf: Array) -> Array:
-        counts = (weights_T != 0).reshape(-1, *[1] * (leaf.ndim - 1))
-        return jnp.where(counts, leaf, jnp.zeros((), leaf.dtype))
+    fn: TokenLoss
 
-    return masked(jax.vmap(fn)(*jax.tree.map(masked, (summary.logprob, summary.entropy, extras))))
+    def __call__(self, summary: LogitSummary, weights_T: Array, extras: Any) -> Array:
+        def masked(leaf: Array) -> Array:
+            counts = (weights_T != 0).reshape(-1, *[1] * (leaf.ndim - 1))
+            return jnp.where(counts, leaf, jnp.zeros((), leaf.dtype))
+
+        return masked(jax.vmap(self.fn)(*jax.tree.map(masked, (summary.logprob, summary.entropy, extras))))
+
+
+def _compares_by_value(fn: Any) -> bool:
+    """Return whether two that are equal compute the same: a frozen dataclass does, a function reads what changes."""
+    is_data = dataclasses.is_dataclass(fn) and not isinstance(fn, type)
+    return is_data and type(fn).__eq__ is not object.__eq__ and isinstance(fn, Hashable)
 
 
 def _check_extra(shape: tuple[int, ...], leaf: Any) -> Array:
