@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from other_words import OTHER_WORDS
 
 import jaxmem
 import llamem
+from llamem_course.exercises.exercise import Exercise, one_by_one
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent.parent / "notebooks").glob("*.ipynb"))
 SOLUTION = re.compile(r"<details>\s*<summary>Solution</summary>\n\n```python\n(.*?)```\n[^`<]*</details>", re.DOTALL)
@@ -39,9 +41,8 @@ def exercises_of(path: Path) -> list[SimpleNamespace]:
     return found
 
 
-ALL = [
-    pytest.param(exercise, id=f"{path.stem}-{exercise.name}") for path in NOTEBOOKS for exercise in exercises_of(path)
-]
+EXERCISES = {f"{path.stem}-{one.name}": one for path in NOTEBOOKS for one in exercises_of(path)}
+ALL = [pytest.param(one, id=name) for name, one in EXERCISES.items()]
 
 
 def run(exercise: SimpleNamespace, code: str) -> None:
@@ -63,6 +64,47 @@ def test_the_solution_is_right_the_stub_not_tried_and_nothing_returned_gets_a_hi
     with pytest.raises(AssertionError) as error:
         run(exercise, ast.unparse(function))
     assert len(str(error.value).split()) > 3, "the hint says nothing"
+
+
+CHECKS = {
+    f"{topic}.{name}": one
+    for topic in sorted({exercise.topic for exercise in EXERCISES.values()})
+    for name, one in vars(importlib.import_module(f"llamem_course.exercises.{topic}")).items()
+    if isinstance(one, Exercise)
+}
+ENOUGH = 6
+
+
+def wrong_answers(one: Exercise) -> list[tuple[str, Any]]:
+    """An exercise's wrong answers, each with words of the hint that it must get."""
+    return [pair for answers in (one.misconceptions, *one.demands.values()) for pair in one_by_one(answers)]
+
+
+@pytest.mark.parametrize(
+    ("check", "hint", "answer"),
+    [
+        pytest.param(one, *pair, id=f"{name}-{i}")
+        for name, one in CHECKS.items()
+        for i, pair in enumerate(wrong_answers(one))
+    ],
+)
+def test_a_wrong_answer_gets_the_hint_that_stands_beside_it(check, answer, hint):
+    with pytest.raises(AssertionError) as refused:
+        check(answer)
+    assert hint in str(refused.value)
+    assert len(str(refused.value).split()) > 8, "the hint says too little"
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", CHECKS)
+def test_an_exercise_has_enough_wrong_answers(name):
+    assert len(wrong_answers(CHECKS[name])) >= ENOUGH
+
+
+@pytest.mark.parametrize(("check", "answer"), OTHER_WORDS)
+def test_a_right_answer_in_other_words_is_taken(check, answer, capsys):
+    check(answer)
+    assert "correct" in capsys.readouterr().out
 
 
 STACKED = """

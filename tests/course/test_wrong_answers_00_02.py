@@ -1,4 +1,4 @@
-"""Wrong answers to the exercises of notebooks 00 to 02, the misconceptions that they refute among them: each is
+"""Wrong answers to the exercises of notebooks 01 and 02, the misconceptions that they refute among them: each is
 rejected, with a hint that leads on and does not give the answer away.
 """
 
@@ -22,108 +22,6 @@ from llamem_course.grid_figure import play
 
 # By module and check: what no hint may hold, and the wrong answers by the mistake that they make.
 WRONG: dict[tuple[str, str], tuple[tuple[str, ...], dict[str, str]]] = {
-    ("where_the_memory_goes", "check_peak_in_parts"): (
-        ("itemsize", "n_layers *", "3 *", "33,812"),
-        {
-            "three numbers for each weight and no more": "lambda c, B, T, parts: 8 * c.n_params",
-            "no moments": "lambda c, B, T, parts: tower(c, B, T, parts) - 4 * c.n_params",
-            "one moment": "lambda c, B, T, parts: tower(c, B, T, parts) - 2 * c.n_params",
-            "a part's gradients as well": "lambda c, B, T, parts: tower(c, B, T, parts) "
-            "+ c.param_dtype.itemsize * c.n_params",
-            "no inputs": "lambda c, B, T, parts: "
-            "tower(c, B, T, parts) - c.compute_dtype.itemsize * c.n_layers * B * T // parts * c.d_model",
-            "logits once": "lambda c, B, T, parts: tower(c, B, T, parts) - 4 * B * T // parts * c.vocab_size",
-            "one array of logits, in 16 bits": "lambda c, B, T, parts: "
-            "tower(c, B, T, parts) - 6 * B * T // parts * c.vocab_size",
-            "one of two arrays of logits in 16 bits": "lambda c, B, T, parts: "
-            "tower(c, B, T, parts) - 2 * B * T // parts * c.vocab_size",
-            "no embedding": "lambda c, B, T, parts: "
-            "tower(c, B, T, parts) - 3 * c.param_dtype.itemsize * c.vocab_size * c.d_model",
-            "moments in 32 bits": "lambda c, B, T, parts: "
-            "tower(c, B, T, parts) + 2 * (4 - c.param_dtype.itemsize) * c.n_params",
-            "inputs in the weights' type": "lambda c, B, T, parts: "
-            "tower(replace(c, compute_dtype=c.param_dtype), B, T, parts)",
-            "a vocabulary written in": "lambda c, B, T, parts: tower(replace(c, vocab_size=128_256), B, T, parts)",
-            "one sequence": "lambda c, B, T, parts: tower(c, 1, T, 1)",
-            "16 bits written in": "lambda c, B, T, parts: "
-            "tower(replace(c, param_dtype=jnp.dtype('bfloat16')), B, T, parts)",
-            "inputs in 32 bits": "lambda c, B, T, parts: "
-            "tower(replace(c, compute_dtype=jnp.dtype('float32')), B, T, parts)",
-            "a hundredth more": "lambda c, B, T, parts: 1.01 * tower(c, B, T, parts)",
-            "two hundredths less": "lambda c, B, T, parts: 0.98 * tower(c, B, T, parts)",
-            "the head's gradient as well": "lambda c, B, T, parts: "
-            "tower(c, B, T, parts) + c.vocab_size * c.d_model * c.param_dtype.itemsize",
-            "in GiB": "lambda c, B, T, parts: tower(c, B, T, parts) / 2**30",
-            "asked of a compiler": "lambda c, B, T, parts: compiled(c, B, T) - 1",
-            "two bytes always": "lambda c, B, T, parts: 2 * (3 * c.n_params + 2 * c.n_params * (parts > 1) "
-            "+ B * T // parts * (c.n_layers * c.d_model + 2 * c.vocab_size))",
-            "no sums": "lambda c, B, T, parts: tower(c, B, T, parts) - 4 * c.n_params * (parts > 1)",
-            "sums in the weights' type": "lambda c, B, T, parts: "
-            "tower(c, B, T, parts) - (4 - c.param_dtype.itemsize) * c.n_params * (parts > 1)",
-            "sums always": "lambda c, B, T, parts: tower(c, B, T, parts) + 4 * c.n_params * (parts == 1)",
-            "sums of each part": "lambda c, B, T, parts: tower(c, B, T, parts) "
-            "+ 4 * c.n_params * (parts - 1) * (parts > 1)",
-            "all parts at once": "lambda c, B, T, parts: tower(c, B, T, 1) + 4 * c.n_params * (parts > 1)",
-            "all parts' inputs": "lambda c, B, T, parts: tower(c, B, T, parts) "
-            "+ (parts - 1) * c.compute_dtype.itemsize * c.n_layers * B * T // parts * c.d_model",
-            "all parts' logits": "lambda c, B, T, parts: tower(c, B, T, parts) "
-            "+ (parts - 1) * 8 * B * T // parts * c.vocab_size",
-            "all of it divided": "lambda c, B, T, parts: tower(c, B, T, 1) / parts",
-        },
-    ),
-    ("where_the_memory_goes", "check_step_schedule"): (
-        ("first <=", "layers +", "2 *", "tiles -"),
-        {
-            "no state": "lambda *a: scheduled(*a, state=0)",
-            "state from the second operation": "lambda *a: scheduled(*a, state_from=1)",
-            "state freed before the optimizer": "lambda *a: scheduled(*a, state_to=-1)",
-            "all logits in every tile": "lambda *a: scheduled(*a, part=1)",
-            "no gradient of the logits": "lambda *a: scheduled(*a, twice=0.5)",
-            "tiles that wait for the last": "lambda *a: scheduled(*a, tiles_wait=True)",
-            "inputs freed before they are read": "lambda *a: scheduled(*a, read=-1)",
-            "inputs one operation too long": "lambda *a: scheduled(*a, read=1)",
-            "inputs never freed": "lambda *a: scheduled(*a, read=None)",
-            "gradients gone at once": "lambda *a: scheduled(*a, gradients_wait=False)",
-            "gradients there from the beginning": "lambda *a: scheduled(*a, gradients_from=0)",
-            "no gradients": "lambda *a: scheduled(*a, made=0)",
-            "the first layer first in the backward pass": "lambda *a: scheduled(*a, backwards=False)",
-            "workspace in the forward pass, too": "lambda *a: scheduled(*a, work_forward=True)",
-            "workspace of all layers": "lambda *a: scheduled(*a, work_waits=True)",
-            "no workspace": "lambda *a: scheduled(*a, workspace=0)",
-            "no optimizer": "lambda *a: [(f, min(e, 2 * len(a[0]) + a[3] - 1), s) for f, e, s in scheduled(*a)]",
-            "ends excluded": "lambda *a: [(f, e + 1, s) for f, e, s in scheduled(*a)]",
-            "from operation 1": "lambda *a: [(f + 1, e + 1, s) for f, e, s in scheduled(*a)]",
-            "the peak": "lambda *a: max(s for _, _, s in scheduled(*a))",
-            "pairs": "lambda *a: [(f, s) for f, _, s in scheduled(*a)]",
-            "nothing": "lambda *a: None",
-        },
-    ),
-    ("where_the_memory_goes", "check_peak_and_operation"): (
-        ("first <=", "sorted", "max(", "64"),
-        {
-            "all of them": "lambda s: (sum(size for _, _, size in s), 0)",
-            "the largest alone": "lambda s: max((size, first) for first, _, size in s)",
-            "gone in their last step": "lambda s: fullest(s, lambda a, at: a[0] <= at < a[1])",
-            "there before their first step": "lambda s: fullest(s, lambda a, at: at <= a[1])",
-            "never freed": "lambda s: fullest(s, lambda a, at: a[0] <= at)",
-            "there after their last step": "lambda s: fullest(s, lambda a, at: a[0] <= at <= a[1] + 1)",
-            "the two largest": "lambda s: (sum(sorted(a[2] for a in s)[-2:]), 0)",
-            "equal arrays once": "lambda s: fullest(list(dict.fromkeys(s)), lambda a, at: a[0] <= at <= a[1])",
-            "the last such step": "lambda s: fullest(s, lambda a, at: a[0] <= at <= a[1], -1)",
-            "how many arrays": "lambda s: fullest([(a, b, 1) for a, b, _ in s], lambda a, at: a[0] <= at <= a[1])",
-            "where an array ends": "lambda s: max("
-            "(sum(a[2] for a in s if a[0] <= end <= a[1]), end) for _, end, _ in s)",
-            "the last of equal peaks": "lambda s: max("
-            "(sum(a[2] for a in s if a[0] <= at <= a[1]), at) for at, _, _ in s)",
-            "the first of equal peaks in the list": "lambda s: max("
-            "((sum(a[2] for a in s if a[0] <= at <= a[1]), at) for at, _, _ in s), key=lambda found: found[0])",
-            "which of the steps": "lambda s: (fullest(s, lambda a, at: a[0] <= at <= a[1])[0], 0)",
-            "what begins in one step": "lambda s: fullest(s, lambda a, at: a[0] == at)",
-            "no step": "lambda s: fullest(s, lambda a, at: a[0] <= at <= a[1])[0]",
-            "the step first": "lambda s: fullest(s, lambda a, at: a[0] <= at <= a[1])[::-1]",
-            "in the order of the list": "lambda s: listed(s)",
-        },
-    ),
     ("checkpoint_basics", "check_rematerialised_stack"): (
         ("jax.checkpoint", "scan", "checkpoint(layer)"),
         {
@@ -350,11 +248,6 @@ def by_hand(layer, twice=True):
     return once
 
 
-def compiled(c, sequences, length):
-    step, state, batch = llamem.abstract_step(c, llamem.TrainSettings(batch_size=sequences, seq_len=length))
-    return jaxmem.compile_report(step, state, batch, chip="h100").peak_bytes
-
-
 def alternate(layer, w, x):
     for i, one in enumerate(w):
         x = (jax.checkpoint(layer) if i % 2 else layer)(one, x)
@@ -389,66 +282,6 @@ def first_nested(layer, w, x, size):
     """The first group as asked; the others keep everything when they run again."""
     x = groups(jax.checkpoint(layer), layer, w[:size], x, size)
     return groups(layer, layer, w[size:], x, size)
-
-
-def tower(c, sequences, length, parts):
-    tokens = sequences * length // parts
-    sums = 4 * c.n_params if parts > 1 else 0
-    inputs = c.compute_dtype.itemsize * c.n_layers * tokens * c.d_model
-    return 3 * c.param_dtype.itemsize * c.n_params + sums + inputs + 8 * tokens * c.vocab_size
-
-
-def scheduled(inputs, gradients, logits_bytes, tiles, state_bytes, workspace_bytes, **wrong):
-    """The schedule of a step with a tiled loss, or one that is wrong in what is named."""
-    layers = len(inputs)
-    last = 2 * layers + tiles
-    rows = [(wrong.get("state_from", 0), last + wrong.get("state_to", 0), wrong.get("state", 1) * state_bytes)]
-    for tile in range(tiles):
-        at, ends = layers + tile, layers + tiles - 1 if wrong.get("tiles_wait") else layers + tile
-        rows.append((at, ends, wrong.get("part", 1 / tiles) * wrong.get("twice", 1) * 2 * logits_bytes))
-    for layer in range(layers):
-        at = last - 1 - layer if wrong.get("backwards", True) else layers + tiles + layer
-        read = wrong.get("read", 0)
-        rows.append((layer, last if read is None else at + read, inputs[layer]))
-        ends = last if wrong.get("gradients_wait", True) else at
-        rows.append((wrong.get("gradients_from", at), ends, wrong.get("made", 1) * gradients[layer]))
-        rows.append((at, last - 1 if wrong.get("work_waits") else at, wrong.get("workspace", 1) * workspace_bytes))
-        if wrong.get("work_forward"):
-            rows.append((layer, layer, workspace_bytes))
-    return rows
-
-
-def by_operation(*sizes):
-    """The same by what each operation holds, in one row for each."""
-    rows = scheduled(*sizes)
-    return [
-        (at, at, sum(size for first, last, size in rows if first <= at <= last))
-        for at in range(2 * len(sizes[0]) + sizes[3] + 1)
-    ]
-
-
-def fullest(schedule, there, which=0):
-    """The peak and its step, `there` saying which arrays are there at a step."""
-    held = {at: sum(a[2] for a in schedule if there(a, at)) for at in sorted({a[0] for a in schedule})}
-    peak = max(held.values())
-    return peak, [at for at, size in held.items() if size == peak][which]
-
-
-def every_step(schedule):
-    """The peak and its step, every step being asked."""
-    held = np.zeros(1 + max(last for _, last, _ in schedule), int)
-    for first, last, size in schedule:
-        held[first : last + 1] += size
-    return held.max(), held.argmax()
-
-
-def listed(schedule):
-    """What is held when each array begins, only those that the list has before it being freed."""
-    held, peak = [], (0, 0)
-    for first, last, size in schedule:
-        held = [a for a in held if a[1] >= first] + [(first, last, size)]
-        peak = max(peak, (sum(a[2] for a in held), first), key=lambda found: found[0])
-    return peak
 
 
 def total(table, names, column):
@@ -514,25 +347,6 @@ def test_a_wrong_answer_is_rejected_with_a_hint_that_is_no_answer(topic, check, 
 
 # Hints that name the mistake: by check and mistake.
 NAMED = {
-    ("check_peak_in_parts", "asked of a compiler"): "not enough for a compiler",
-    ("check_peak_in_parts", "one array of logits, in 16 bits"): "f32 logits",
-    ("check_peak_in_parts", "two bytes always"): "f32 logits",
-    ("check_peak_in_parts", "one sequence"): "all sequences but one",
-    ("check_peak_in_parts", "moments in 32 bits"): "AdamW's moments once more",
-    ("check_peak_in_parts", "16 bits written in"): "half of weights and moments",
-    ("check_peak_in_parts", "no sums"): "sums of the gradients: where",
-    ("check_peak_in_parts", "sums in the weights' type"): "half the sums",
-    ("check_peak_in_parts", "sums always"): "and what adds up",
-    ("check_peak_in_parts", "all parts at once"): "other parts add",
-    ("check_peak_in_parts", "all parts' inputs"): "other parts' inputs",
-    ("check_step_schedule", "no gradient of the logits"): "tile's gradient has the size",
-    ("check_step_schedule", "all logits in every tile"): "one tile, not all",
-    ("check_step_schedule", "tiles that wait for the last"): "Does yours wait",
-    ("check_step_schedule", "the first layer first in the backward pass"): "last layer comes first",
-    ("check_step_schedule", "workspace of all layers"): "Workspace is of one layer",
-    ("check_step_schedule", "gradients gone at once"): "which gradients have been made",
-    ("check_step_schedule", "no state"): "in every operation",
-    ("check_step_schedule", "from operation 1"): "from 0 to",
     ("check_rematerialised_stack", "a group of three, and a layer alone"): "Which of yours runs once",
     ("check_rematerialised_stack", "a loop without barriers"): "where no barrier stands",
     ("check_best_group", "inputs alone, whatever is kept"): "if each of these layers kept 1",
@@ -578,29 +392,6 @@ def test_a_hint_names_the_mistake(check, mistake):
             "check_grouped_stack",
             "lambda f, w, x, size: jax.lax.scan(lambda x, w: (jax.checkpoint(lambda w, x: "
             "scan(jax.checkpoint(f), w, x))(w, x), None), x, w.reshape(-1, size, *w.shape[1:]))[0]",
-        ),
-        (
-            "where_the_memory_goes",
-            "check_peak_in_parts",
-            "lambda c, B, T, parts: tower(c, B, T, parts) + 2 * B * T // parts * c.d_model",
-        ),
-        ("where_the_memory_goes", "check_step_schedule", "lambda *a: scheduled(*a)"),
-        ("where_the_memory_goes", "check_step_schedule", "lambda *a: np.array(scheduled(*a))[::-1]"),
-        ("where_the_memory_goes", "check_step_schedule", "lambda *a: by_operation(*a)"),
-        (
-            "where_the_memory_goes",
-            "check_peak_and_operation",
-            "lambda s: list(fullest(s, lambda a, at: a[0] <= at <= a[1]))",
-        ),
-        (
-            "where_the_memory_goes",
-            "check_peak_and_operation",
-            "lambda s: np.array(fullest(s, lambda a, at: a[0] <= at <= a[1]))",
-        ),
-        (
-            "where_the_memory_goes",
-            "check_peak_and_operation",
-            "lambda s: every_step(s)",
         ),
         (
             "checkpoint_basics",

@@ -1,15 +1,81 @@
-"""Checks of the exercises of notebook 00."""
+"""The exercises of notebook 00."""
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from llamem.llama.config import LlamaConfig
-from llamem_course.exercises import grade
+from llamem_course.exercises.exercise import Answer, Exercise
+
+Schedule = Sequence[tuple[int, int, float]]
+
+
+def _fullest(schedule: Schedule, ends: int = 0, which: int = 0) -> tuple[float, int]:
+    """Return the peak and its operation. Arrays end so much later; of equal peaks `which`, the first."""
+    held = {
+        at: sum(size for first, last, size in schedule if first <= at <= last + ends)
+        for at in sorted({first for first, _, _ in schedule})
+    }
+    peak = max(held.values())
+    return peak, [at for at, size in held.items() if size == peak][which]
+
+
+def _two_numbers(answer: Answer, schedule: Schedule) -> tuple[Any, Any]:
+    got = answer(list(schedule))
+    assert np.shape(got) == (2,), f"Return a peak and an operation; yours is {got!r}."
+    return got[0], got[1]
+
+
+_BEGINNINGS = [random.Random(0).randrange(300) for _ in range(200)]
+_NOT_THE_FIRST = "The peak is right, and memory is that full at an earlier operation, too, or not at all at yours."
+
+check_peak_and_operation = Exercise(
+    1,
+    _fullest,
+    {
+        "For a small step: weights, inputs of three layers, logits and their gradient, gradients of three layers": (
+            [(0, 20, 30), (1, 12, 4), (2, 10, 4), (3, 8, 4), (4, 5, 50), (5, 6, 50), (8, 19, 10), (10, 18, 10)],
+        ),
+        "For an array that ends in the operation before the next one begins": ([(1, 2, 7), (3, 4, 8), (5, 9, 6)],),
+        "For two that meet in one operation, in no order": ([(6, 8, 5), (2, 6, 4), (1, 1, 3)],),
+        "For two peaks of the same height, the later one listed first": ([(7, 8, 9), (0, 1, 4), (2, 3, 9)],),
+        "For three times the same array": ([(2, 5, 3), (2, 5, 3), (2, 5, 3), (0, 1, 8)],),
+        "For operations of a long program": ([(10**5, 3 * 10**5, 5), (2 * 10**5, 4 * 10**5, 6)],),
+        "For 200 arrays": ([(first, first + 7 * first % 40, 1 + 31 * first % 98) for first in _BEGINNINGS],),
+    },
+    "So a timeline finds its fullest moment, whatever the arrays are.",
+    {
+        "Return a peak and an operation": lambda s: _fullest(s)[0],
+        "That is all of them together: are they all there at once?": [
+            lambda s: (sum(size for _, _, size in s), 0),
+            lambda s: (sum(size for _, _, size in s), s[-1][0]),
+            partial(_fullest, ends=10**6),
+        ],
+        "That is one array alone: which others are there at the same operation?": (
+            lambda s: max((size, first) for first, _, size in s)
+        ),
+        "In the operation that is an array's last it is still there: something may read it.": partial(
+            _fullest, ends=-1
+        ),
+        "After its last operation an array is gone, whatever begins in the next one.": partial(_fullest, ends=1),
+        "You count arrays; of how many bytes is each?": lambda s: _fullest([(a, b, 1) for a, b, _ in s]),
+        "Two arrays may be equal in all three numbers, and are two.": lambda s: _fullest(list(dict.fromkeys(s))),
+        _NOT_THE_FIRST: [
+            partial(_fullest, which=-1),
+            lambda s: (_fullest(s)[0], 0),
+            lambda s: (_fullest(s)[0], max(s, key=lambda array: array[2])[1]),
+            lambda s: _fullest(s)[::-1],
+        ],
+    },
+    otherwise="Which arrays are there at one and the same operation, and which operation is the first such?",
+    ask=_two_numbers,
+    told=lambda got, expected, *_: f"you say {got[0]} at operation {got[1]}.",
+)
 
 # Of AdamW steps with rematerialised layers and f32 logits, jax 0.10.2 for an H100: peak bytes by model, sequences,
 # tokens in each, parts that the batch is read in, the type of weights and moments, and the type of the layers.
@@ -34,89 +100,215 @@ class Sizes:
     param_dtype: Any
     compute_dtype: Any
 
-
-def check_peak_in_parts(fn: Callable[..., Any]) -> None:
-    """Exercise 2: the peak of a step that adds up the gradients of its batch's parts, with all logits of a part."""
-
-    def body() -> str:
-        for (name, sequences, length, parts, stored, computed), peak in PEAKS.items():
-            whole = LlamaConfig.from_name(name, param_dtype=jnp.dtype(stored), compute_dtype=jnp.dtype(computed))
-            config = Sizes(*(getattr(whole, field.name) for field in dataclasses.fields(Sizes)))
-            try:
-                got = fn(config, sequences, length, parts)
-            except (AttributeError, TypeError, ValueError) as error:
-                raise AssertionError(
-                    f"{str(error).splitlines()[0][:99]} ... `config` has here what the text lists, and nothing else: "
-                    "enough for a multiplication by hand, which is asked for, and not enough for a compiler."
-                ) from None
-            assert got is not None and got > 10**6, f"Return a number of bytes; yours is {got}."
-            weights, logits, inputs = _sizes(config, sequences * length // parts)
-            head = config.vocab_size * config.d_model * config.param_dtype.itemsize
-            sums = 4 * config.n_params
-            counted = 3 * weights + inputs + 2 * logits + (sums if parts > 1 else 0)
-            off = got - peak
-            hint = "Which arrays are alive where forward becomes backward, how many of each, and of which type?"
-            named = [
-                (
-                    "the gradients of all weights of this part: are they there before its layers' backward passes?",
-                    weights,
-                ),
-                ("AdamW's moments: how many for each weight?", -2 * weights),
-                ("one moment: how many has AdamW for each weight?", -weights),
-                (
-                    "AdamW's moments once more, or sums of gradients: which type have moments, and what adds up?",
-                    2 * weights,
-                ),
-                ("half of weights and moments: in which type are they here?", -1.5 * weights),
-                (
-                    "what all sequences but one add: how many does one part read?",
-                    (parts / sequences - 1) * (inputs + 2 * logits),
-                ),
-                ("the layers' inputs: what do rematerialised layers keep?", -inputs),
-                ("the layers' inputs once more: in which type are they kept?", inputs),
-                ("half the layers' inputs: in which type are they kept?", -inputs / 2),
-                ("the gradient of the head: is it there before the logits' own is complete?", head),
-                ("the embedding and its moments: is it no weight?", -3 * head),
-                ("an array of f32 logits: how many are there at once, with how many bytes a number?", -logits),
-                ("one and a half arrays of f32 logits: how many, with how many bytes a number?", -1.5 * logits),
-                ("half the logits: are all of those arrays of the same type?", -logits / 2),
-            ]
-            if parts > 1:
-                named = [
-                    ("the sums of the gradients: where do they wait while a part's tower stands?", -sums),
-                    ("half the sums of the gradients: in which type do they wait?", -sums / 2),
-                    (
-                        "what the other parts add: are their logits and inputs there at the same time?",
-                        (parts - 1) * (inputs + 2 * logits),
-                    ),
-                    ("the other parts' logits: are they there at the same time?", (parts - 1) * 2 * logits),
-                    ("the other parts' inputs: does a layer keep them until the next part?", (parts - 1) * inputs),
-                    *named,
-                ]
-            what, size = min(named, key=lambda one: abs(got - counted - one[1]))
-            if abs(got - counted - size) < 0.001 * peak:
-                hint = f"The difference is as large as {what}"
-            # What can be named comes to 0.2 to 1.1 % less than the compiler's; the last layer's output may be counted.
-            assert -0.012 * peak < off < 0, (
-                f"{config.n_params / 1e9:.2f} billion parameters in {stored}, {config.n_layers} layers of width "
-                f"{config.d_model:,} computed in {computed}, {sequences} x {length:,} tokens, parts: {parts}; yours is "
-                f"{off / 2**30:+.2f} GiB from the compiler's, and should be a little less. {hint}"
-            )
-        config = LlamaConfig.from_name("llama3.2-1b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
-        told = ", ".join(f"{fn(config, 8, 4096, parts) / 2**30:.1f} GiB in {parts}" for parts in (1, 2, 4, 8))
-        return f"1B with 8 x 4,096 tokens, by parts: {told}. The tower falls with a part's tokens; the sums stay."
-
-    grade(2, body)
+    @classmethod
+    def of(cls, name: str, stored: str, computed: str) -> "Sizes":
+        """Return those of a known model."""
+        whole = LlamaConfig.from_name(name, param_dtype=jnp.dtype(stored), compute_dtype=jnp.dtype(computed))
+        return cls(*(getattr(whole, field.name) for field in dataclasses.fields(cls)))
 
 
-def _sizes(config: Sizes, tokens: int) -> tuple[int, int, int]:
-    """Return the bytes of the weights, of all logits of these tokens in f32, and of the layers' inputs."""
-    inputs = config.n_layers * tokens * config.d_model * config.compute_dtype.itemsize
-    return config.param_dtype.itemsize * config.n_params, 4 * tokens * config.vocab_size, inputs
+def _tower(
+    config: Sizes,
+    batch_size: int,
+    seq_len: int,
+    parts: int,
+    *,
+    states: float = 3,
+    extra: Answer = lambda config, B, parts, logits, inputs: 0,
+) -> float:
+    """Predict a peak by hand, off by what is given: another number of states of the weights, or extra bytes."""
+    tokens = batch_size * seq_len // parts
+    logits = 4 * tokens * config.vocab_size
+    inputs = config.compute_dtype.itemsize * config.n_layers * tokens * config.d_model
+    sums = 4 * config.n_params * (parts > 1)
+    named = states * config.param_dtype.itemsize * config.n_params + sums + inputs + 2 * logits
+    return named + extra(config, batch_size, parts, logits, inputs)
 
 
-# Steps of exercise 3: sizes of the layers' inputs and gradients, and of all logits; tiles; state; workspace.
-STEPS = (
+def _head(config: Sizes) -> int:
+    return config.param_dtype.itemsize * config.vocab_size * config.d_model
+
+
+def _other(**fields: Any) -> Answer:
+    return lambda config, *batch: _tower(dataclasses.replace(config, **fields), *batch)
+
+
+def _extra(extra: Answer) -> Answer:
+    return partial(_tower, extra=extra)
+
+
+def _bytes(answer: Answer, config: Sizes, *batch: int) -> Any:
+    try:
+        got = answer(config, *batch)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise AssertionError(
+            f"{str(error).splitlines()[0][:99]} ... `config` has here what the text lists, and nothing else: enough "
+            "for a multiplication by hand, which is asked for, and not enough for a compiler."
+        ) from None
+    assert got is not None and got > 10**6, f"Return a number of bytes; yours is {got}."
+    return got
+
+
+def _compiled(config: Sizes, *batch: int) -> int:
+    return next(
+        peak
+        for (name, *rest, stored, computed), peak in PEAKS.items()
+        if (Sizes.of(name, stored, computed), *rest) == (config, *batch)
+    )
+
+
+def _falls(answer: Answer) -> str:
+    config = Sizes.of("llama3.2-1b", "bfloat16", "bfloat16")
+    told = ", ".join(f"{answer(config, 8, 4096, parts) / 2**30:.1f} GiB in {parts}" for parts in (1, 2, 4, 8))
+    return f"1B with 8 x 4,096 tokens, by parts: {told}. The tower falls with a part's tokens; the sums stay."
+
+
+check_peak_in_parts = Exercise(
+    2,
+    _compiled,
+    {
+        f"{name} in {stored}, computed in {computed}, {B} x {T:,} tokens, parts: {parts}": (
+            Sizes.of(name, stored, computed),
+            B,
+            T,
+            parts,
+        )
+        for name, B, T, parts, stored, computed in PEAKS
+    },
+    _falls,
+    {
+        "Return a number of bytes": lambda *given: _tower(*given) / 2**30,
+        "not enough for a compiler": lambda config, *batch: config.replace(n_layers=1),
+        "The difference is as large as the gradients of all weights of this part: are they there before its layers' "
+        "backward passes?": partial(_tower, states=4),
+        "The difference is as large as AdamW's moments: how many for each weight?": partial(_tower, states=1),
+        "The difference is as large as one moment: how many has AdamW for each weight?": partial(_tower, states=2),
+        "The difference is as large as AdamW's moments once more, or sums of gradients: which type have moments, and "
+        "what adds up?": [
+            lambda config, *batch: _tower(config, *batch) + 2 * (4 - config.param_dtype.itemsize) * config.n_params,
+            _extra(lambda config, B, parts, *_: 4 * config.n_params * (parts == 1)),
+        ],
+        "The difference is as large as half of weights and moments: in which type are they here?": (
+            _other(param_dtype=jnp.dtype("bfloat16"))
+        ),
+        "The difference is as large as what all sequences but one add: how many does one part read?": (
+            lambda config, B, *rest: _tower(config, 1, *rest)
+        ),
+        "The difference is as large as the layers' inputs: what do rematerialised layers keep?": (
+            _extra(lambda config, B, parts, logits, inputs: -inputs)
+        ),
+        "The difference is half or all of the layers' inputs: in which type are they kept?": [
+            _other(compute_dtype=jnp.dtype("float32")),
+            lambda config, *batch: _tower(dataclasses.replace(config, compute_dtype=config.param_dtype), *batch),
+        ],
+        "The difference is as large as the gradient of the head: is it there before the logits' own is complete?": (
+            _extra(lambda config, *_: _head(config))
+        ),
+        "The difference is as large as the embedding and its moments: is it no weight?": (
+            _extra(lambda config, *_: -3 * _head(config))
+        ),
+        "Is a number of words written into your answer?": _other(vocab_size=128_256),
+        "The difference is as large as an array of f32 logits: how many are there at once, with how many bytes a "
+        "number?": [
+            _extra(lambda config, B, parts, logits, inputs: -logits),
+            _extra(lambda config, B, parts, logits, inputs: -1.5 * logits),
+            _extra(lambda config, B, parts, logits, inputs: -logits / 2),
+        ],
+        "The difference is as large as the sums of the gradients: where do they wait while a part's tower stands?": (
+            _extra(lambda config, B, parts, *_: -4 * config.n_params * (parts > 1))
+        ),
+        "The difference is as large as half the sums of the gradients: in which type do they wait?": (
+            _extra(lambda config, B, parts, *_: (config.param_dtype.itemsize - 4) * config.n_params * (parts > 1))
+        ),
+        "The difference is as large as what the other parts add: are their logits and inputs there at the same time?": (
+            _extra(lambda config, B, parts, logits, inputs: (parts - 1) * (inputs + 2 * logits))
+        ),
+        "The difference is as large as the other parts' logits: are they there at the same time?": (
+            _extra(lambda config, B, parts, logits, inputs: (parts - 1) * 2 * logits)
+        ),
+        "The difference is as large as the other parts' inputs: does a layer keep them until the next part?": (
+            _extra(lambda config, B, parts, logits, inputs: (parts - 1) * inputs)
+        ),
+        "Which arrays are alive where forward becomes backward": [
+            lambda config, *_: 8 * config.n_params,
+            lambda *given: 1.01 * _tower(*given),
+            lambda *given: 0.98 * _tower(*given),
+            lambda config, B, T, parts: _tower(config, B, T, 1) / parts,
+        ],
+    },
+    otherwise="Which arrays are alive where forward becomes backward, how many of each, and of which type?",
+    ask=_bytes,
+    told=lambda got, peak, *_: f"yours is {(got - peak) / 2**30:+.2f} GiB from the compiler's; a little less is right.",
+    rtol=5e-5,
+    # What can be named comes to 0.2 to 1.1 % less than the compiler's; the last layer's output may be counted.
+    accepts=lambda got, peak: -0.012 * peak < got - peak < 0,
+)
+
+
+def _schedule(
+    inputs: Sequence[int],
+    gradients: Sequence[int],
+    logits: int,
+    tiles: int,
+    state: int,
+    workspace: int,
+    *,
+    state_lasts: tuple[int, int] = (0, 0),
+    tile: Answer = lambda at, last: (at, at),
+    tile_logits: float | None = None,
+    read: Answer = lambda at, last: at,
+    forwards: bool = False,
+    gradient: Answer = lambda at, last: (at, last),
+    work: Answer = lambda layer, at, last: [(at, at)],
+) -> list[tuple[int, int, float]]:
+    """Return the schedule of a step with a tiled loss, or one that is wrong in what is given."""
+    layers, last = len(inputs), 2 * len(inputs) + tiles
+    rows: list[tuple[int, int, float]] = [(state_lasts[0], last + state_lasts[1], state)]
+    for at in range(layers, layers + tiles):
+        rows.append((*tile(at, layers + tiles - 1), 2 * logits * (tile_logits or 1 / tiles)))
+    for layer in range(layers):
+        at = layers + tiles + layer if forwards else last - 1 - layer
+        rows += [(layer, read(at, last), inputs[layer]), (*gradient(at, last), gradients[layer])]
+        rows += [(*span, workspace) for span in work(layer, at, last)]
+    return rows
+
+
+def _held(answer: Answer, *sizes: Any) -> list[float]:
+    """Return what each operation holds by an answer's schedule: from 0 to the last."""
+    last = 2 * len(sizes[0]) + sizes[3]
+    rows = np.asarray(answer(*(list(size) if isinstance(size, tuple) else size for size in sizes)), float)
+    assert rows.ndim == 2 and rows.shape[1] == 3, "Return a list of (first, last, size), as in exercise 1."
+    assert rows[:, 1].max() <= last, (
+        f"Yours goes on to operation {rows[:, 1].max():.0f}. Count: the forward operations, those of the loss, the "
+        f"backward ones, and the optimizer's make {last + 1}, from 0 to {last}."
+    )
+    return [float(sum(size for first, end, size in rows if first <= at <= end)) for at in range(last + 1)]
+
+
+def _first_off(
+    got: list[float], expected: list[float], inputs: Any, gradients: Any, logits: Any, tiles: int, *_: Any
+) -> str:
+    layers = len(inputs)
+    at = next(at for at, (a, b) in enumerate(zip(got, expected, strict=True)) if abs(a - b) > 1e-5 * max(expected))
+    where = "the optimizer"
+    if at < layers:
+        where = f"the forward pass of layer {at}"
+    elif at < layers + tiles:
+        where = f"tile {at - layers} of the loss"
+    elif at < 2 * layers + tiles:
+        where = f"the backward pass of layer {2 * layers + tiles - 1 - at}"
+    off = got[at] - expected[at]
+    return f"in operation {at}, {where}, yours holds {abs(off):g} {'more' if off > 0 else 'less'} than the rules."
+
+
+def _by_tiles(answer: Answer) -> str:
+    inputs, gradients, logits, _, *rest = _STEPS[1]
+    peaks = ", ".join(f"{max(_held(answer, inputs, gradients, logits, n, *rest)):g} with {n}" for n in (1, 2, 4, 8))
+    return f"The peak of a small step by tiles: {peaks}. Once a layer's moment is the fullest, more tiles gain nothing."
+
+
+# Sizes of the layers' inputs and gradients, and of all logits; tiles; state; workspace.
+_STEPS = (
     ((4, 4, 4), (10, 10, 10), 48, 1, 90, 20),
     ((4, 4, 4), (10, 10, 10), 48, 4, 90, 20),
     ((1, 2, 4, 8), (16, 32, 64, 128), 60, 3, 1000, 300),
@@ -125,152 +317,57 @@ STEPS = (
 )
 
 
-def check_step_schedule(fn: Callable[..., Any]) -> None:
-    """Exercise 3: the schedule of a step with rematerialised layers and a loss in tiles."""
-
-    def body() -> str:
-        for sizes in STEPS:
-            inputs, _, _, tiles, _, _ = sizes
-            layers, got = len(inputs), _held(fn(*map(_as_list, sizes)))
-            want = _held(_step_schedule(*sizes))
-            step = f"{layers} layers and tiles: {tiles}"
-            last = 2 * layers + tiles
-            assert max(got, default=0) <= last, (
-                f"For {step} yours goes on to operation {max(got)}. Count: the forward operations, those of the loss, "
-                f"the backward ones, and the optimizer's make {last + 1}, from 0 to {last}."
-            )
-            for operation in range(last + 1):
-                off = got.get(operation, 0) - want[operation]
-                if abs(off) > 1e-6:
-                    raise AssertionError(
-                        f"For {step}, operation {operation}, {_named(operation, layers, tiles)}: "
-                        f"yours holds {abs(off):g} {'more' if off > 0 else 'less'} than the rules. "
-                        f"{_hint(operation, layers, tiles, off, sizes)}"
-                    )
-        inputs, gradients, logits, _, state, workspace = STEPS[1]
-        peaks = {
-            tiles: max(_held(fn([*inputs], [*gradients], logits, tiles, state, workspace)).values()) for tiles in TILES
-        }
-        told = ", ".join(f"{peak:g} with {tiles}" for tiles, peak in peaks.items())
-        return (
-            f"The peak of a small step by tiles: {told}. Once a layer's moment is the fullest, more tiles gain nothing."
-        )
-
-    grade(3, body)
+def _but(**wrong: Any) -> Answer:
+    return partial(_schedule, **wrong)
 
 
-TILES = (1, 2, 4, 8)
+def _shifted(begins: int, ends: int) -> Answer:
+    return lambda *sizes: [(first + begins, last + ends, size) for first, last, size in _schedule(*sizes)]
 
 
-def _as_list(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _held(schedule: Any) -> dict[int, float]:
-    """Return the bytes in use by operation."""
-    assert schedule is not None, "Return the schedule, a list of `(first, last, size)`."
-    held: dict[int, float] = {}
-    for row in schedule:
-        assert np.shape(row) == (3,), f"A schedule is a list of `(first, last, size)`; one of your rows is {row!r}."
-        first, last, size = row
-        assert 0 <= first <= last < 10**4, f"The array {row!r} begins before operation 0, or ends before it begins."
-        for operation in range(int(first), int(last) + 1):
-            held[operation] = held.get(operation, 0) + size
-    return held
-
-
-def _step_schedule(
-    inputs: Sequence[int], gradients: Sequence[int], logits: int, tiles: int, state: int, workspace: int
-) -> list[tuple[int, int, float]]:
-    layers, optimizer = len(inputs), 2 * len(inputs) + tiles
-    schedule: list[tuple[int, int, float]] = [(0, optimizer, state)]
-    for layer in range(layers):
-        backward = optimizer - 1 - layer
-        schedule += [(layer, backward, inputs[layer]), (backward, backward, workspace)]
-        schedule += [(backward, optimizer, gradients[layer])]
-    return schedule + [(layers + tile, layers + tile, 2 * logits / tiles) for tile in range(tiles)]
-
-
-def _named(operation: int, layers: int, tiles: int) -> str:
-    if operation < layers:
-        return f"the forward pass of layer {operation}"
-    if operation < layers + tiles:
-        return f"tile {operation - layers} of the loss"
-    if operation < 2 * layers + tiles:
-        return f"the backward pass of layer {2 * layers + tiles - 1 - operation}"
-    return "the optimizer"
-
-
-def _hint(operation: int, layers: int, tiles: int, off: float, sizes: tuple[Any, ...]) -> str:
-    """Return what may be wrong at the first operation that is."""
-    _, _, logits, _, state, workspace = sizes
-    tile = 2 * logits / tiles
-    if off == -state:
-        return "Weights and moments are there in every operation, the first and the last as well."
-    if operation < layers:
-        return "Which inputs have been made by then, and does anything else exist in the forward pass?"
-    if operation < layers + tiles:
-        if off == -tile / 2:
-            return "A tile's gradient has the size of the tile, and both are there."
-        if off > 0 and operation > layers:
-            return "A tile is gone when its operation is over. Does yours wait for the others?"
-        if off in (2 * logits - tile, logits - tile):
-            return "An operation of the loss makes one tile, not all of the logits."
-        return "All inputs wait for the backward pass, and one tile is there, with its gradient."
-    if operation < 2 * layers + tiles:
-        if abs(off) == workspace:
-            return "Workspace is of one layer: it comes with its backward operation and goes with it."
-        return (
-            "The last layer comes first in the backward pass. Which inputs are still to be read, that of this "
-            "operation included, and which gradients have been made?"
-        )
-    if off < 0:
-        return "The optimizer reads the gradients of all layers, and writes into weights and moments: all are there."
-    return "What has been read for the last time before is gone, whatever it is."
-
-
-# By name: arrays of `(first, last, size)`.
-SCHEDULES = {
-    "a small step: weights, inputs of three layers, logits and their gradient, gradients of three layers": [
-        *[(0, 20, 30), (1, 12, 4), (2, 10, 4), (3, 8, 4)],
-        *[(4, 5, 50), (5, 6, 50), (8, 19, 10), (10, 18, 10), (12, 17, 10)],
-    ],
-    "an array that ends in the operation before the next one begins": [(1, 2, 7), (3, 4, 8), (5, 9, 6)],
-    "two that meet in one operation, in no order": [(6, 8, 5), (2, 6, 4), (1, 1, 3)],
-    "two peaks of the same height, the later one listed first": [(7, 8, 9), (0, 1, 4), (2, 3, 9)],
-    "three times the same array": [(2, 5, 3), (2, 5, 3), (2, 5, 3), (0, 1, 8)],
-    "operations of a long program": [(10**5, 3 * 10**5, 5), (2 * 10**5, 4 * 10**5, 6), (5 * 10**5, 5 * 10**5, 10)],
-}
-
-
-def check_peak_and_operation(fn: Callable[..., Any]) -> None:
-    """Exercise 1: the peak of a schedule, and when it is reached."""
-
-    def held(schedule: list[tuple[int, int, int]], step: int, ends: int = 0) -> int:
-        return sum(size for first, last, size in schedule if first <= step <= last - ends)
-
-    def body() -> str:
-        rng = random.Random(0)
-        starts = [rng.randrange(300) for _ in range(200)]
-        schedules = SCHEDULES | {
-            "200 random arrays": [(first, first + rng.randrange(40), rng.randrange(1, 99)) for first in starts]
-        }
-        for what, schedule in schedules.items():
-            got = fn(list(schedule))
-            assert np.shape(got) == (2,), f"Return a peak and an operation; yours is {got!r}."
-            steps = sorted({first for first, _, _ in schedule})
-            peak = max(held(schedule, step) for step in steps)
-            if got[0] != peak:
-                hint = "Which arrays are there at one and the same operation?"
-                if got[0] == sum(size for _, _, size in schedule):
-                    hint = "That is all of them together: are they all there at once?"
-                elif got[0] == max(held(schedule, step, 1) for step in steps):
-                    hint = "In the operation that is an array's last it is still there: something may read it."
-                raise AssertionError(f"For {what} your peak is {got[0]}. {hint}")
-            first = next(step for step in steps if held(schedule, step) == peak)
-            assert got[1] == first, (
-                f"For {what} the peak is right, and {got[1]} is not the first operation at which memory is that full."
-            )
-        return "So a timeline finds its fullest moment, whatever the arrays are."
-
-    grade(1, body)
+check_step_schedule = Exercise(
+    3,
+    _schedule,
+    {f"For {len(step[0])} layers and tiles: {step[3]}": step for step in _STEPS},
+    _by_tiles,
+    {
+        "Return a list of (first, last, size)": [
+            lambda *sizes: max(size for _, _, size in _schedule(*sizes)),
+            lambda *sizes: [(first, size) for first, _, size in _schedule(*sizes)],
+        ],
+        "the optimizer's make": [_shifted(1, 1), _shifted(0, 1)],
+        "Weights and moments are there in every operation, the first and the last as well.": [
+            lambda inputs, gradients, logits, tiles, state, work: _schedule(inputs, gradients, logits, tiles, 0, work),
+            _but(state_lasts=(1, 0)),
+            _but(state_lasts=(0, -1)),
+        ],
+        "A tile's gradient has the size of the tile, and both are there.": (
+            lambda inputs, gradients, logits, *rest: _schedule(inputs, gradients, logits / 2, *rest)
+        ),
+        "A tile is gone when its operation is over. Does yours wait for the others?": (
+            _but(tile=lambda at, last: (at, last))
+        ),
+        "An operation of the loss makes one tile, not all of the logits.": _but(tile_logits=1),
+        "All inputs wait for the backward pass, until their own operation has read them, and no longer.": [
+            _but(read=lambda at, last: at - 1),
+            _but(read=lambda at, last: at + 1),
+            _but(read=lambda at, last: last),
+        ],
+        "Gradients come one by one, each in its layer's backward operation, and all of them are there for the "
+        "optimizer.": [
+            _but(gradient=lambda at, last: (at, at)),
+            _but(gradient=lambda at, last: (0, last)),
+            lambda inputs, gradients, *rest: _schedule(inputs, [0] * len(inputs), *rest),
+        ],
+        "The last layer comes first in the backward pass.": _but(forwards=True),
+        "Workspace is of one layer: it comes with its backward operation and goes with it.": [
+            _but(work=lambda layer, at, last: [(layer, layer), (at, at)]),
+            _but(work=lambda layer, at, last: [(at, last - 1)]),
+            _but(work=lambda layer, at, last: []),
+        ],
+    },
+    otherwise="Which inputs are still to be read there, which gradients have been made, and what has been read for the "
+    "last time?",
+    ask=_held,
+    told=_first_off,
+)
