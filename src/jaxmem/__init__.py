@@ -1,5 +1,6 @@
 """What any JAX program needs of a chip's memory, by that chip's compiler; proofs of rematerialisation; what fits."""
 
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 from jaxmem import _startup as _startup  # isort: split
@@ -19,3 +20,4 @@ if TYPE_CHECKING:
     from jaxmem.verify.verification import Verification, assert_remat, verify_remat
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+__version__ = metadata.version("llamem")

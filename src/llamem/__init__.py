@@ -1,5 +1,6 @@
 """Llama 3 in less memory: rematerialised layer stacks, tiled losses, and the powers that put other weights in place."""
 
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 import jaxmem as jaxmem  # isort: split
@@ -33,3 +34,4 @@ if TYPE_CHECKING:
     from llamem.train.settings import TrainSettings
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+__version__ = metadata.version("llamem")
