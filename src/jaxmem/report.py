@@ -18,6 +18,7 @@ from jax.extend import core as jex_core
 from jaxmem.chips.chip import Chip, Gpu
 from jaxmem.common.printing import Shown, Table, size_text
 from jaxmem.reading.hlo import Buffer, Collective
+from jaxmem.reading.provenance import Provenance
 from jaxmem.reading.timeline import Loop, Span, Timeline
 from jaxmem.tracing.arguments import Leaf, shard_bytes
 from jaxmem.tracing.flops import Products
@@ -260,11 +261,19 @@ def program_notes(
     traced: jex_core.ClosedJaxpr,
     products: Products,
     leaves: Sequence[Leaf],
+    provenance: Provenance,
     answer: Mapping[str, Any],
 ) -> Iterator[str]:
     """Yield the warnings of a report on a traced program, its products, its arguments, and the compiler's answer."""
     chip = report.chip
     yield from _state_notes(traced, leaves)
+    if kept := not_donated(leaves, provenance):
+        names = " and ".join(f"`{argument_name(leaf)}`" for leaf in {leaf.argument: leaf for leaf in kept}.values())
+        yield (
+            f"{names}: {size_text(sum(leaf.bytes for leaf in kept))} are not donated, and their new values lie beside "
+            f"them. jax.jit(step, donate_argnums={donated_with(leaves, kept)}), and the same for compile_report."
+        )
+    yield from _sharding_notes(report, traced, leaves)
     yield from _constant_notes(report, traced)
     yield from _sum_notes(traced, leaves)
     if products.loops:
@@ -311,6 +320,59 @@ def program_notes(
         )
 
 
+def argument_name(leaf: Leaf) -> str:
+    """Return what the whole argument is called that an array belongs to."""
+    return leaf.name.partition("[")[0].partition(".")[0] or f"argument {leaf.argument}"
+
+
+def not_donated(leaves: Sequence[Leaf], provenance: Provenance) -> list[Leaf]:
+    """Return the arrays that a training step returns new values of and does not donate; none where they are small."""
+    kept = [leaves[i] for i in sorted(provenance.replaced) if not leaves[i].donated and not leaves[i].on_host]
+    return kept if sum(leaf.bytes for leaf in kept) > _SMALL else []
+
+
+def donated_with(leaves: Sequence[Leaf], more: Sequence[Leaf]) -> tuple[int, ...]:
+    """Return `donate_argnums` with the arguments of more arrays."""
+    return tuple(sorted({leaf.argument for leaf in leaves if leaf.donated} | {leaf.argument for leaf in more}))
+
+
+def whole_beside_cut(leaves: Sequence[Leaf]) -> dict[int, jax.sharding.NamedSharding]:
+    """Return by number which arrays lie whole on each chip, though others of their shape are cut, and how these are."""
+    cut = {leaf.shape.shape: leaf.shape.sharding for leaf in leaves if leaf.bytes < shard_bytes(_unsharded(leaf))}
+    return {
+        i: cut[leaf.shape.shape]
+        for i, leaf in enumerate(leaves)
+        if leaf.shape.shape in cut and leaf.bytes == shard_bytes(_unsharded(leaf)) and not leaf.on_host
+    }
+
+
+def _unsharded(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape.shape, leaf.shape.dtype)
+
+
+def _sharding_notes(report: Report, traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Iterator[str]:
+    """Yield arrays that lie whole where their like are cut, and donated ones whose results lie in another way."""
+    whole = whole_beside_cut(leaves)
+    for argument in dict.fromkeys(leaves[i].argument for i in whole):
+        own = [i for i in whole if leaves[i].argument == argument]
+        name, size = argument_name(leaves[own[0]]), sum(leaves[i].bytes for i in own)
+        if size > _SMALL:
+            yield (
+                f"`{name}` lies whole on each chip ({size_text(size)} in {len(own)} arrays), and arrays of the same "
+                "shapes are cut over the mesh: jax.eval_shape keeps no shardings. Give it theirs, of optax's moments "
+                "optax.tree_map_params(optimizer, lambda m, w: jax.ShapeDtypeStruct(m.shape, m.dtype, "
+                f"sharding=w.sharding), {name}, weights)."
+            )
+    results = {(out.shape, out.dtype) for out in traced.out_avals}
+    donated = [leaf for leaf in leaves if leaf.donated and (leaf.shape.shape, leaf.shape.dtype) in results]
+    lost = sum(leaf.bytes for leaf in donated if not leaf.on_host) - report.alias_bytes
+    if report.chip.devices > 1 and lost > _SMALL and not report.refused:
+        yield (
+            f"{size_text(lost)} of what is donated are not used again: results of the same shapes lie over the chips "
+            "in another way than their arguments. Give both one sharding, by jax.lax.with_sharding_constraint."
+        )
+
+
 def _is_cut_by_the_compiler(leaf: Leaf) -> bool:
     """Return whether an argument is cut over devices of a mesh on which the compiler decides how to go on."""
     sharding = leaf.shape.sharding
@@ -338,7 +400,7 @@ def _state_notes(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Iterat
         )
     for argument in arguments:
         own = [i for i, leaf in enumerate(leaves) if leaf.argument == argument]
-        name = leaves[own[0]].name.partition("[")[0].partition(".")[0] or f"argument {argument}"
+        name = argument_name(leaves[own[0]])
         donated = sum(leaves[i].bytes for i in own if leaves[i].donated)
         returned = any((leaves[i].shape.shape, leaves[i].shape.dtype) in results for i in own)
         if donated > _SMALL and not returned:

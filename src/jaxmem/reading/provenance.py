@@ -61,10 +61,14 @@ class _Value:
 
 @dataclasses.dataclass(frozen=True)
 class Provenance:
-    """The category of each argument, and sizes of the arrays of logits: (elements, entries of the vocabulary)."""
+    """The category of each argument, and sizes of the arrays of logits: (elements, entries of the vocabulary).
+
+    `replaced`: the arguments that a training step returns new values of: weights, moments, a carried state.
+    """
 
     categories: tuple[Category, ...]
     logits: frozenset[tuple[int, int]] = frozenset()
+    replaced: frozenset[int] = frozenset()
 
     def is_logits(self, sizes: Sequence[int]) -> bool:
         """Return whether an array of these sizes is one of logits."""
@@ -113,13 +117,17 @@ def find_provenance(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Pro
             categories[i] = "weights" if i in frozen else kind
     found: tuple[Category, ...] = tuple(category or "other" for category in categories)
     weights = frozenset(i for i, category in enumerate(found) if category == "weights")
+    given_back = {"weights": walk.stepped, "optimizer": set(range(len(leaves))), "other": set(range(len(leaves)))}
+    replaced = frozenset(
+        i for i, own in enumerate(found) if walk.differentiates and changed[i] and i in given_back.get(own, ())
+    )
     candidates = set()
     for product, elements in walk.searched.items():
         rows = [rows for arguments, rows in product if arguments and arguments <= weights]
         candidates |= {(elements, vocabulary) for vocabulary in rows[:1]}
     # A router of experts looks the same, and is small.
     largest = max((elements for elements, _ in candidates), default=0)
-    return Provenance(found, frozenset(pair for pair in candidates if pair[0] > largest // 16))
+    return Provenance(found, frozenset(pair for pair in candidates if pair[0] > largest // 16), replaced)
 
 
 def _frozen_weights(walk: "_Walk", leaves: Sequence[Leaf], categories: Sequence[Category | None]) -> set[int]:
@@ -166,6 +174,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.used: set[int] = set()  # by an operation that JAX derived from a differentiated function
+        self.stepped: set[int] = set()  # those that meet a gradient outside of what is differentiated
         self.reached = 0  # the arguments that such an operation depends on
         self.differentiates = self.backward = False
         self.searched: dict[_Product, int] = {}  # products whose rows are searched for their largest, with their sizes
@@ -190,6 +199,8 @@ class _Walk:
                 self.differentiates = True
                 self.used.update(*(operand.arguments for operand in operands))
                 self.reached |= _either(operands).made_of
+            elif eqn.primitive.name not in _MOVES and any(operand.backward for operand in operands):
+                self.stepped.update(*(operand.arguments for operand in operands))
             going_back = backward or own == "backward"
             self.backward |= going_back
             known.update(zip(eqn.outvars, self._results(eqn, operands, derived, going_back), strict=True))

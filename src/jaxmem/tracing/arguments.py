@@ -16,6 +16,7 @@ from flax import nnx
 
 from jaxmem.chips.chip import Chip
 from jaxmem.common.checks import show
+from jaxmem.tracing.jaxprs import is_ref
 
 
 def shape_of(leaf: Any, where: str = "an argument") -> jax.ShapeDtypeStruct:
@@ -137,6 +138,12 @@ def read_leaves(
     leaves = []
     for name, (path, value) in zip(names, jax.tree.leaves_with_path(args), strict=True):
         place = f"args{jax.tree_util.keystr(path)}"
+        if is_ref(value):
+            raise TypeError(
+                f"the argument `{name}` is a mutable array (jax.new_ref), which a report cannot count: compilers are "
+                "given arrays. Give the array itself, and make it mutable inside of the function, ref = "
+                "jax.new_ref(x), which returns jax.freeze(ref)."
+            )
         shape, position = shape_of(value, place), path[0].idx
         key = key_implementation(shape) if is_key(shape.dtype) else None
         placed = _placed(shape, value, place, chip)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from jax.extend import core as jex_core
 from jax.interpreters import partial_eval
 
@@ -385,6 +386,18 @@ def outputs_computed(jaxpr: jex_core.ClosedJaxpr) -> list[bool]:
         if any(not isinstance(var, jex_core.Literal) and var in known for var in eqn.invars):
             known.update(eqn.outvars)
     return [not isinstance(var, jex_core.Literal) and var in known for var in jaxpr.jaxpr.outvars]
+
+
+def is_ref(value: Any) -> bool:
+    """Return whether a value is a mutable array, as `jax.new_ref` makes."""
+    return (
+        hasattr(value, "dtype")
+        and not isinstance(value, jax.ShapeDtypeStruct | np.ndarray)
+        and (
+            type(getattr(value, "aval", None)).__name__ == "AbstractRef"
+            or type(value).__name__ in ("Ref", "MutableArray")
+        )
+    )
 
 
 def constants_in(jaxpr: jex_core.ClosedJaxpr) -> Iterator[tuple[Any, str]]:
