@@ -24,11 +24,12 @@ from jaxmem.chips.compilers import find_compilers, no_compilers
 from jaxmem.chips.names import find_chip
 from jaxmem.common.checks import few, show
 from jaxmem.cross_compile import Request, compile_absent, export_for, traced_for
+from jaxmem.notes import program_notes
 from jaxmem.reading.dump import needed_bytes, read_dump, remedy
 from jaxmem.reading.hlo import Buffer, Collective, describe, optimised_text, parse
 from jaxmem.reading.provenance import Provenance, find_provenance
 from jaxmem.reading.timeline import Timeline
-from jaxmem.report import Depth, Report, program_notes
+from jaxmem.report import Depth, Report
 from jaxmem.stored_answers import cached
 from jaxmem.tracing.arguments import Leaf, is_key, mesh_of, on_host, read_leaves, shard_bytes, with_arrays_alone
 from jaxmem.tracing.flops import count_products, matmul_flops
