@@ -39,6 +39,7 @@ def main() -> int:
     parser.add_argument("--chats", default="", help="a JSONL file of chats, in place of --corpus")
     parser.add_argument("--save", default="", help="the first host writes what was trained there, for Hugging Face")
     parser.add_argument("--dtype", default="bfloat16", help="of parameters, moments and products")
+    parser.add_argument("--on-change", default="refuse", choices=("refuse", "continue"), help="of settings, as train's")
     parser.add_argument("--report", action="store_true", help="the first host writes OUTPUT/report.ipynb, by papermill")
     for name, field in llamem.TrainSettings.__dataclass_fields__.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(field.default), default=field.default)
@@ -62,7 +63,7 @@ def main() -> int:
         config = init.config
     else:
         config = llamem.LlamaConfig.from_name(given.preset, param_dtype=dtype, compute_dtype=dtype)
-    run = train(config, corpus, settings, given.output, plan=plan, init=init, lora=lora)
+    run = train(config, corpus, settings, given.output, plan=plan, init=init, lora=lora, on_change=given.on_change)
     if given.save and run.finished and jax.process_index() == 0:
         run.save(given.save, tokenizer, base=given.init)
     if given.report and run.finished and jax.process_index() == 0:

@@ -61,7 +61,7 @@ def stepped(row: Row, *, plain: bool) -> tuple[Any, dict[str, Any]]:
     if plan.mesh.devices > 1:
         batch = jax.device_put(batch, shardings(batch_spec(plan.mesh), plan.mesh))
     state = trained.begin()
-    state, metrics = trained.compile(state, batch)(state, batch)
+    state, metrics = trained.compile(state, batch)[0](state, batch)
     return jax.tree.map(np.asarray, state.opt_state), jax.tree.map(np.asarray, metrics)
 
 

@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 from flax import nnx
 from norms import errors_by_name
 
+import jaxmem
 from llamem import LlamaConfig, TrainSettings, abstract_step
 from llamem.runs import init_state, loop, loss_fn, make_train_step
 from llamem.runs.loop import interruptible, train
@@ -108,6 +110,33 @@ def test_it_learns(uninterrupted):
     assert uninterrupted.metrics[0]["loss"] == pytest.approx(np.log(90), abs=0.3)
     assert uninterrupted.metrics[-1]["val_loss"] < uninterrupted.metrics[3]["val_loss"] < 4.5
     assert all(row["memory_bytes"] > 0 and row["tokens_per_second"] > 0 for row in uninterrupted.metrics)
+
+
+def test_every_step_s_row_is_handed_on_and_a_log_has_lines(uninterrupted, finished, capsys):
+    """Twice as many steps, gone on with half way: a row each, with the rate of its update; no carriage returns."""
+    seen, longer = [], dataclasses.replace(SETTINGS, steps=24)
+    run = train(CONFIG, corpus(), longer, finished, on_step=seen.append, on_change="continue")
+    assert seen == run.metrics[12:] and [row["step"] for row in seen] == list(range(13, 25))
+    wanted = optax.warmup_cosine_decay_schedule(1e-2 / 3, 1e-2, 3, 24, 1e-3)
+    assert [row["learning_rate"] for row in seen] == pytest.approx(
+        [float(np.asarray(wanted(step))) for step in range(12, 24)]
+    )
+    assert losses(run.metrics[:12]) == losses(uninterrupted.metrics)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split(":")[0] for line in lines] == [f"step {n} of 24" for n in (13, 16, 20, 24)]
+    assert re.fullmatch(r"step 24 of 24: loss \d\.\d{3}, [\d,]+ tokens/s, \d+\.\d GiB, held out \d\.\d{3}", lines[-1])
+
+
+def test_a_run_says_its_plan_its_chip_and_its_compiled_peak(uninterrupted, whole_folder, tmp_path):
+    told = json.loads((whole_folder / "run.json").read_text())
+    assert told["plan"] == "Plan()" and "steps=12" in told["settings"] and "1 x cpu" in told["chip"].lower()
+    step, state, batch = abstract_step(CONFIG, SETTINGS)
+    report = jaxmem.compile_report(step, state, batch, donate_argnums=(0,), chip="local")
+    peak = float(re.fullmatch(r"([\d.]+) KiB a device", told["compiled peak"])[1])  # pyrefly: ignore
+    assert peak == pytest.approx(report.peak_bytes / 2**10, rel=0.01)
+    assert uninterrupted.described == told
+    card = (uninterrupted.save(tmp_path / "model") / "README.md").read_text()
+    assert f"| compiled peak | {told['compiled peak']} |" in card and f"| chip | {told['chip']} |" in card
 
 
 @pytest.mark.slow
@@ -268,8 +297,8 @@ def test_a_broken_chip_costs_no_snapshot_however_often_the_run_is_started(finish
     longer, compiled = dataclasses.replace(SETTINGS, steps=14), Trained.compile
 
     def broken(self, state, batch):
-        step = compiled(self, state, batch)
-        return lambda *given: (given[0], {**step(*given)[1], "loss": jnp.nan})
+        step, peak = compiled(self, state, batch)
+        return lambda *given: (given[0], {**step(*given)[1], "loss": jnp.nan}), peak
 
     with monkeypatch.context() as chip:
         chip.setattr(Trained, "compile", broken)

@@ -9,7 +9,6 @@ import importlib.metadata
 import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from jax.experimental import multihost_utils
 
 from jaxmem.common.checks import import_extra, show
 from jaxmem.common.files import whole_folder
+from jaxmem.common.printing import size_text
 from llamem.adapters.lora import Adapters, LoraConfig, merge_adapter
 from llamem.files.peft import save_adapter
 from llamem.files.pretrained import save_pretrained
@@ -33,12 +33,13 @@ from llamem.llama.plan import Plan
 from llamem.mesh.mesh_step import batch_spec, check_sizes
 from llamem.mesh.specs import check_devices, shardings
 from llamem.quantized.quantized_model import dequantize, is_quantized
+from llamem.runs.progress import OnStep, showing
 from llamem.runs.weights_or_adapters import Trained, trained_adapters, trained_weights
 from llamem.text.tokenizer import Tokenizer
 from llamem.train.chats import Chats
 from llamem.train.data import AdapterBatches, BatchSource, Corpus
 from llamem.train.hosts import agreed, place_batch
-from llamem.train.optimizers import rounding_of
+from llamem.train.optimizers import make_schedule, rounding_of
 from llamem.train.plain_step import TrainState
 from llamem.train.settings import Rounding, TrainSettings
 from llamem.train.snapshots import OnChange, Snapshots
@@ -159,6 +160,7 @@ def train(
     init: Llama | None = None,
     lora: LoraConfig | Adapters | None = None,
     progress: bool = True,
+    on_step: OnStep | None = None,
     on_change: OnChange = "refuse",
 ) -> Run:
     """Train on text or chats and evaluate on their held-out part, from the newest snapshot in `output_dir` if any.
@@ -167,14 +169,16 @@ def train(
         config: the model's; of a loaded one `model.config`.
         corpus: of `load_corpus` or `load_chats`. Several adapters may each have their own: a sequence of as many.
         settings: steps, sizes, rates.
-        output_dir: gets `metrics.jsonl` (step, loss, val_loss where evaluated, grad_norm, tokens_per_second,
-            memory_bytes), `snapshots/`, training checkpoints by Orbax, and `run.lock`, which keeps other processes out.
+        output_dir: gets `metrics.jsonl` (step, loss, val_loss where evaluated, grad_norm, learning_rate,
+            tokens_per_second, memory_bytes), `run.json` (data, settings, plan, chip and compiled peak in words),
+            `snapshots/`, training checkpoints by Orbax, and `run.lock`, which keeps other processes out.
         plan: how a step is computed. It may change from one call to the next.
         init: a model whose weights the run begins with; without it random ones. It stays as it is, so weights that are
             trained are in memory twice.
         lora: train adapters over the frozen `init` instead of its weights: new ones, or given ones. Several share a
             batch out: row `i` is adapter `i % A`'s; metrics are then means over adapters, with a list of each one's.
-        progress: whether to show a bar.
+        progress: whether to show a bar, or where there is no terminal a line every ten seconds.
+        on_step: called on the first host with each step's row of `metrics.jsonl`, after it was written.
         on_change: with other settings, text or base the curve would be another one: "refuse", or "continue" from the
             snapshot and say so.
 
@@ -207,12 +211,11 @@ def train(
     model, decides = _identity(config, settings, corpora)
     decides |= {"rounding": rounding, **trained.identity}
     same = {"configuration": model, "settings": {**decides, **dataclasses.asdict(settings)}, "plan": plan}
-    with agreed(same), Snapshots(output_dir, model, decides) as snapshots:
-        run = _train(trained, settings, plan, batches, heldout, snapshots, progress, on_change)
     described = {"data": "; ".join(data.described for data in corpora), "settings": str(settings), "plan": str(plan)}
     if lora is None:
         described["types"] = _types_in_words(config, rounding)
-    return dataclasses.replace(run, described=described)
+    with agreed(same), Snapshots(output_dir, model, decides) as snapshots:
+        return _train(trained, settings, plan, batches, heldout, snapshots, described, progress, on_step, on_change)
 
 
 def _train(
@@ -222,12 +225,13 @@ def _train(
     batches: BatchSource,
     heldout: BatchSource,
     snapshots: Snapshots,
+    described: dict[str, str],
     progress: bool,
+    on_step: OnStep | None,
     on_change: OnChange,
 ) -> Run:
     done, state = _first_state(trained, settings, batches, snapshots, on_change)
-    first, first_host = done, jax.process_index() == 0
-    metrics = snapshots.cut_metrics(up_to=first)
+    first, metrics = done, snapshots.cut_metrics(up_to=done)
     where = shardings(batch_spec(plan.mesh), plan.mesh) if plan.mesh.devices > 1 else None
 
     def validation_loss(state: TrainState) -> dict[str, Any]:
@@ -239,15 +243,18 @@ def _train(
         return _numbers("val_loss", np.mean(losses, axis=0))
 
     # Compiled before the clock starts, so that the first step's speed is a step's speed.
-    step = trained.compile(state, place_batch(batches, done, where))
-    with interruptible() as interrupted, _progress_bar(first, settings.steps, progress and first_host) as bar:
+    step, peak = trained.compile(state, place_batch(batches, done, where))
+    described |= _on_chip(peak)
+    snapshots.describe(described)
+    rate_after = jax.jit(make_schedule(settings))
+    with interruptible() as interrupted, showing(first, settings.steps, progress, on_step) as show:
         while done < settings.steps and not interrupted(done):
             start = time.perf_counter()
             state, values = step(state, place_batch(batches, done, where))
             done += 1
             row = {"step": done, **_numbers("loss", values["loss"]), **_numbers("grad_norm", values["grad_norm"])}
             row["tokens_per_second"] = settings.batch_size * settings.seq_len / (time.perf_counter() - start)
-            row["memory_bytes"] = memory_in_use()
+            row |= {"memory_bytes": memory_in_use(), "learning_rate": float(rate_after(done - 1))}
             if not math.isfinite(row["loss"]) or not math.isfinite(row["grad_norm"]):
                 # The parameters of the step before gave this, finite as they are: from there it would diverge again.
                 snapshots.distrust(done - 1)
@@ -261,15 +268,13 @@ def _train(
             snapshots.append_metrics(row)
             if settings.snapshot_every and done % settings.snapshot_every == 0:
                 _save(snapshots, done, state, batches)
-            loss, speed, memory = row["loss"], row["tokens_per_second"], row["memory_bytes"] / 2**30
-            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s, {memory:.1f} GiB")
-            bar.update()
+            show(row)
     if snapshots.latest() != done:
         _save(snapshots, done, state, batches)
-    if done < settings.steps and first_host:
+    if done < settings.steps and jax.process_index() == 0:
         print(f"Interrupted, and saved after step {done} of {settings.steps}. The same call goes on from there.")
     model, adapters = trained.result(state)
-    return Run(model, metrics, finished=done == settings.steps, adapters=adapters)
+    return Run(model, metrics, done == settings.steps, adapters, described)
 
 
 def _first_state(
@@ -404,6 +409,15 @@ def _types_in_words(config: LlamaConfig, rounding: Rounding) -> str:
     return f"weights and moments {weights}{rounded}; products {products}"
 
 
+def _on_chip(peak: int | None) -> dict[str, str]:
+    """Return the devices of a run in words, and the peak of its step on one of them, by the compiler."""
+    hosts = f" on {jax.process_count()} hosts" if jax.process_count() > 1 else ""
+    words = {"chip": f"{jax.device_count()} x {jax.devices()[0].device_kind}{hosts}"}
+    if peak is not None:
+        words["compiled peak"] = f"{size_text(peak)} a device"
+    return words
+
+
 def memory_in_use() -> int:
     """Return peak bytes in use on the device so far; without statistics (CPU) bytes of the process now."""
     stats = jax.local_devices()[0].memory_stats()
@@ -422,8 +436,3 @@ def _identity(
     for i, data in enumerate(corpora):
         decides |= {f"{name} {i}" if len(corpora) > 1 else name: words for name, words in data.fingerprints().items()}
     return model, decides
-
-
-def _progress_bar(first: int, steps: int, shown: bool) -> Any:
-    tqdm = import_extra("tqdm", "the progress bar").tqdm  # not tqdm.auto: widgets do not survive on GitHub
-    return tqdm(initial=first, total=steps, unit="step", disable=not shown, file=sys.stdout, mininterval=1.0)

@@ -24,6 +24,8 @@ from llamem.train.plain_step import TrainState
 from llamem.train.settings import TrainSettings
 from llamem.train.snapshots import checksum
 
+Step = Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]
+
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
@@ -42,11 +44,23 @@ class Trained:
     result: Callable[[TrainState], tuple[Llama, Adapters | None]]
     frozen: tuple[Any, ...] = ()
 
-    def compile(self, state: TrainState, batch: Any) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
-        """Return the compiled `step(state, batch)`, to which the state is given up."""
+    def compile(self, state: TrainState, batch: Any) -> tuple[Step, int | None]:
+        """Return the compiled `step(state, batch)`, to which the state is given up, and its `compiled_peak`."""
         jitted = jax.jit(self.step, donate_argnums=0, out_shardings=same_places(state))
         compiled = jitted.lower(state, *self.frozen, batch).compile()
-        return lambda state, batch: compiled(state, *self.frozen, batch)
+        return lambda state, batch: compiled(state, *self.frozen, batch), compiled_peak(compiled)
+
+
+def compiled_peak(compiled: jax.stages.Compiled) -> int | None:
+    """Return what a program needs on a device, by its compiler, in bytes; None where that says nothing.
+
+    XLA's own `peak_memory_in_bytes` leaves out temporaries on a CPU, and counts the host's memory where arguments are.
+    """
+    sizes = compiled.memory_analysis()
+    if sizes is None:
+        return None
+    kept = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return int(kept + sizes.temp_size_in_bytes)
 
 
 def trained_weights(config: LlamaConfig, settings: TrainSettings, plan: Plan, init: Llama | None) -> Trained:

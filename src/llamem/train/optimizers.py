@@ -20,21 +20,28 @@ _EPS = 1e-8
 UpdateRule = Callable[..., tuple[Any, Any]]
 
 
-def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
-    """Return AdamW under warm-up and cosine decay as the settings say; clipping is not part of it.
+def make_schedule(settings: TrainSettings) -> optax.Schedule:
+    """Return the learning rate as a function of the updates done: warm-up in a line, then a cosine to a tenth.
 
-    AdamW's betas are 0.9 and 0.95, and norms do not decay. A warm-up of `steps` or more ends at the last step but one:
-    the rate has its peak in the last. Its `init` raises ValueError for parameters in a type that cannot hold AdamW's
-    eps, such as float16.
+    A warm-up of `steps` or more ends at the last step but one: the rate has its peak in the last.
     """
-    warmup = min(settings.warmup_steps, settings.steps - 1)
-    peak = settings.learning_rate
-    schedule = optax.warmup_cosine_decay_schedule(peak / max(warmup, 1), peak, warmup, settings.steps, peak / 10)
+    warmup, peak = min(settings.warmup_steps, settings.steps - 1), settings.learning_rate
+    return optax.warmup_cosine_decay_schedule(peak / max(warmup, 1), peak, warmup, settings.steps, peak / 10)
+
+
+def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
+    """Return AdamW at the rates of `make_schedule`; clipping is not part of it.
+
+    AdamW's betas are 0.9 and 0.95, and norms do not decay. Its `init` raises ValueError for parameters in a type that
+    cannot hold AdamW's eps, such as float16.
+    """
 
     def decayed(params: Any) -> Any:
         return jax.tree.map_with_path(lambda path, _: "norm" not in jax.tree_util.keystr(path), params)
 
-    adamw = optax.adamw(schedule, b1=0.9, b2=0.95, eps=_EPS, weight_decay=settings.weight_decay, mask=decayed)
+    adamw = optax.adamw(
+        make_schedule(settings), b1=0.9, b2=0.95, eps=_EPS, weight_decay=settings.weight_decay, mask=decayed
+    )
 
     def init(params: Any) -> Any:
         _check_types(params)

@@ -11,7 +11,7 @@ import shutil
 import sys
 import warnings
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,8 +109,11 @@ class Snapshots:
         """
         damage: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
-            with _orbax_silenced():
-                contents = self._read_unless_damaged(step, abstract_state, on_change, damage)
+            try:
+                with _orbax_silenced():
+                    contents = self._read_unless_damaged(step, abstract_state, on_change, damage)
+            except _OtherRun as other:
+                raise ValueError(str(other)) from None
             if contents is not None:
                 for other, why in damage.items() if self._is_first_host else ():
                     folder = self.folder / "snapshots" / str(other)
@@ -134,7 +137,8 @@ class Snapshots:
         except _OtherRun:
             raise
         except Exception as error:  # Orbax and tensorstore raise whatever they meet
-            damage[step] = f"{type(error).__name__}: {str(error)[:200]}"
+            kind = "" if isinstance(error, _Damaged) else f"{type(error).__name__}: "
+            damage[step] = f"{kind}{str(error)[:200]}"
             return None
 
     def _read(self, step: int, abstract_state: Any, on_change: OnChange) -> tuple[Any, dict[str, Any]]:
@@ -174,8 +178,8 @@ class Snapshots:
             return
         if not model:
             remedy += (
-                ", or say train(..., on_change='continue') to go on from here with the settings of now: the curve is "
-                "then not that of a run in one go"
+                ", or say train(..., on_change='continue'), of scale/train.py --on-change continue, to go on from here "
+                "with the settings of now: the curve is then not that of a run in one go"
             )
         if model or settings:
             differences = "; ".join([*model, *settings])
@@ -216,6 +220,12 @@ class Snapshots:
                     )
                 write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
         return rows
+
+    def describe(self, described: Mapping[str, str]) -> None:
+        """Write `run.json`: how the run is computed, on what, and what its compiled step needs, in words by name."""
+        if self._is_first_host:
+            with self._writing("the description of this run"):
+                write_whole(self.folder / "run.json", json.dumps(dict(described), indent=1) + "\n")
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Add one line to the metrics file."""
