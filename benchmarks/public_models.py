@@ -140,7 +140,7 @@ def main() -> None:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("flax", "equinox"))
     versions += f", {compilers_used()}, Python {platform.python_version()}"
     with tempfile.TemporaryDirectory() as nothing_kept:
-        os.environ["LLAMEM_CACHE"] = nothing_kept
+        os.environ["JAXMEM_CACHE"] = nothing_kept
         for name in sys.argv[1:] or CASES:
             rows[f"| {CASES[name].title}"] = row(name)
             found = [rows[key] for case in CASES.values() if (key := f"| {case.title}") in rows]

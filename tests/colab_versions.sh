@@ -43,15 +43,15 @@ run_notebooks() {
   JAX_PLATFORMS=cpu "$folder/bin/python" -m pytest -n 2 --dist loadfile -o addopts="" --nbval-lax --nbval-current-env \
     --nbval-cell-timeout=900 --nbval-sanitize-with tests/nbval_sanitize.cfg -p no:python "$folder/notebooks"
 }
-export LLAMEM_CACHE=$folder/cache
+export JAXMEM_CACHE=$folder/cache
 compared=compilers
 if [ "$which" = latest ]; then compared=nothing; fi  # a newer JAX has compilers of its own
-COLAB_RELEASE_TAG=test LLAMEM_COMPILERS=$folder/compilers run_notebooks "$compared"
-LLAMEM_COMPILERS=$folder/none run_notebooks nothing
+COLAB_RELEASE_TAG=test JAXMEM_COMPILERS=$folder/compilers run_notebooks "$compared"
+JAXMEM_COMPILERS=$folder/none run_notebooks nothing
 
 # From here on this checkout itself, for its tests.
 "${pip[@]}" install --editable '.[notebooks,train,test]' "${pins[@]}"
 "$folder/bin/python" -m pip freeze | grep -iE '^(jax|jaxlib|flax|optax|numpy|matplotlib|ipywidgets|ipython)=='
 "$folder/bin/python" --version
 # What other versions of other packages deprecate is no fault of this one.
-LLAMEM_COMPILERS=$folder/compilers "$folder/bin/python" -m pytest -n 2 --dist loadfile -W ignore::DeprecationWarning
+JAXMEM_COMPILERS=$folder/compilers "$folder/bin/python" -m pytest -n 2 --dist loadfile -W ignore::DeprecationWarning

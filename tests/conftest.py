@@ -28,7 +28,7 @@ gc.set_threshold(200_000, 100, 100)
 runpy.run_path(str(ROOT / "src" / "jaxmem" / "_startup.py"))
 # The chips' compilers are where they were fetched to, also for tests with a cache of their own.
 cache_folder = runpy.run_path(str(ROOT / "src" / "jaxmem" / "common" / "files.py"))["cache_folder"]
-os.environ.setdefault("LLAMEM_COMPILERS", str(cache_folder("compilers")))
+os.environ.setdefault("JAXMEM_COMPILERS", str(cache_folder("compilers")))
 
 import jax
 import jaxtyping

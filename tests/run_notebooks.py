@@ -1,11 +1,13 @@
 """Run notebooks from a fresh kernel and store their outputs: `python tests/run_notebooks.py [NUMBER or PAGE ...]`.
 
 Without one all of them, those of docs/ as well. A notebook that fails keeps its stored outputs; what it got to lies in
-build/ for a look.
+build/ for a look. What the chips' compilers answered is stored with the course (`llamem_course.recording`).
+
+`--keys`, with another version of JAX: the notebooks stay as they are, and by what their questions are known at that
+version is added to the stored answers. No compiler is asked (`tests/answer_keys.sh`).
 """
 
 import ast
-import datetime
 import os
 import re
 import resource
@@ -20,7 +22,8 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
-from jaxmem import stored_answers
+from llamem_course.recording import add_keys, pack
+from llamem_course.stored_answers import FOLDER
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
@@ -52,8 +55,8 @@ def clean(notebook: Any) -> Any:
     return notebook
 
 
-def run(path: Path) -> str:
-    """Run one notebook and store it; a line on how it went."""
+def run(path: Path, keys_only: bool) -> str:
+    """Run one notebook and store it, or by what its questions are known; a line on how it went."""
     notebook: Any = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         if cell.cell_type == "code":
@@ -66,13 +69,18 @@ def run(path: Path) -> str:
         coalesce_streams=True,
         store_widget_state=False,
         record_timing=False,
+        allow_errors=keys_only,  # what a notebook claims is not asked of this version
     )
     start = time.monotonic()
     try:
-        with tempfile.TemporaryDirectory() as answers:
-            os.environ["LLAMEM_RECORD_ANSWERS"] = answers
+        with tempfile.TemporaryDirectory() as folder:
+            recorded, stored = Path(folder, "asked.jsonl"), FOLDER / f"{path.stem}.json.xz"
+            os.environ["LLAMEM_RECORD_ANSWERS"] = str(recorded)
             client.execute()
-            store_answers(path, Path(answers), parameters_of(notebook))
+            if keys_only:
+                return f"{stored.name}: {add_keys(recorded, stored)}, {time.monotonic() - start:.0f} s"
+            if path.parent.name == "notebooks":
+                print(f"{stored.name}: {pack(recorded, stored, parameters_of(notebook))}")
     except CellExecutionError as error:
         (ROOT / "build").mkdir(exist_ok=True)
         nbformat.write(notebook, ROOT / "build" / path.name)
@@ -92,16 +100,6 @@ def parameters_of(notebook: Any) -> dict[str, Any]:
     return {ast.unparse(line.targets[0]): ast.literal_eval(line.value) for line in assignments}
 
 
-def store_answers(path: Path, answers: Path, parameters: dict[str, Any]) -> None:
-    """Store what the chips' compilers answered in a notebook of the course, for where there is no compiler."""
-    if path.parent.name == "notebooks":
-        answers = answers / path.stem
-        today = datetime.date.today()
-        stored = ROOT / "src" / "llamem_course" / "answers" / f"{path.stem}.json.xz"
-        count, alike = stored_answers.pack(answers, stored, f"{today.day} {today:%B %Y}", parameters)
-        print(f"{stored.name}: {count} answers, {alike} questions that look alike, {stored.stat().st_size:,} bytes")
-
-
 def names(path: Path) -> set[str]:
     """What a notebook is chosen by: its number, or the name of a page."""
     return {path.name[:2], path.stem}
@@ -109,7 +107,11 @@ def names(path: Path) -> set[str]:
 
 def main(numbers: list[str]) -> int:
     """Run the chosen notebooks one after the other; the exit status says whether all went well."""
-    paths = [*sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb")), *sorted((ROOT / "docs").glob("*.ipynb"))]
+    keys_only = "--keys" in numbers
+    numbers = [number for number in numbers if number != "--keys"]
+    paths = sorted((ROOT / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+    if not keys_only:
+        paths += sorted((ROOT / "docs").glob("*.ipynb"))
     unknown = [number for number in numbers if not any(number in names(path) for path in paths)]
     if unknown:
         print(f"There is no notebook {unknown[0]!r}. There are: {', '.join(path.name for path in paths)}.")
@@ -123,7 +125,7 @@ def main(numbers: list[str]) -> int:
             if numbers and not names(path) & set(numbers):
                 continue
             try:
-                print(pool.submit(run, path).result(), flush=True)
+                print(pool.submit(run, path, keys_only).result(), flush=True)
             except RuntimeError as error:
                 failed = True
                 print(error, flush=True)

@@ -1,4 +1,4 @@
-"""`python -m jaxmem`: report a step's memory, compare two such reports, list chips, fetch their compilers."""
+"""`python -m jaxmem`: report a step's memory, compare such reports, list chips, fetch compilers, empty the cache."""
 
 import argparse
 import importlib
@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxmem.answers import clear_reports, kept_reports
 from jaxmem.chips.chip import CHIPS
 from jaxmem.chips.compilers import fetch_compilers, find_compilers, remove_compilers
 from jaxmem.chips.names import available
+from jaxmem.common.files import cache_folder
 from jaxmem.common.printing import Table, size_text
 from jaxmem.compiling import compile_report
 from jaxmem.report import Report, compare, peak_growth
@@ -63,9 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compilers = commands.add_parser("compilers", help="fetch the compilers of chips that are not there, or remove them")
     add = compilers.add_argument
     add("--chip", choices=("tpu", "gpu", "all"), default="all", help="whose compilers; default all")
-    add("--path", help="the folder; default $LLAMEM_COMPILERS or ~/.cache/llamem/compilers")
+    add("--path", help="the folder; default $JAXMEM_COMPILERS or ~/.cache/llamem/compilers")
     add("--remove", action="store_true", help="remove all that were fetched, and nothing else")
     compilers.set_defaults(run=_compilers)
+
+    cache = commands.add_parser("cache", help="how much is kept of the compilers' answers")
+    cache.add_argument("--clear", action="store_true", help="remove all of it, and nothing else")
+    cache.set_defaults(run=_cache)
 
     given = parser.parse_args(arguments)
     try:
@@ -125,6 +131,15 @@ def _chips(given: argparse.Namespace) -> int:
     ]
     print(Table(("chip", "kind", "memory of one", "compiler here"), rows))
     print("And several TPUs by how they are connected: v5e:16x16, v6e:2x4, v5p:4x4x8.")
+    return FITS
+
+
+def _cache(given: argparse.Namespace) -> int:
+    folder, files = cache_folder("reports"), kept_reports()
+    n_bytes, word = sum(file.stat().st_size for file in files), "report" if len(files) == 1 else "reports"
+    if given.clear:
+        clear_reports()
+    print(f"{folder}: {len(files)} {word}, {size_text(n_bytes)}{', removed' if given.clear else ''}")
     return FITS
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import re
 import tempfile
 import time
 import typing
@@ -17,8 +16,8 @@ import jaxlib
 from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import core as jex_core
 
-from jaxmem import stored_answers
-from jaxmem.chips.chip import Chip, questions_heard
+from jaxmem import answers
+from jaxmem.chips.chip import GLOBALS, Chip, questions_heard
 from jaxmem.chips.compiler_process import analysed_bytes
 from jaxmem.chips.compilers import find_compilers, no_compilers
 from jaxmem.chips.names import find_chip
@@ -28,12 +27,12 @@ from jaxmem.notes import program_notes
 from jaxmem.reading.dump import needed_bytes, read_dump, remedy
 from jaxmem.reading.hlo import Buffer, Collective, describe, optimised_text, parse
 from jaxmem.reading.provenance import Provenance, find_provenance
+from jaxmem.reading.stablehlo import read_lowered
 from jaxmem.reading.timeline import Timeline
 from jaxmem.report import Depth, Report
-from jaxmem.stored_answers import cached
 from jaxmem.tracing.arguments import Leaf, is_key, mesh_of, on_host, read_leaves, shard_bytes, with_arrays_alone
 from jaxmem.tracing.flops import count_products, matmul_flops
-from jaxmem.tracing.jaxprs import callbacks_in, moved_to_host
+from jaxmem.tracing.jaxprs import callbacks_in, kernel_texts, moved_to_host
 
 __all__ = ["compile_report", "matmul_flops", "moved_to_host"]
 
@@ -58,7 +57,7 @@ def compile_report(
     An absent chip's compiler runs in a child process: the one that `jaxmem.fetch_compilers` fetched, the same for every
     Python and JAX, or else this environment's own, where jaxlib 0.10 or newer and libtpu or the CUDA plugin are
     installed. `report.compiler` says which. Its answers are cached on disk by program, compiler and chip, under
-    `$LLAMEM_CACHE` or `~/.cache/llamem`.
+    `$JAXMEM_CACHE` or `~/.cache/llamem`.
 
     `depth`: how far an absent chip's compiler goes. With "memory" it is ended when it has assigned every buffer, in
     seconds; the report is the same, but a compiler that would fail later, while it makes code, is not found out, and of
@@ -95,42 +94,46 @@ def compile_report(
     jitted = jax.jit(flat, donate_argnums=() if chosen.absent else donated, keep_unused=True)
     with traced_for(chosen, mesh), questions_heard() as asked:
         jaxpr = _traced(jitted, shapes, leaves)
-    question = ""
+    question = None
     if chosen.absent:
         _refuse_callbacks(jaxpr.jaxpr, chosen)
-        question = stored_answers.fingerprint(jaxpr, chosen, depth, leaves)
+        program = export_for(chosen, jitted, shapes, mesh)
+        facts: dict[str, Any] = {
+            "depth": depth,
+            "donated": donated,
+            "axes": dict(mesh.shape) if mesh else None,
+            "hosted_arguments": tuple(i for i, leaf in enumerate(leaves) if leaf.on_host),
+            "hosted_results": tuple(i for i, out in enumerate(jaxpr.out_avals) if on_host(out)),
+        }
+        lowered = read_lowered(program.mlir_module(), kernel_texts(jaxpr.jaxpr))
+        question = answers.question(chosen, lowered, facts, jaxpr, leaves)
         if compilers is None:
-            answer = stored_answers.find(question, chosen)
+            source = answers.source()
+            answer = None if source is None else source.answer(question)
             if answer is None:
-                raise ImportError(no_compilers(chip, chosen.platform))
+                raise ImportError(f"{no_compilers(chip, chosen.platform)} No answer to exactly this program is stored.")
         else:
-            program = export_for(chosen, jitted, shapes, mesh)
-            request = Request(
-                chip=chosen,
-                compilers=compilers,
-                program=bytes(program.serialize()),
-                depth=depth,
-                donated=donated,
-                axes=dict(mesh.shape) if mesh else None,
-                hosted_arguments=tuple(i for i, leaf in enumerate(leaves) if leaf.on_host),
-                hosted_results=tuple(i for i, out in enumerate(jaxpr.out_avals) if on_host(out)),
-            )
-            key = f"{request} {_without_lines(program)}"
-            answer = cached(key, partial(compile_absent, request)) if cache else compile_absent(request)
+            request = Request(chip=chosen, compilers=compilers, program=bytes(program.serialize()), **facts)
+            compiled = partial(compile_absent, request)
+            answer = answers.cached(question, compilers, compiled) if cache else compiled()
             answer |= {"compiler": compilers.name}
-            stored_answers.record(question, answer)
     else:
         answer, depth = _compiled_here(jitted.lower(*shapes), chosen), "code"
-    answer |= {"asked": asked if chosen.absent else []}
     provenance = find_provenance(jaxpr, leaves)
-    report = _report(chosen, depth, answer, jaxpr, leaves, provenance)
+    report = _report(chosen, depth, answer | {"asked": asked if chosen.absent else []}, jaxpr, leaves, provenance)
+    report = _with_timeline(report, answer, leaves, provenance)
+    if question and compilers and (source := answers.source()) is not None:
+        source.heard(question, answer, report.timeline)
+    return report
+
+
+def _with_timeline(report: Report, answer: dict[str, Any], leaves: Sequence[Leaf], provenance: Provenance) -> Report:
     if "schedule" not in answer:
         return dataclasses.replace(report, no_timeline=answer["no_schedule"])
-    names = [leaf.name for leaf in leaves]
-    timeline = Timeline.from_schedule(answer["schedule"], chosen.name, chosen.capacity_bytes, names, provenance)
+    chip, names = report.chip, [leaf.name for leaf in leaves]
+    timeline = Timeline.from_schedule(answer["schedule"], chip.name, chip.capacity_bytes, names, provenance)
     counted = (dataclasses.replace(b, at_once=timeline.at_once(b.shape, b.operation) or None) for b in report.buffers)
-    report = dataclasses.replace(report, buffers=tuple(counted))
-    return dataclasses.replace(report, timeline=stored_answers.watched(timeline, question) if question else timeline)
+    return dataclasses.replace(report, timeline=timeline, buffers=tuple(counted))
 
 
 def _traced(
@@ -174,7 +177,11 @@ def report_compiled(compiled: jax.stages.Compiled, traced: jex_core.ClosedJaxpr)
 
 @contextlib.contextmanager
 def _no_compilation_cache() -> Iterator[None]:
-    """Turn JAX's persistent cache off: a program that is found there is not compiled, and nothing is written down."""
+    """Turn JAX's persistent cache off: a program that is found there is not compiled, and nothing is written down.
+
+    For all threads at once, which is how JAX has it: one of them after the other.
+    """
+    GLOBALS.acquire()
     before = jax.config.jax_enable_compilation_cache  # pyrefly: ignore[missing-attribute]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX looks at the setting once per process, or after this
@@ -183,6 +190,7 @@ def _no_compilation_cache() -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
+        GLOBALS.release()
 
 
 def _refuse_callbacks(jaxpr: jex_core.Jaxpr, chip: Chip) -> None:
@@ -192,11 +200,6 @@ def _refuse_callbacks(jaxpr: jex_core.Jaxpr, chip: Chip) -> None:
             "here, has no Python to call: leave out jax.debug.print, jax.debug.callback, jax.pure_callback and "
             "io_callback, or compile for chip='local'."
         )
-
-
-def _without_lines(program: jax.export.Exported) -> str:
-    """Return the text without lines of source: the same cell is the same program in another kernel, or further down."""
-    return re.sub(r"^#loc.*$|loc\([^)]*\)", "", program.mlir_module(), flags=re.MULTILINE)
 
 
 def _report(

@@ -4,11 +4,11 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxmem import stored_answers
+from jaxmem.answers import answer_from
 from jaxmem.chips.compilers import fetch_compilers, find_compilers
 from llamem_course import checks
+from llamem_course.stored_answers import FOLDER, StoredAnswers
 
-_ANSWERS = Path(__file__).parent / "answers"
 _HOSTED = ("COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE")  # what Colab and Kaggle set in every runtime
 
 
@@ -19,7 +19,16 @@ def begin(name: str) -> None:
     is anything downloaded. Where there are none, the answers that are stored with the course are shown, and each cell
     that shows one says so.
     """
-    checks.written_for(stored_answers.use(_ANSWERS / f"{name}.json.xz"))
+    file = FOLDER / f"{name}.json.xz"
+    if into := os.environ.get("LLAMEM_RECORD_ANSWERS"):
+        from llamem_course.recording import Recorder
+
+        stored = Recorder(file, Path(into))
+        _after_each_cell(stored.note_looks)
+    else:
+        stored = StoredAnswers(file)
+    checks.written_for(stored.parameters)
+    answer_from(stored if stored.are_there or into else None)
     if find_compilers("tpu") and find_compilers("cuda"):
         return
     if any(variable in os.environ for variable in _HOSTED):
@@ -28,19 +37,19 @@ def begin(name: str) -> None:
             return
         except (OSError, RuntimeError) as error:
             print(f"{error} The answers stored with this notebook are shown instead.")
-    _say_after_cells()
+
+    def say(_: Any = None) -> None:
+        """Print whose answers a cell was given, and of which day."""
+        if said := stored.taken():
+            print(said)
+
+    _after_each_cell(say)
 
 
-def _say_after_cells() -> None:
-    """After each cell that was given a stored answer, print whose and of which day it is."""
+def _after_each_cell(function: Any) -> None:
     try:
         from IPython import get_ipython
     except ImportError:
         return
     if shell := get_ipython():
-        shell.events.register("post_run_cell", _say)
-
-
-def _say(_: Any = None) -> None:
-    if said := stored_answers.taken():
-        print(said)
+        shell.events.register("post_run_cell", function)

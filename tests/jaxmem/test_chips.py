@@ -70,7 +70,7 @@ def test_chips_as_people_write_them(written, name):
 @pytest.mark.gpu_compile
 def test_what_gpus_of_the_table_say_of_bf16(tmp_path, monkeypatch):
     """A T4 multiplies bf16 in f32, and the report says so; a card of one's own is one more entry."""
-    monkeypatch.setenv("LLAMEM_CACHE", str(tmp_path))
+    monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path))
     mine = dataclasses.replace(jaxmem.CHIPS["rtx5090"], name="mine", capacity_bytes=3 * 10**6)
     monkeypatch.setitem(jaxmem.CHIPS, "mine", mine)
     sizes, copies = (640, 768), {}

@@ -11,10 +11,10 @@ import jax
 import pytest
 
 from jaxmem import cross_compile as absent
+from jaxmem.answers import Question, cached
 from jaxmem.chips import compiler_process, compilers
 from jaxmem.chips.chip import CHIPS
 from jaxmem.reading import dump
-from jaxmem.stored_answers import cached
 
 TOO_BIG = "RESOURCE_EXHAUSTED: E1000: the memory required for HLO temporaries (20.5G) exceeds 15.75G"
 
@@ -101,12 +101,13 @@ def test_the_child_ends_with_its_parent_and_removes_its_folder(tmp_path):
 
 
 def test_only_a_refusal_as_too_big_is_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("LLAMEM_CACHE", str(tmp_path))
+    monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path))
     assert dump.needed_bytes(TOO_BIG) == int(20.5 * 2**30)
     for error, compiled in ((TOO_BIG, 1), ("UNAVAILABLE: the TPU is in use by another process", 2)):
-        asked = []
+        asked, there = [], compilers.Compilers("a compiler")
+        question = Question(CHIPS["v5e-1"], error, "", (), jax.make_jaxpr(abs)(1.0), ())
         for _ in range(2):
-            answer = cached(error, lambda error=error, asked=asked: asked.append(1) or _refusal(error))
+            answer = cached(question, there, lambda error=error, asked=asked: asked.append(1) or _refusal(error))
             assert answer["error"] == error
         assert len(asked) == compiled
 

@@ -33,7 +33,7 @@ def shape(*sizes: int, dtype=F32) -> jax.ShapeDtypeStruct:
 
 @pytest.fixture
 def empty_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("LLAMEM_CACHE", str(tmp_path))
+    monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path))
     return tmp_path
 
 
@@ -388,8 +388,8 @@ def test_a_broken_cache_file_is_replaced(compiled, empty_cache):
 @pytest.mark.tpu_compile
 def test_without_a_cache_folder_it_compiles_each_time_and_says_so_once(compiled, tmp_path, monkeypatch):
     (tmp_path / "a file").write_text("")
-    monkeypatch.setenv("LLAMEM_CACHE", str(tmp_path / "a file"))  # where no folder can be made
-    with pytest.warns(UserWarning, match="cannot be kept in .*a file.*Set LLAMEM_CACHE to a folder") as heard:
+    monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path / "a file"))  # where no folder can be made
+    with pytest.warns(UserWarning, match="cannot be kept in .*a file.*Set JAXMEM_CACHE to a folder") as heard:
         for _ in range(3):
             jaxmem.compile_report(cell(0), shape(8, 8), shape(8, 8), chip="v5e-1")
     assert len(compiled) == 3 and len(heard) == 1

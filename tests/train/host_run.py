@@ -4,6 +4,7 @@ What goes wrong on purpose is said there too. The last line printed is JSON: the
 """
 
 import dataclasses
+import fcntl
 import json
 import os
 import resource
@@ -17,7 +18,6 @@ asked = json.loads(sys.argv[1])
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", asked.get("devices", 1))
 
-from jaxmem.common import files
 from llamem.train import hosts
 
 
@@ -26,7 +26,7 @@ def refused(*args):
 
 
 if asked.get("no_locks"):
-    files.fcntl.flock = refused
+    fcntl.flock = refused
 if "other_code" in asked:
     hosts._code = lambda: asked["other_code"]
 time.sleep(asked.get("late", 0))

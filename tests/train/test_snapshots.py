@@ -1,6 +1,7 @@
 """Snapshots: damage, divergence, other settings, two processes."""
 
 import errno
+import fcntl
 import json
 import random
 import re
@@ -226,7 +227,7 @@ def test_a_file_system_without_locks_is_told_and_used(folder, monkeypatch):
     def refuse(*args):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with pytest.warns(UserWarning, match="has no locks .*see to it that no other process uses this folder"):
         assert_same(restore(folder), state_of())
 

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, no_type_check
@@ -163,13 +164,18 @@ def compiling_for() -> str:
     return device.device_kind if device is not None else jax.devices()[0].device_kind
 
 
+GLOBALS = threading.RLock()  # held while what is one for all threads of a process is changed in JAX
+
+
 @contextlib.contextmanager
 def questions_heard() -> Iterator[list[str]]:
     """Within it, write down where a traced program asks JAX which devices are here: "jax.devices() in model.py:12".
 
-    For an absent chip the answer is the wrong one. JAX, flax and the packages of this wheel are not listened to.
+    For an absent chip the answer is the wrong one. JAX, flax and the packages of this wheel are not listened to, nor
+    are other threads. One thread at a time is within it.
     """
     asked: list[str] = []
+    own_thread = threading.get_ident()
     beside_jax, beside_this = Path(jax.__file__).parent.parent, Path(__file__).parents[2]
     libraries = beside_jax / "jax", beside_jax / "flax", beside_this / "jaxmem", beside_this / "llamem"
     of_libraries = tuple(f"{folder}{os.sep}" for folder in libraries)
@@ -178,20 +184,23 @@ def questions_heard() -> Iterator[list[str]]:
         @no_type_check  # who checks types would stand between this and the line that asks
         def answer_and_write_down(*kind: Any, **keywords: Any) -> Any:
             line = sys._getframe(1)
-            if not (kind or keywords or line.f_code.co_filename.startswith(of_libraries)):
+            if threading.get_ident() == own_thread and not (
+                kind or keywords or line.f_code.co_filename.startswith(of_libraries)
+            ):
                 asked.append(f"jax.{name}() in {line_of_source(line.f_code.co_filename, line.f_lineno)}")
             return answer(*kind, **keywords)
 
         return answer_and_write_down
 
-    answers = {name: getattr(jax, name) for name in ("devices", "local_devices", "default_backend")}
-    try:
-        for name, answer in answers.items():
-            setattr(jax, name, listening(name, answer))
-        yield asked
-    finally:
-        for name, answer in answers.items():
-            setattr(jax, name, answer)
+    with GLOBALS:
+        answers = {name: getattr(jax, name) for name in ("devices", "local_devices", "default_backend")}
+        try:
+            for name, answer in answers.items():
+                setattr(jax, name, listening(name, answer))
+            yield asked
+        finally:
+            for name, answer in answers.items():
+                setattr(jax, name, answer)
 
 
 PINNED_POOL_BYTES = 64 * 2**30  # what XLA sets aside on a GPU, unless XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says otherwise

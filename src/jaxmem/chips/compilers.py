@@ -28,7 +28,7 @@ from typing import Literal
 import jax
 import jaxlib
 
-from jaxmem.common.files import cache_folder, locked, whole_folder
+from jaxmem.common.files import cache_folder, locked, setting, whole_folder
 
 Kind = Literal["tpu", "gpu", "all"]
 
@@ -88,15 +88,15 @@ def no_compilers(chip: str, target: str) -> str:
 
 
 def compilers_folder() -> Path:
-    """Return the folder of compilers: `$LLAMEM_COMPILERS`, or `compilers` in the cache folder.
+    """Return the folder of compilers: `$JAXMEM_COMPILERS`, or `compilers` in the cache folder.
 
-    Raises ValueError where `$LLAMEM_COMPILERS` is a file.
+    Raises ValueError where `$JAXMEM_COMPILERS` is a file.
     """
-    path = os.environ.get("LLAMEM_COMPILERS")
+    path = setting("COMPILERS")
     folder = Path(path).expanduser() if path else cache_folder("compilers")
     if folder.exists() and not folder.is_dir():
         raise ValueError(
-            f"LLAMEM_COMPILERS={path}: that is no folder. Name the folder that compilers were or shall be fetched into."
+            f"JAXMEM_COMPILERS={path}: that is no folder. Name the folder that compilers were or shall be fetched into."
         )
     return folder
 
@@ -109,8 +109,8 @@ def fetch_compilers(chip: Kind = "all", *, path: str | Path | None = None, progr
     environment stays as it is. A part appears whole or not at all, and a second process that fetches meanwhile is told
     so.
 
-    `path`: the folder, `$LLAMEM_COMPILERS` or `~/.cache/llamem/compilers` unless told. Where you choose one here, set
-    `LLAMEM_COMPILERS` to it, too, so that it is found. `progress` prints the megabytes as they come.
+    `path`: the folder, `$JAXMEM_COMPILERS` or `~/.cache/llamem/compilers` unless told. Where you choose one here, set
+    `JAXMEM_COMPILERS` to it, too, so that it is found. `progress` prints the megabytes as they come.
 
     Raises ValueError for an unknown `chip`, OSError for a disk that is full or cannot be written and where the network
     cannot be reached, BlockingIOError where another process fetches, RuntimeError for a platform without compilers and
@@ -141,7 +141,7 @@ def fetch_compilers(chip: Kind = "all", *, path: str | Path | None = None, progr
     except OSError as error:
         raise OSError(
             f"the compilers cannot be fetched into {folder}: {error}. Nothing is left half there. Another folder: "
-            "jaxmem.fetch_compilers(path=...), and LLAMEM_COMPILERS set to it."
+            "jaxmem.fetch_compilers(path=...), and JAXMEM_COMPILERS set to it."
         ) from error
     return folder
 

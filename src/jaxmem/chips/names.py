@@ -6,7 +6,7 @@ import re
 
 import jax
 
-from jaxmem import stored_answers
+from jaxmem.answers import source
 from jaxmem.chips.chip import CHIPS, Chip, device_memory
 from jaxmem.chips.compilers import find_compilers, no_compilers
 from jaxmem.common.checks import show
@@ -35,7 +35,7 @@ def find_chip(name: str) -> Chip:
     absent chip is missing (`jaxmem.fetch_compilers`).
     """
     chip = chip_called(name)
-    if chip.absent and find_compilers(chip.platform) is None and not stored_answers.are_there():
+    if chip.absent and find_compilers(chip.platform) is None and source() is None:
         raise ImportError(no_compilers(name, chip.platform))
     return chip
 

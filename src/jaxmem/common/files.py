@@ -1,7 +1,6 @@
 """Where this package caches; files and folders that appear whole or not at all; JSON of others; a lock on a folder."""
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -12,11 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import filelock
+
+
+def setting(name: str) -> str:
+    """Return `$JAXMEM_name`, or `$LLAMEM_name` as it was called before; "" where neither is set."""
+    return os.environ.get(f"JAXMEM_{name}") or os.environ.get(f"LLAMEM_{name}") or ""
+
 
 def cache_folder(kind: str) -> Path:
-    """Return where things of one kind are cached: `$LLAMEM_CACHE`, or `llamem` in `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Return where things of one kind are cached: `$JAXMEM_CACHE`, or `llamem` in `$XDG_CACHE_HOME` or `~/.cache`."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "llamem"
-    return Path(os.environ.get("LLAMEM_CACHE") or default).expanduser() / kind
+    return Path(setting("CACHE") or default).expanduser() / kind
 
 
 def write_whole(file: Path, content: str | bytes) -> None:
@@ -49,6 +55,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         for file in filter(Path.is_file, unfinished.rglob("*")):
             with file.open("rb+") as written:
                 os.fsync(written.fileno())
+        if folder.exists():  # and is empty: only some systems rename onto it
+            folder.rmdir()
         unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -81,30 +89,28 @@ def read_json(file: Path, max_bytes: int) -> dict[str, Any]:
 def locked(file: Path, why: str) -> Iterator[None]:
     """Hold `file` for this process alone; the system gives it up with the process, however that ends.
 
-    The file's content names the holder. Raise BlockingIOError, which says who holds it and `why` that matters. Some
+    A file beside it names the holder. Raise BlockingIOError, which says who holds it and `why` that matters. Some
     network file systems have no locks: there a warning says so, and a second process is not kept out.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    with open(file, "a+") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            held.seek(0)
-            raise BlockingIOError(
-                f"{file.parent} is in use by {held.read() or 'another process'}. {why} Wait for it, or choose another "
-                "folder."
-            ) from None
-        except OSError as error:
-            warnings.warn(
-                f"the file system of {file.parent} has no locks ({error}): see to it that no other process uses this "
-                f"folder. {why}",
-                stacklevel=4,
-            )
-        # The file stays, empty: were it removed, another process could hold the removed one and a third a new one.
-        held.truncate(0)
-        held.write(f"process {os.getpid()} on {socket.gethostname()}")
-        held.flush()
-        try:
-            yield
-        finally:
-            held.truncate(0)
+    lock, holder = filelock.FileLock(file), file.with_name(f"{file.name}.holder")
+    try:
+        lock.acquire(timeout=0)
+    except filelock.Timeout:
+        name = holder.read_text(encoding="utf-8") if holder.is_file() else ""
+        raise BlockingIOError(
+            f"{file.parent} is in use by {name or 'another process'}. {why} Wait for it, or choose another folder."
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        warnings.warn(
+            f"the file system of {file.parent} has no locks ({error}): see to it that no other process uses this "
+            f"folder. {why}",
+            stacklevel=4,
+        )
+    # The locked file stays: were it removed, another process could hold the removed one and a third a new one.
+    try:
+        holder.write_text(f"process {os.getpid()} on {socket.gethostname()}", encoding="utf-8")
+        yield
+    finally:
+        holder.unlink(missing_ok=True)
+        lock.release()

@@ -47,6 +47,9 @@ class Span:
     argument: int | None = None
 
 
+SOURCE = [field.name for field in dataclasses.fields(Span)].index("source")  # its place in a schedule's rows
+
+
 @dataclasses.dataclass(frozen=True)
 class Loop:
     """A loop in the schedule: one turn is written down, from step `first` to before step `end`; it runs `trips` times,
@@ -206,7 +209,9 @@ class Timeline:
             category = next((names[name] for name in names if name in buffer.operation), buffer.category)
             return dataclasses.replace(buffer, category=category)
 
-        return dataclasses.replace(self, buffers=tuple(map(named, self.buffers)))
+        renamed = dataclasses.replace(self, buffers=tuple(map(named, self.buffers)))
+        vars(renamed)["_held"] = self._held  # what lies where does not depend on what it is called
+        return renamed
 
     def __str__(self) -> str:
         where = f" ({self.pass_at(self.peak_step)})" if self.passes else ""

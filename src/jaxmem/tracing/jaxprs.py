@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -320,6 +321,29 @@ def moved_to_host(jaxpr: jex_core.Jaxpr) -> int:
             avals: list[Any] = [var.aval for var in eqn.outvars]
             total += times * sum(aval.size * aval.dtype.itemsize for aval in avals)
     return total
+
+
+# What a kernel of Pallas's is: its program, its grid and blocks, what its compiler is told. Not the lines it is from.
+_OF_KERNELS = ("jaxpr", "grid_mapping", "compiler_params", "cost_estimate", "input_output_aliases", "interpret")
+_OF_KERNELS += ("out_avals", "backend", "mesh", "name", "metadata")
+
+
+def kernel_texts(jaxpr: jex_core.Jaxpr) -> list[str]:
+    """Return what each of Pallas's kernels in a program computes and how, as text without lines of Python.
+
+    Empty where the program has kernels of another kind as well, by Mosaic's own call.
+    """
+    operations = [eqn for eqn, _ in equations(jaxpr)]
+    if any(eqn.primitive.name == "tpu_custom_call" for eqn in operations):
+        return []
+    texts = []
+    for eqn in operations:
+        if eqn.primitive.name == "pallas_call":
+            blocks = getattr(eqn.params.get("grid_mapping"), "block_mappings", ())
+            maps = [getattr(block, "index_map_jaxpr", None) for block in blocks]
+            parts = [*(eqn.params.get(name) for name in _OF_KERNELS), *maps]
+            texts.append(re.sub(r" at 0x[0-9a-f]+", "", "\n".join(map(str, parts))))
+    return texts
 
 
 def callbacks_in(jaxpr: jex_core.Jaxpr) -> list[str]:

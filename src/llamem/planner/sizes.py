@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import math
+from typing import Any
 
-from jaxmem.chips.chip import Chip
+from jaxmem.chips.chip import CHIPS, Chip
 from jaxmem.common.checks import check_number, show
 from jaxmem.compiling import compile_report
 from jaxmem.report import Depth, Report
@@ -162,7 +163,12 @@ class Sizes:
 
 
 _groups = functools.lru_cache(maxsize=4096)(group_count)
-_loss_tiles = functools.lru_cache(maxsize=4096)(resolve_tiles)
+
+
+@functools.lru_cache(maxsize=4096)
+def _loss_tiles(described: Chip | None, *question: Any, **facts: Any) -> tuple[str, int]:
+    # `described`: a chip that is defined again under its name is another one.
+    return resolve_tiles(*question, **facts)
 
 
 def has_cudnn(config: LlamaConfig, chip: Chip) -> bool:
@@ -221,14 +227,17 @@ def _loss_tile(question: Question, plan: Plan, N: int, V: int) -> tuple[str, int
         return "tokens", N, V
     generation, of_a_slice, _ = question.chip.name.partition(":")
     lora, config = question.lora, question.config
+    at_hand = not (of_a_slice or question.chip.absent)
+    chip = None if at_hand else f"{generation}-1" if of_a_slice else question.chip.name
     axis, count = _loss_tiles(
+        CHIPS.get(chip or ""),
         plan.loss_tiles or 1,
         "vocab" if split else plan.loss_axis,
         (N, config.d_model, V),
         dtype=config.compute_dtype,
         head_trained=lora is None,
         head_parts=2 if lora and "head" in lora.target_modules else 1,
-        chip=f"{generation}-1" if of_a_slice else question.chip.name if question.chip.absent else None,  # at hand
+        chip=chip,
     )
     if axis == "vocab":
         return "vocab", N, tile_size(V, count, 128)

@@ -287,7 +287,7 @@ def load_corpus(
     appears in one step when complete: a half-written one is never read, and two processes may race. The text itself is
     held in memory while it is tokenised.
 
-    Default `cache_dir`: `corpora` under `$LLAMEM_CACHE`, or under `llamem` in `$XDG_CACHE_HOME` or `~/.cache`.
+    Default `cache_dir`: `corpora` under `$JAXMEM_CACHE`, or under `llamem` in `$XDG_CACHE_HOME` or `~/.cache`.
     """
     check_number("heldout_fraction", heldout_fraction, above=0, below=1)
     documents = read_documents(source)
