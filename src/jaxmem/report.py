@@ -13,6 +13,7 @@ from jaxmem.reading.timeline import Loop, Span, Timeline
 
 GiB = 2**30
 Depth = Literal["memory", "code"]
+_SMALL = 2**20  # bytes of which nothing is said
 SCHEMA = 1  # of `Report.to_json`; a reader refuses another one
 _FROM_FIELDS = ("fits", "parts", "capacity_bytes")  # written for other readers, computed again when read back
 
