@@ -144,6 +144,8 @@ def loss_curves(
     judged, last = [row for row in metrics if "val_loss" in row], metrics[-1]["step"]
     names = []
     for name, rows, key, style in (("each batch", metrics, "loss", "-"), (held_out, judged, "val_loss", "o-")):
+        if not rows:  # a run that holds nothing out
+            continue
         (line,) = ax.plot([row["step"] for row in rows], [row[key] for row in rows], style)
         names.append((rows[-1][key], f"{name}, {rows[-1][key]:.3g}", line.get_color(), "bold"))
     for (name, value), style in zip((bars or {}).items(), (":", "--", "-."), strict=False):

@@ -2,6 +2,8 @@
 
 import copy
 import datetime
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from templates import CHAT, PUBLISHED, every
 
 from llamem.files import smollm2_file
 from llamem.text import Tokenizer
+from llamem.text.chat_template import make_render
 
 ENDS = {"smollm2": "<|im_end|>", "llama3": "<|eot_id|>"}
 
@@ -84,6 +87,22 @@ def test_templates_see_what_transformers_gives_them(with_template, tmp_path):
     assert again.decode(again.apply_chat_template(asked)) == "X<|im_end|>"
     dated = Tokenizer(folder, chat_template="{{ strftime_now('%Y') }}", today=datetime.date(1984, 4, 4))
     assert dated.decode(dated.apply_chat_template(asked)) == "1984"
+
+
+def test_eight_threads_render_as_one():
+    """Each with a chat of its own, by one template with the tag: no piece of a text is another's."""
+    turn = "{% for word in m.content.split() %}{{ word + ' ' }}{% endfor %}"
+    marked = every("{{ m.role + ': ' }}{% generation %}" + turn + "{{ eos_token }}{% endgeneration %}")
+    render = make_render(marked, "here", {"eos_token": "</s>"}, datetime.date(2026, 12, 24))
+    words = [f"{'abcdefgh'[i % 8]}{i} " * (20 + i % 8) for i in range(400)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            rendered = list(pool.map(lambda text: render([{"role": "x", "content": text}], False), words))
+    finally:
+        sys.setswitchinterval(interval)
+    assert rendered == [(f"x: {text}</s>", [(3, f"{text}</s>")]) for text in words]
 
 
 def a_space_before_a_text(how, folder):

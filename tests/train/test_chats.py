@@ -203,3 +203,43 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_written(given,
     with pytest.raises((ValueError, TypeError), match=says):
         train(CONFIG, Corpus(tokens, tokens, 1, 101), SETTINGS, tmp_path / "new", progress=False, **given)
     assert not (tmp_path / "new").exists()
+
+
+def test_what_is_held_out_is_ones_own_or_nothing(llama3, tmp_path):
+    records = [{"prompt": "Two?", "completion": f"{word}."} for word in ("One", "Two", "Three")]
+    file = tmp_path / "held.jsonl"
+    file.write_text(json.dumps({"prompt": "Two?", "completion": "Mine."}))
+    answer = Tokenizer.decode
+    for heldout, words in ((file, ["Mine."]), (records[:2], ["One.", "Two."]), (0, [])):
+        chats = load_chats(records, llama3, heldout=heldout)
+        for part, expected in ((chats.train, ["One.", "Two.", "Three."]), (chats.heldout, words)):
+            assert [answer(llama3, c.ids[c.wrote]) for c in part] == [f"{word}<|eot_id|>" for word in expected]
+    assert len(load_chats(records[:1], llama3, heldout=0).train) == 1
+    for heldout in (0.2, True, 5):
+        with pytest.raises(ValueError, match=r"or 0 for none. A share of the chats is heldout_fraction"):
+            load_chats(records, llama3, heldout=heldout)
+    with pytest.raises(ValueError, match=r"at least two, one of them to hold out .heldout=0 holds none"):
+        load_chats(records[:1], llama3)
+
+
+def test_batches_show_which_chats_stand_in_them(llama3):
+    chats = load_chats([{"prompt": "Two?", "completion": "One. " * n} for n in range(1, 6)], llama3, heldout=0)
+    batches, heldout = chats.batches(2, 32)
+    assert heldout is None and sorted(i for row in batches.rows for i in row) == [0, 1, 2, 3, 4]
+    inputs, targets, segments = batches.batch_at(0)
+    for row, number in enumerate(batches.sequences_of(0, slice(None))):
+        for segment, i in enumerate(batches.rows[number], start=1):
+            here, chat = segments[row] == segment, batches.chats[i]
+            assert inputs[row][here].tolist() == chat.ids[:-1].tolist()
+            assert targets[row][here][chat.wrote[1:]].tolist() == chat.ids[1:][chat.wrote[1:]].tolist()
+
+
+def test_a_run_that_holds_nothing_out_trains_as_another_and_is_not_evaluated(tmp_path):
+    chats = Chats(tuple(some_chats(12)), (), CONFIG.vocab_size)
+    run = train(CONFIG, chats, SETTINGS, tmp_path / "one", progress=False)
+    other = dataclasses.replace(chats, heldout=tuple(some_chats(3, 9)))
+    evaluated = train(CONFIG, other, SETTINGS, tmp_path / "two", progress=False)
+    assert run.finished and not any("val_loss" in row for row in run.metrics) and "val_loss" in evaluated.metrics[-1]
+    assert [row["loss"] for row in run.metrics] == [row["loss"] for row in evaluated.metrics]
+    lora = {"init": model_of(CONFIG), "lora": LoraConfig(ranks=(2, 3)), "progress": False}
+    assert train(CONFIG, [chats, other], SETTINGS, tmp_path / "three", **lora).finished

@@ -223,7 +223,7 @@ def _train(
     settings: TrainSettings,
     plan: Plan,
     batches: BatchSource,
-    heldout: BatchSource,
+    heldout: BatchSource | None,
     snapshots: Snapshots,
     described: dict[str, str],
     progress: bool,
@@ -235,6 +235,8 @@ def _train(
     where = shardings(batch_spec(plan.mesh), plan.mesh) if plan.mesh.devices > 1 else None
 
     def validation_loss(state: TrainState) -> dict[str, Any]:
+        if heldout is None:
+            return {}
         count = min(settings.eval_batches, max(1, heldout.num_sequences // settings.batch_size))
         losses = [
             np.asarray(trained.losses(state.params, *trained.frozen, place_batch(heldout, i, where)))
@@ -262,7 +264,7 @@ def _train(
                 raise _diverged(what, done, snapshots)
             if done == settings.steps or (settings.eval_every and done % settings.eval_every == 0):
                 row |= validation_loss(state)
-                if not math.isfinite(row["val_loss"]):
+                if not math.isfinite(row.get("val_loss", 0.0)):
                     raise _diverged(f"the validation loss is {row['val_loss']}", done, snapshots)
             metrics.append(row)
             snapshots.append_metrics(row)
@@ -318,8 +320,11 @@ def _go_on_reading(batches: BatchSource, step: int, stored: dict[str, Any], now:
 
 def _batches(
     config: LlamaConfig, corpora: list[Corpus | Chats], settings: TrainSettings, lora: LoraConfig | Adapters | None
-) -> tuple[BatchSource, BatchSource]:
-    """Return the batches to train on, and those held out; adapters that share one text read other parts of it."""
+) -> tuple[BatchSource, BatchSource | None]:
+    """Return the batches to train on, and those held out; adapters that share one text read other parts of it.
+
+    Of corpora some of which hold nothing out none is evaluated: their losses are one row.
+    """
     count = lora.count if isinstance(lora, Adapters) else len(lora.ranks) if lora is not None else 1
     if len(corpora) not in (1, count):
         raise ValueError(f"{len(corpora)} corpora for {count} adapters: give one for all, or one for each.")
@@ -332,13 +337,15 @@ def _batches(
     pairs = [corpora[i % len(corpora)].batches(*size, settings.seed + i, config.vocab_size) for i in range(count)]
     for data, (train, heldout) in zip(corpora, pairs, strict=False):
         _print_cut(train, "")
-        _print_cut(heldout, "Held out: ")
+        if heldout is not None:
+            _print_cut(heldout, "Held out: ")
         note = _rows_without_a_token(data.vocab_size, config.vocab_size)
         if note and jax.process_index() == 0:
             print(note)
     if lora is None:
         return pairs[0]
-    return AdapterBatches([train for train, _ in pairs]), AdapterBatches([heldout for _, heldout in pairs])
+    heldouts = [heldout for _, heldout in pairs if heldout is not None]
+    return AdapterBatches([train for train, _ in pairs]), AdapterBatches(heldouts) if len(heldouts) == count else None
 
 
 def _rows_without_a_token(of_tokenizer: int, of_table: int) -> str:

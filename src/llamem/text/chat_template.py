@@ -5,9 +5,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxmem.common.checks import import_extra, show
-
-Message = Mapping[str, str]  # {"role": "user", "content": "..."}
+from jaxmem.common.checks import few, import_extra
+from llamem.text.chat_messages import REASONING, Message, check_nothing_lost, check_words, with_other_words
 
 
 class Rendered(NamedTuple):
@@ -18,27 +17,63 @@ class Rendered(NamedTuple):
 
 
 Render = Callable[[Sequence[Message], bool], Rendered]
+_CALL = "this call"  # no name that a template can write: the text of one call as far as it is written, and its marks
+_OURS = ("messages", "add_generation_prompt", "documents")
 
-# Of Llama 3 Instruct's models, for a tokenizer that comes without a template.
-LLAMA3_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
+# Of Llama 3 Instruct's models, for a tokenizer that comes without a template. With tools it is Llama 3.1's, whose calls
+# and answers are written so without them as well.
+LLAMA3_TEMPLATE = """\
+{%- macro turn(role, text) %}
+    {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + text + '<|eot_id|>' }}
+{%- endmacro %}
+{{- bos_token }}
+{%- if tools %}
+    {%- set system = '' %}
+    {%- if messages[0].role == 'system' %}
+        {%- set system = messages[0].content | trim %}
+        {%- set messages = messages[1:] %}
+    {%- endif %}
+    {%- set dates = 'Cutting Knowledge Date: December 2023\\nToday Date: 26 Jul 2024\\n\\n' %}
+    {{- turn('system', 'Environment: ipython\\n' + dates + system) }}
+    {%- if not messages or messages[0].role != 'user' %}
+        {{- raise_exception('tools are written into the first message of the user, which has to come first') }}
+    {%- endif %}
+    {{- '<|start_header_id|>user<|end_header_id|>\\n\\n' }}
+    {{- 'Given the following functions, please respond with a JSON for a function call ' }}
+    {{- 'with its proper arguments that best answers the given prompt.\\n\\n' }}
+    {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.' }}
+    {{- 'Do not use variables.\\n\\n' }}
+    {%- for tool in tools %}{{ tool | tojson(indent=4) + '\\n\\n' }}{% endfor %}
+    {{- messages[0].content | trim + '<|eot_id|>' }}
+    {%- set messages = messages[1:] %}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.tool_calls %}
+        {%- if message.tool_calls | length != 1 %}
+            {{- raise_exception('Llama 3 calls one tool at a time: one call in tool_calls') }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- turn('assistant', '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}') }}
+    {%- elif message.role in ('tool', 'ipython') %}
+        {{- turn('ipython', message.content | tojson) }}
+    {%- else %}
+        {{- turn(message.role, message.content | trim) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
 
 
-def make_render(template: str, source: str, names: Mapping[str, str], today: datetime.date) -> Render:
-    """Return `render(messages, add_generation_prompt)` of a Jinja template; `names` are its `bos_token` ...
+def make_render(template: str, source: str, names: Mapping[str, str], today: datetime.date) -> Callable[..., Rendered]:
+    """Return `render(messages, add_generation_prompt, **given)` of a Jinja template; `names` are its `bos_token` ...
 
     A template is somebody's program: it runs in Jinja's immutable sandbox and reaches nothing but its arguments, which
-    are those of transformers: no tools, no documents, its `tojson`, `raise_exception`, and `strftime_now`, for which it
-    is always `today`. Raise ValueError, with `source`, for a template that cannot be read, and from `render` for one
-    that fails or tries to leave the sandbox.
+    are those of transformers: `given`, such as `tools`, no documents, its `tojson`, `raise_exception`, and
+    `strftime_now`, for which it is always `today`. Threads may call one `render`. Raise ValueError, with `source`, for
+    a template that cannot be read, and from `render` for one that fails or tries to leave the sandbox, or that does
+    not read what is given.
     """
     jinja2 = import_extra("jinja2", "chat templates")
     sandbox, extensions = (import_extra(f"jinja2.{part}", "chat templates") for part in ("sandbox", "ext"))
-    pieces: list[str] = []  # the text as far as it is written
-    marked: list[tuple[int, str]] = []  # what stands in the tag, and where
     lines: list[int] = []  # on which the tag stands
 
     class Generation(extensions.Extension):
@@ -47,10 +82,12 @@ def make_render(template: str, source: str, names: Mapping[str, str], today: dat
         def parse(self, parser: Any) -> Any:
             lines.append(next(parser.stream).lineno)
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(lines[-1])
+            call = self.call_method("_mark", [jinja2.nodes.ContextReference()])
+            return jinja2.nodes.CallBlock(call, [], [], body).set_lineno(lines[-1])
 
-        def _mark(self, caller: Callable[[], str]) -> str:
+        def _mark(self, context: Any, caller: Callable[[], str]) -> str:
             words = caller()
+            pieces, marked = context[_CALL]
             marked.append((sum(map(len, pieces)), words))
             return words
 
@@ -68,55 +105,47 @@ def make_render(template: str, source: str, names: Mapping[str, str], today: dat
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": today.strftime}
     try:
         compiled = environment.from_string(template)
+        reads = import_extra("jinja2.meta", "chat templates").find_undeclared_variables(environment.parse(template))
     except jinja2.TemplateError as error:
         raise ValueError(f"the chat template of {source} is no Jinja template that can be run: {error}.") from None
 
-    def render(messages: Sequence[Message], add_generation_prompt: bool) -> Rendered:
-        pieces.clear()
-        marked.clear()
-        context = {"messages": list(messages), "tools": None, "documents": None, **names}
+    def render(messages: Sequence[Message], add_generation_prompt: bool, **given: Any) -> Rendered:
+        if unread := sorted(
+            name for name, value in given.items() if value is not None and (name in _OURS or name not in reads)
+        ):
+            raise ValueError(
+                f"the chat template of {source} reads no {few(unread)}: what it is given would be lost. Leave it out, "
+                "or take a template that reads it, Tokenizer(..., chat_template=...)."
+            )
+        pieces: list[str] = []  # the text as far as it is written
+        marked: list[tuple[int, str]] = []  # what stands in the tag, and where
+        context = {**names, "tools": None, **given, "documents": None, _CALL: (pieces, marked)}
+        context |= {"messages": [_with_thought(m) for m in messages], "add_generation_prompt": add_generation_prompt}
         try:
-            for piece in compiled.generate(add_generation_prompt=add_generation_prompt, **context):
+            for piece in compiled.generate(context):
                 pieces.append(piece)
         except Exception as error:  # whatever the template's own expressions raise
             raise ValueError(
                 f"the chat template of {source} cannot write these {len(messages)} messages: {type(error).__name__}: "
                 f"{error}. Roles so far: {[message.get('role') for message in messages][:8]}."
             ) from None
-        return Rendered("".join(pieces), list(marked) if lines else None)
+        return Rendered("".join(pieces), marked if lines else None)
 
     return render
 
 
-def check_messages(messages: Any, special: Sequence[str]) -> list[dict[str, str]]:
-    """Return the messages of one chat; a string alone is one question of the user's.
-
-    Raise ValueError for what is no list of `{"role": ..., "content": ...}`, and for a text that holds one of the
-    `special` tokens: it would end a turn, or begin one of another role.
-    """
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
-    if not isinstance(messages, Sequence) or not messages:
-        raise ValueError(f"messages={show(messages)}: expected a list of {{'role': ..., 'content': ...}}, or a string.")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(
-                f"messages[{i}]={show(message)}: expected {{'role': ..., 'content': ...}} with two strings, roles such "
-                "as 'system', 'user' and 'assistant'."
-            )
-        for field in ("role", "content"):
-            if match := next((token for token in special if token in message[field]), None):
-                raise ValueError(
-                    f"messages[{i}] has the special token {match!r} in its {field}: the model would take it for an end "
-                    "of turn or a change of role. Write it otherwise, or leave the message out."
-                )
-    return [dict(message) for message in messages]
+def _with_thought(message: Message) -> dict[str, Any]:
+    """Return a message whose thought has the names that templates know, as transformers gives it to them."""
+    thought = next((message[name] for name in REASONING if name in message), None)
+    return dict(message) if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
 
 
 def assistant_spans(
     messages: Sequence[Message], render: Render, stops: Sequence[str], add_generation_prompt: bool = False
-) -> tuple[str, list[slice]]:
+) -> tuple[str, list[tuple[slice, int | None]]]:
     """Return the text of a chat, and where in it the assistant speaks: each turn up to the token that ends it.
+
+    With each turn comes the number of its message, None where a template marks more or fewer parts than there are.
 
     Where the template marks `{% generation %}`, that is what it wrote, to the letter. Elsewhere a turn begins where the
     prompt of the messages before it ends, and is ended by one of the tokens `stops`, before the words of the message
@@ -134,8 +163,10 @@ def assistant_spans(
                 f"this chat template marks none of the tokens {_named(stops)} as generated: a model trained on it "
                 "would never stop. Write the token that ends a turn inside {% generation %}."
             )
-        return text, [slice(at, at + len(words)) for at, words in marked]
-    spans = []
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        owners = answers if len(answers) == len(marked) else [None] * len(marked)
+        return text, [(slice(at, at + len(words)), i) for (at, words), i in zip(marked, owners, strict=True)]
+    spans: list[tuple[slice, int | None]] = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -147,7 +178,7 @@ def assistant_spans(
                 "template: Tokenizer(..., chat_template=...)."
             )
         head = text[len(prompt) : _words_begin(text, messages, i, render, add_generation_prompt)]
-        if head.strip() and prompt == render(messages[:i], False).text:
+        if head.strip() and not message.get("tool_calls") and prompt == render(messages[:i], False).text:
             raise ValueError(
                 f"this chat template leaves the generation prompt out, so that a model would have to write {head!r} "
                 "before each answer itself. Write that where the template is asked for it: {% if add_generation_prompt "
@@ -162,15 +193,43 @@ def assistant_spans(
                 "begins: a model trained on it would never stop, and would learn to write the user's words. Pass the "
                 "model's own template, Tokenizer(..., chat_template=...), or end every turn by eos_token."
             )
-        spans.append(slice(len(prompt), min(ends)))
+        spans.append((slice(len(prompt), min(ends)), i))
     return text, spans
+
+
+def trained_spans(
+    messages: Sequence[Message],
+    trained: Sequence[bool],
+    tools: Sequence[Any],
+    render: Callable[..., Rendered],
+    stops: Sequence[str],
+) -> tuple[str, list[tuple[slice, bool]]]:
+    """Return the text of a chat, where in it the assistant speaks, and whether that is trained, by message.
+
+    Raise ValueError as `assistant_spans`, and where a field, or words of a turn that is trained, are not in the text.
+    """
+    text, answers = assistant_spans(messages, render, stops)
+    check_nothing_lost(messages, tools, lambda messages, tools: render(messages, False, tools=tools or None).text)
+    is_marked = render(messages, False).marked is not None  # to the letter: a thought may stand before the tag
+    before = 0  # where the last answer ended: a prompt may begin the thought that the answer goes on with
+    for span, i in answers:
+        if i is not None and trained[i]:
+            check_words(messages[i], text if is_marked else text[before : span.stop], f"messages[{i}]")
+        before = span.stop
+        if i is None and not all(trained):
+            raise ValueError(
+                f"messages[{trained.index(False)}] is not to be trained, and this chat template marks {len(answers)} "
+                "parts by {% generation %}, another number than there are answers, so that it is not known which is "
+                "its. Mark each answer once, or leave the turn out."
+            )
+    return text, [(span, i is None or trained[i]) for span, i in answers]
 
 
 def _words_begin(text: str, messages: Sequence[Message], i: int, render: Render, add_generation_prompt: bool) -> int:
     """Return where in the text the words of `messages[i:]` begin: up to there it is the same with other words."""
     if i == len(messages):
         return len(text)
-    others = [{**m, "content": "y" if m["content"].lstrip().startswith("x") else "x"} for m in messages[i:]]
+    others = [with_other_words(message) for message in messages[i:]]
     with_others = render([*messages[:i], *others], add_generation_prompt).text
     differ = (at for at, (a, b) in enumerate(zip(text, with_others, strict=False)) if a != b)
     return next(differ, min(len(text), len(with_others)))

@@ -8,6 +8,7 @@ import numpy as np
 from jaxmem.common.checks import show
 from llamem.llama.model import Llama
 from llamem.llama.sample import generate
+from llamem.text.chat_messages import check_texts
 from llamem.text.tokenizer import Tokenizer
 
 
@@ -19,10 +20,14 @@ def generate_text(
     A prompt is a string, which is continued, or a chat, a list of `{"role": ..., "content": ...}`, which is answered by
     the tokenizer's template, after the very tokens that stand before an answer in training (`Tokenizer.chat`).
     `options`: see `generate`; by default nothing is drawn, and `tokenizer.stop_ids` end. Raise ValueError for a token
-    beyond the model's table, and as `generate` and `Tokenizer.apply_chat_template`.
+    beyond the model's table, for half a character in a prompt (a lone surrogate), and as `generate` and
+    `Tokenizer.apply_chat_template`.
     """
     if isinstance(prompts, str) or not isinstance(prompts, Sequence) or not prompts:
         raise TypeError(f"generate_text(prompts={show(prompts)}): expected a list of strings or of chats.")
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, str):
+            check_texts(prompt, f"prompts[{i}]")
     ids = [
         tokenizer.encode(prompt, bos=True)
         if isinstance(prompt, str)

@@ -6,12 +6,13 @@ A GGUF file holds a vocabulary and merges: a byte-level BPE is made from them.
 import base64
 import dataclasses
 import datetime
+import functools
 import hashlib
 import importlib.util
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from jaxtyping import Bool, Integer
 
 from jaxmem.common.checks import check_whole, import_extra
 from jaxmem.common.files import read_json, write_whole
-from llamem.text.chat_template import LLAMA3_TEMPLATE, Message, Render, assistant_spans, check_messages, make_render
+from llamem.text.chat_messages import Message, check_messages, check_texts
+from llamem.text.chat_template import LLAMA3_TEMPLATE, Render, assistant_spans, make_render, trained_spans
 from llamem.text.gguf_reader import Gguf, open_gguf
 
 LLAMA3_PATTERN = (
@@ -317,7 +319,7 @@ class Tokenizer:
         names = {"bos_token": self._name(self.bos_id), "eos_token": self._name(self.stop_ids[0])}
         self._names = {name: token for name, token in names.items() if token} if opened.names is None else opened.names
         self._today = today or datetime.date.today()
-        self._render: Render | None = None
+        self._render: Callable[..., Any] | None = None
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the token ids of a text, with the begin- and end-of-document tokens where asked for."""
@@ -344,36 +346,44 @@ class Tokenizer:
         return self._model.decode(ids)
 
     def apply_chat_template(
-        self, messages: Sequence[Message] | str, *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Message] | str,
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **names: Any,
     ) -> list[int]:
         """Return the token ids of a chat, by the model's template; a string alone is one question of the user's.
 
-        With `add_generation_prompt` the beginning of an answer follows: what `generate` continues. Answers among the
-        messages are encoded as by `chat`, so that a model is asked with the tokens that it was trained on; the rest is
-        what transformers' `apply_chat_template` gives. Raise ValueError for messages that are none, for special tokens
-        in them, and where there is no template or it fails.
+        `tools`: descriptions of functions that the model may call; `names`: others that the template reads, such as
+        `enable_thinking`. With `add_generation_prompt` the beginning of an answer follows: what `generate` continues.
+        Answers among the messages are encoded as by `chat`, so that a model is asked with the tokens that it was
+        trained on; the rest is what transformers' `apply_chat_template` gives. Raise ValueError for messages that are
+        none, for special tokens in them, and where there is no template, it fails or does not read what it is given.
         """
-        messages, render = check_messages(messages, list(self._special)), self._renderer()
+        messages, _ = check_messages(messages, list(self._special))
+        render = self._renderer(tools, names)
         try:
             text, answers = assistant_spans(messages, render, self._stops(), add_generation_prompt)
-            return self._encode_turns(text, answers)[0]
+            return self._encode_turns(text, [(span, True) for span, _ in answers])[0]
         except ValueError:  # no template to train on, but one that a model may be asked by
             return self._model.encode_special(render(messages, add_generation_prompt).text)
 
     def chat(
-        self, messages: Sequence[Message] | str
+        self, messages: Sequence[Message] | str, *, tools: Sequence[Mapping[str, Any]] | None = None, **names: Any
     ) -> tuple[Integer[np.ndarray, " tokens"], Bool[np.ndarray, " tokens"]]:
         """Return the token ids `[tokens]`, uint32, of a whole chat, and which of them the assistant wrote.
 
         Those are the tokens that a loss is for: each answer whole, with the token that ends it, no prompt, no role's
-        name. What stands before it is, token by token, `apply_chat_template(..., add_generation_prompt=True)` of the
-        messages before it: where the tokenizer would join the prompt's end and the answer's first word in one token
-        (`"assistant: "` and `"Yes"`), the two are encoded apart. What a template itself marks by `{% generation %}` is
-        taken to the letter instead, whatever its prompt is.
-        Raise ValueError as `apply_chat_template`, and where the template does not tell whose a token is.
+        name; no turn with `"weight": 0`. What stands before it is, token by token, `apply_chat_template(...,
+        add_generation_prompt=True)` of the messages before it: where the tokenizer would join the prompt's end and the
+        answer's first word in one token (`"assistant: "` and `"Yes"`), the two are encoded apart. What a template
+        itself marks by `{% generation %}` is taken to the letter instead, whatever its prompt is.
+        Raise ValueError as `apply_chat_template`, where the template does not tell whose a token is, and where it
+        leaves a field, or words of a turn that is trained, out.
         """
-        messages = check_messages(messages, list(self._special))
-        text, answers = assistant_spans(messages, self._renderer(), self._stops())
+        messages, trained = check_messages(messages, list(self._special))
+        text, answers = trained_spans(messages, trained, tools or (), self._renderer(tools, names), self._stops())
         ids, wrote = self._encode_turns(text, answers)
         return np.asarray(ids, np.uint32), np.asarray(wrote, bool)
 
@@ -411,12 +421,12 @@ class Tokenizer:
     def _stops(self) -> list[str]:
         return [token for token, i in self._special.items() if i in self.stop_ids]
 
-    def _encode_turns(self, text: str, answers: Sequence[slice]) -> tuple[list[int], list[bool]]:
-        """Return a chat's ids, and which of them are in `answers`, parts of its text.
+    def _encode_turns(self, text: str, answers: Sequence[tuple[slice, bool]]) -> tuple[list[int], list[bool]]:
+        """Return a chat's ids, and which of them are in those `answers`, parts of its text, that are trained.
 
         A part that the tokenizer joins with the one before is encoded apart: no id depends on what follows it.
         """
-        ends = [(end, written) for span in answers for end, written in ((span.start, False), (span.stop, True))]
+        ends = [(end, of) for span, trained in answers for end, of in ((span.start, False), (span.stop, trained))]
         ids: list[int] = []
         wrote: list[bool] = []
         begin = 0
@@ -445,14 +455,17 @@ class Tokenizer:
         after_line = self._model.encode_special("\n" + text)
         return after_line[len(line) :] if after_line[: len(line)] == line else self._model.encode_special(text)
 
-    def _renderer(self) -> Render:
+    def _renderer(self, tools: Sequence[Any] | None, names: Mapping[str, Any]) -> Render:
+        """Return what writes a chat, given tools and what else the template reads."""
         if self.chat_template is None:
             raise ValueError(
                 f"{self.source} has no chat template. Pass the one of the model: Tokenizer(..., chat_template=...)."
             )
         if self._render is None:
             self._render = make_render(self.chat_template, self.source, self._names, self._today)
-        return self._render
+        given = {"tools": list(tools) if tools else None, **names}
+        check_texts(given, "what the chat template is given", list(self._special))
+        return functools.partial(self._render, **given)
 
     def _name(self, token_id: int | None) -> str | None:
         return next((token for token, i in self._special.items() if i == token_id), None)

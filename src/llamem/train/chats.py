@@ -2,25 +2,20 @@
 
 import bisect
 import hashlib
-import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32, UInt32
 
-from jaxmem.common.checks import check_number, check_whole, show
+from jaxmem.common.checks import check_number, check_whole, few, show
 from llamem.text.tokenizer import Tokenizer
-from llamem.train.data import Shuffled, check_vocabulary, fingerprint, read_utf8
+from llamem.train.chat_records import read_record, records_of
+from llamem.train.data import Shuffled, check_vocabulary, fingerprint
 from llamem.train.plain_step import IGNORED
-
-_EXPECTED = (
-    'expected {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]} or '
-    '{"prompt": "...", "completion": "..."}'
-)
 
 
 class Chat(NamedTuple):
@@ -40,14 +35,12 @@ class Chats:
     tokenizer: Tokenizer | None = None
 
     def batches(
-        self, batch_size: int, seq_len: int, seed: int, vocab_size: int
-    ) -> "tuple[PackedBatches, PackedBatches]":
-        """Return the batches to train on, in the order of `seed`, and those held out."""
-        size, parts = (batch_size, seq_len), ((self.train, seed), (self.heldout, 0))
-        train, heldout = (
-            PackedBatches(chats, *size, seed, vocab_size=vocab_size, tokenizer=self.tokenizer) for chats, seed in parts
-        )
-        return train, heldout
+        self, batch_size: int, seq_len: int, seed: int = 0, vocab_size: int | None = None
+    ) -> "tuple[PackedBatches, PackedBatches | None]":
+        """Return the batches to train on, in the order of `seed`, and those held out, None where nothing is."""
+        size, more = (batch_size, seq_len), {"vocab_size": vocab_size, "tokenizer": self.tokenizer}
+        heldout = PackedBatches(self.heldout, *size, 0, **more) if self.heldout else None
+        return PackedBatches(self.train, *size, seed, **more), heldout
 
     @property
     def described(self) -> str:
@@ -60,11 +53,15 @@ class Chats:
         return {name: fingerprint(array for chat in chats for array in chat) for name, chats in parts.items()}
 
 
+_Source = str | os.PathLike | Sequence[Mapping[str, Any]]
+
+
 def load_chats(
-    source: str | os.PathLike | Sequence[Mapping[str, Any]],
+    source: _Source,
     tokenizer: Tokenizer | None = None,
     *,
     heldout_fraction: float = 0.1,
+    heldout: _Source | int | float | None = None,
 ) -> Chats:
     """Return the chats of a JSONL file, as tokens by the tokenizer's chat template; the assistant's turns are marked.
 
@@ -72,54 +69,59 @@ def load_chats(
     or `{"prompt": "...", "completion": "..."}`, which is one question of the user's and its answer. `source` may also
     be a list of such objects. `tokenizer`: of the model that is trained, `Tokenizer(folder)`; by default Llama 3's.
     A template that writes the day gives other tokens tomorrow: for a run that goes on then, fix it,
-    `Tokenizer(folder, today=...)`. Whole chats are held out, about `heldout_fraction` of them and at least one, chosen
-    by a hash of their tokens.
+    `Tokenizer(folder, today=...)`.
 
-    Raise FileNotFoundError for a missing file; ValueError for fewer than two chats, and, with file, line and what was
-    expected, for a line that holds none: nothing is left out silently.
+    Beside the messages a record may have `tools`, a `system` text and `chat_template_kwargs`, which the template gets,
+    and in a message `tool_calls`, `reasoning_content` and whatever else it reads; `weight`, `train`, `training`,
+    `trainable`, `loss_mask` or `loss` of 0 say that a turn is not trained. A field that only tells something about a
+    chat (`id`, `source` ...) is named in a warning. Any other is refused by name, and so is one of which the template
+    writes nothing: nothing is left out silently.
+
+    Whole chats are held out, about `heldout_fraction` of them and at least one, chosen by a hash of their tokens.
+    `heldout`: a file or a list of your own instead, or 0: all chats of `source` are trained on, and a run has no
+    validation loss.
+
+    Raise FileNotFoundError for a missing file; ValueError for no chat, for one alone of which one is to be held out,
+    and, with file, line and what was expected, for a line that holds none or is not read whole.
     """
     check_number("heldout_fraction", heldout_fraction, above=0, below=1)
+    if heldout is not None and (isinstance(heldout, bool) or (isinstance(heldout, int | float) and heldout != 0)):
+        raise ValueError(
+            f"load_chats(heldout={heldout!r}): expected a file or a list of chats, or 0 for none. A share of the chats "
+            f"is heldout_fraction={heldout!r}."
+        )
     tokenizer = tokenizer or Tokenizer()
-    chats = []
-    for where, record in _records(source):
-        try:
-            chat = Chat(*tokenizer.chat(_messages(record)))
-        except ValueError as error:
-            raise ValueError(f"{where}: {error} Nothing was loaded.") from None
-        if not chat.wrote.any():
-            raise ValueError(f"{where}: no turn of the assistant, so there is nothing to learn.")
-        chats.append(chat)
-    if len(chats) < 2:
-        raise ValueError(f"{show(source)} has {len(chats)} chats: expected at least two, one of them to hold out.")
+    chats = _tokens_of(source, tokenizer)
+    if len(chats) < 2 and (heldout is None or not chats):
+        least = "at least two, one of them to hold out (heldout=0 holds none)" if heldout is None else "at least one"
+        raise ValueError(f"{show(source)} has {len(chats)} chats: expected {least}.")
+    if heldout is not None:
+        own = () if isinstance(heldout, int | float) else _tokens_of(heldout, tokenizer)
+        return Chats(tuple(chats), tuple(own), tokenizer.vocab_size, tokenizer)
     order = sorted(range(len(chats)), key=lambda i: hashlib.blake2b(chats[i].ids.tobytes()).digest())
     held = set(order[: min(len(chats) - 1, max(1, round(heldout_fraction * len(chats))))])
-    train, heldout = (tuple(c for i, c in enumerate(chats) if (i in held) == out) for out in (False, True))
-    return Chats(train, heldout, tokenizer.vocab_size, tokenizer)
+    train, out = (tuple(c for i, c in enumerate(chats) if (i in held) == held_out) for held_out in (False, True))
+    return Chats(train, out, tokenizer.vocab_size, tokenizer)
 
 
-def _records(source: Any) -> list[tuple[str, Any]]:
-    """Return each record, and where it stands."""
-    if not isinstance(source, (str, os.PathLike)):
-        return [(f"chat {i}", record) for i, record in enumerate(source)]
-    records = []
-    for number, line in enumerate(read_utf8(Path(source).expanduser()).split("\n"), start=1):
-        where = f"{source}, line {number}"
+def _tokens_of(source: _Source, tokenizer: Tokenizer) -> list[Chat]:
+    """Return each chat's tokens. Raise ValueError, with file and line, for a record that is not read whole."""
+    chats, about = [], set()
+    for where, record in records_of(source):
         try:
-            records += [(where, json.loads(line))] if line.strip() else []
-        except ValueError as error:
-            raise ValueError(f"{where}: no JSON ({error}): {show(line)}; {_EXPECTED}. Nothing was loaded.") from None
-    return records
-
-
-def _messages(record: Any) -> list[Any]:
-    if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
-        return record["messages"]
-    if isinstance(record, Mapping) and all(isinstance(record.get(side), str) for side in ("prompt", "completion")):
-        return [
-            {"role": "user", "content": record["prompt"]},
-            {"role": "assistant", "content": record["completion"]},
-        ]
-    raise ValueError(f"{show(record)} is no chat; {_EXPECTED}.")
+            read = read_record(record)
+            chat = Chat(*tokenizer.chat(read.messages, tools=read.tools, **read.names))
+        except (ValueError, RecursionError) as error:
+            what = f"{show(record)} is nested too deeply." if isinstance(error, RecursionError) else error
+            raise ValueError(f"{where}: {what} Nothing was loaded.") from None
+        if not chat.wrote.any():
+            raise ValueError(f"{where}: no turn of the assistant that is trained, so there is nothing to learn.")
+        about |= set(read.about)
+        chats.append(chat)
+    if about:
+        what = f"in {source}" if isinstance(source, str | os.PathLike) else "of the chats"
+        warnings.warn(f"the fields {few(sorted(about))} {what} are not read: they stand in no text.", stacklevel=3)
+    return chats
 
 
 class PackedBatches(Shuffled):
@@ -127,7 +129,8 @@ class PackedBatches(Shuffled):
 
     Every chat stands whole in one sequence, its targets are the assistant's tokens (-100 elsewhere), and by their
     segments chats in one sequence do not see each other. What is longer than `seq_len` is cut at its end, and left out
-    where no token of the assistant is left: `cut` says how much and why. Sequences come as those of `Batches`.
+    where no token of the assistant is left: `cut` says how much and why. `chats` are those that are left, and `rows`
+    says which of them stand in each of the `num_sequences` sequences. They come as those of `Batches`.
 
     Raise ValueError for sizes below one, for an id outside the vocabulary, and where no chat is left.
     """
@@ -144,13 +147,13 @@ class PackedBatches(Shuffled):
     ):
         self.seq_len = T = check_whole("seq_len", seq_len)
         fitting = [Chat(chat.ids[: T + 1], chat.wrote[: T + 1]) for chat in chats]
-        self._chats = [chat for chat in fitting if chat.wrote[1:].any()]
-        self.cut = _what_is_cut(chats, self._chats, T)
-        if not self._chats:
+        self.chats = [chat for chat in fitting if chat.wrote[1:].any()]
+        self.cut = _what_is_cut(chats, self.chats, T)
+        if not self.chats:
             raise ValueError(f"no chat has a token of the assistant among its first {T} tokens. Take a longer seq_len.")
-        check_vocabulary((chat.ids for chat in self._chats), vocab_size, tokenizer)
-        self._rows = _pack([len(chat.ids) - 1 for chat in self._chats], T)
-        super().__init__(len(self._rows), batch_size, seed)
+        check_vocabulary((chat.ids for chat in self.chats), vocab_size, tokenizer)
+        self.rows = _pack([len(chat.ids) - 1 for chat in self.chats], T)
+        super().__init__(len(self.rows), batch_size, seed)
 
     def batch_at(
         self, step: int, rows: slice = slice(None)
@@ -162,8 +165,8 @@ class PackedBatches(Shuffled):
         targets_BT = np.full(shape, IGNORED, np.int32)
         for row, number in enumerate(numbers):
             end = 0
-            for segment, i in enumerate(self._rows[number], start=1):
-                ids, wrote = self._chats[i]
+            for segment, i in enumerate(self.rows[number], start=1):
+                ids, wrote = self.chats[i]
                 start, end = end, end + len(ids) - 1
                 place = slice(start, end)
                 inputs_BT[row, place], segments_BT[row, place] = ids[:-1], segment

@@ -237,10 +237,26 @@ def _files(root: Path, suffixes: Iterable[str], skipped: Iterable[str] = ()) -> 
         yield from (Path(folder, name) for name in sorted(names) if Path(name).suffix in suffixes)
 
 
+_NO_TEXT = {  # how files that hold no UTF-8 text begin, what they are, and what reads them
+    b"PAR1": ("a Parquet file", 'its rows are datasets.load_dataset("parquet", data_files=..., split="train")'),
+    b"\x1f\x8b": ("compressed by gzip", "gunzip it first"),
+    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unzstd it first"),
+    b"\xff\xfe": ("text in UTF-16", "convert it, iconv -f utf-16 -t utf-8"),
+    b"\xfe\xff": ("text in UTF-16", "convert it, iconv -f utf-16 -t utf-8"),
+}
+
+
 def read_utf8(file: Path) -> str:
-    """Return the text of a file. Raise ValueError, with its name, where it is not UTF-8."""
+    """Return the text of a file. Raise ValueError, with its name and what to do, where it is not UTF-8."""
+    content = file.read_bytes()
+    for mark, (what, remedy) in _NO_TEXT.items():
+        if content.startswith(mark):
+            raise ValueError(f"{str(file)!r} is not UTF-8 text: it is {what}; {remedy}.")
+    if b"\0" in content[:4]:
+        order = "utf-16be" if content.startswith(b"\0") else "utf-16le"
+        raise ValueError(f"{str(file)!r} is not UTF-8 text: as UTF-16 it holds zeros; iconv -f {order} -t utf-8.")
     try:
-        return file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{str(file)!r} is not UTF-8 text: {error}. Convert it: iconv -f latin1 -t utf-8.") from None
 
