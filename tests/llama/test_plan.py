@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from llamem import Plan, Policy
@@ -49,3 +51,45 @@ def test_a_plan_that_goes_layer_by_layer_keeps_their_inputs():
     kept = [Plan(weights="host"), Plan(weights="host", remat="offload_block_in")]
     kept += [Plan(weights="host", remat=Policy(offload=("block_in",))), Plan(weights="host", offload=("block_in",))]
     assert [plan.inputs_on_host for plan in kept] == [False, True, True, True]
+
+
+PLANS = [
+    Plan(),
+    Plan(remat=None, loss_tiles=None, mode="unroll"),
+    Plan(remat=Policy(save=("attn_out", "q"), offload=("block_in",)), mesh={"fsdp": 4, "context": 2}),
+    Plan(remat=Policy(save_all_but=("gate",)), loss_tiles=7, loss_axis="vocab", attention="tiled"),
+    Plan(mode="nested", weights="host", moments="host", update="in_backward", offload=("block_in",), mlp_tiles=16),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=repr)
+def test_a_plan_comes_back_from_its_file_as_it_was(plan, tmp_path):
+    file = plan.save(tmp_path / "plan.json", chip="v5e-8")
+    assert Plan.load(file) == plan and repr(Plan.load(file)) == repr(plan)
+    assert json.loads(file.read_text())["chip"] == "v5e-8"
+    assert Plan.load(Plan().save(file)) == Plan(), "a plan may be written over a plan"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "holds no JSON object"),
+        ("[1]", "holds no JSON object, but list"),
+        ('{"mesh": {}}', 'is no plan: it has no "plan" with fields'),
+        ('{"plan": {"remat": "attn", "tiles": 4}}', r"is no plan: no field is called \['tiles'\]"),
+        ('{"plan": {"mesh": {"model": 2}}}', "no mesh axis is called 'model'"),
+        ('{"plan": {"remat": {"save": "attn"}}}', "expected a tuple of names"),
+        ('{"plan": {"remat": {"keep": ["attn"]}}}', "keep"),
+        ('{"plan": {"head_groups": "4"}}', "head_groups='4'"),
+        ('{"plan": {"weights": "host", "mode": "unroll"}}', "one of them at hand at a time"),
+    ],
+)
+def test_what_is_no_plan_is_refused_by_the_file_s_name_and_stays(text, says, tmp_path, as_a_user):
+    file = tmp_path / "mine.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=rf"mine\.json.*{says}"):
+        Plan.load(file)
+    if '"plan"' not in text:
+        with pytest.raises(FileExistsError, match=r"mine\.json exists and is no plan: nothing was written"):
+            Plan().save(file)
+    assert file.read_text() == text

@@ -1,5 +1,6 @@
 """`python -m llamem plan`: its table, and the exit statuses that scripts rely on."""
 
+import json
 import subprocess
 import sys
 import types
@@ -108,3 +109,19 @@ def test_it_is_a_command(capsys):
         with pytest.raises(SystemExit) as ended:
             main(arguments)
         assert ended.value.code == status and words in capsys.readouterr().out
+
+
+def test_one_plan_stands_in_a_file_and_no_other_file_is_written_over(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    asked = ["--tokens", "4096", "--estimate", "--save", str(file)]
+    assert main(["plan", "llama3.2-1b", "qwen3-0.6b", *asked]) == BAD_INPUT and not file.exists()
+    assert "--save: one plan stands in a file" in capsys.readouterr().err
+    assert main(["plan", "llama3.2-1b", "--chip", "v5e-1", *asked]) == FITS
+    out = capsys.readouterr().out
+    assert f"python scale/train.py --plan {file} --output FOLDER" in out
+    told = json.loads(file.read_text())
+    assert (told["model"], told["chip"], told["seq_len"]) == ("llama3.2-1b", "v5e-1", 4096)
+    assert f": {llamem.Plan.load(file)!r}: " in out and told["by"] == "estimate, not compiled"
+    file.write_text("mine")
+    assert main(["plan", "llama3.2-1b", "--chip", "v5e-1", *asked]) == BAD_INPUT
+    assert "exists and is no plan" in capsys.readouterr().err and file.read_text() == "mine"

@@ -6,15 +6,21 @@ import os
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 import yaml
 
 import llamem
+import llamem.train
 from llamem.files import smollm2_file
+from llamem.planner import command
 from llamem.text import Tokenizer
 
 SCALE = Path(__file__).resolve().parents[2] / "scale"
@@ -55,7 +61,7 @@ def test_the_slurm_template_asks_for_a_process_for_each_device():
     assert f"--mesh fsdp={size['nodes'] * size['gpus-per-node']} " in text
 
 
-@pytest.mark.parametrize("name", ["slurm.sh", "tpu_vms.sh", "jobset.yaml"])
+@pytest.mark.parametrize("name", ["slurm.sh", "tpu_vms.sh", "node.sh", "jobset.yaml"])
 def test_templates_call_what_train_understands(name, monkeypatch):
     text = (SCALE / name).read_text()
     if name.endswith(".yaml"):
@@ -87,6 +93,50 @@ def test_templates_call_what_train_understands(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("asked", "said", "wanted"),
+    [
+        (
+            ["llama3.1-8b", "--chip", "v5e-8", "--batch", "8"],
+            ["--steps", "7"],
+            {"batch_size": 8, "seq_len": 4096, "steps": 7},
+        ),
+        (
+            ["llama3.2-1b", "--chip", "v5e-1", "--clip", "layer"],
+            ["--seq-len", "512"],
+            {"clip": "layer", "seq_len": 512},
+        ),
+        (
+            ["llama3.1-8b", "--chip", "t4", "--lora", "16", "8", "--batch", "2", "--quantize", "q4_0"],
+            ["--init", "a model", "--chats", "mine.jsonl"],
+            {"batch_size": 2},
+        ),
+    ],
+    ids=["a mesh", "one chip", "adapters over four bits"],
+)
+def test_a_run_takes_all_of_a_plan_s_file_and_what_is_said_beside_it(asked, said, wanted, tmp_path, monkeypatch):
+    file, done, loaded = tmp_path / "plan.json", [], []
+    assert command.main(["plan", *asked, "--tokens", "4096", "--estimate", "--save", str(file)]) == command.FITS
+    monkeypatch.setattr(llamem.runs, "train", lambda *given, **how: done.append((*given, how)) or runs)
+    monkeypatch.setattr(llamem, "load_pretrained", lambda folder, **how: loaded.append(how) or model)
+    monkeypatch.setattr(llamem.train, "load_chats", lambda *given: "chats")
+    monkeypatch.setattr(llamem.train, "load_corpus", lambda *given: "text")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--plan", str(file), "--output", "run", *said])
+    runs, model = types.SimpleNamespace(finished=True), types.SimpleNamespace(config="the model's")
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_path(str(SCALE / "train.py"), run_name="__main__")
+    ((config, _, settings, _, how),) = done
+    assert how["plan"] == llamem.Plan.load(file) and how["plan"].changes
+    assert {name: getattr(settings, name) for name in wanted} == wanted
+    if "--lora" in asked:
+        assert how["lora"] == llamem.LoraConfig(ranks=(16, 8)) and config == model.config
+        types_ = {"dtype": jnp.float16, "compute_dtype": jnp.float16}
+        assert loaded == [{**types_, "quantize": "q4_0", "plan": how["plan"]}]
+    else:
+        in_16_bits = {"param_dtype": "bfloat16", "compute_dtype": "bfloat16"}
+        assert config == llamem.LlamaConfig.from_name(asked[0], **in_16_bits) and how["lora"] is None
+
+
+@pytest.mark.parametrize(
     ("status", "restarts", "again"), [(0, 0, False), (2, 0, False), (137, 0, True), (75, 19, True), (1, 20, False)]
 )
 def test_a_job_that_ends_too_early_starts_itself_again(tmp_path, status, restarts, again):
@@ -100,6 +150,80 @@ def test_a_job_that_ends_too_early_starts_itself_again(tmp_path, status, restart
     assert done.returncode == status
     requeued = tmp_path / "requeued"
     assert requeued.exists() == again and (not again or requeued.read_text() == "requeue 7\n")
+
+
+# In the place of scale/train.py: told to stop it goes on talking while it saves, and to be told twice ends it.
+HOST = """
+import os, signal, sys, time
+host, status = int(os.environ["LLAMEM_HOST"]), None
+def stop(*_):
+    global status
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    status = 75
+signal.signal(signal.SIGTERM, stop)
+if len(sys.argv) > 1:
+    sys.exit(int(sys.argv[1 + host]))
+print("started", flush=True)
+while status is None:
+    time.sleep(0.01)
+for row in range(30):
+    print("saving", flush=True)
+    time.sleep(0.05)
+print("saved", flush=True)
+sys.exit(status)
+"""
+
+
+def start_hosts(tmp_path, count, *words):
+    (tmp_path / "train.py").write_text(HOST)
+    shutil.copy(SCALE / "local.sh", tmp_path)
+    command = ["bash", str(tmp_path / "local.sh"), str(count), *map(str, words)]
+    where = {**os.environ, "PYTHON": sys.executable}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=where, start_new_session=True, **pipes)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "ends"), [((0, 0), 0), ((0, 75), 75), ((75, 1), 1), ((1, 2), 2), ((2, 75), 2), ((75,), 75)]
+)
+def test_hosts_on_one_machine_end_with_what_a_scheduler_wants_to_know(statuses, ends, tmp_path):
+    process = start_hosts(tmp_path, len(statuses), *statuses)
+    process.communicate(timeout=60)
+    assert process.returncode == ends
+
+
+@pytest.mark.parametrize("told", ["the group", "the script"])
+def test_one_sigterm_saves_on_all_hosts_whoever_is_told(told, tmp_path):
+    """As `timeout` and supervisors send it, or `kill`; each host is told once."""
+    process = start_hosts(tmp_path, 2)
+    assert process.stdout is not None
+    started = [process.stdout.readline() for _ in range(2)]
+    assert sorted(started) == ["[host 0] started\n", "[host 1] started\n"]
+    (os.killpg if told == "the group" else os.kill)(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 75 and {"[host 0] saved", "[host 1] saved"} <= set(said.splitlines()), said
+
+
+@pytest.mark.weekly
+@pytest.mark.slow
+def test_one_node_of_eight_devices_is_one_process_that_stops_and_goes_on(tmp_path):
+    words = ["--preset", "tiny", "--dtype", "float32", "--batch-size", "8", "--seq-len", "64", "--eval-every", "0"]
+    words += ["--snapshot-every", "1", "--warmup-steps", "1", "--report"]
+    where = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHON": sys.executable}
+    where |= {"RUN": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = ["bash", str(SCALE / "node.sh"), *words]
+    process = subprocess.Popen([*command, "--steps", "500"], env=where, stdout=subprocess.PIPE, text=True)
+    metrics = tmp_path / "metrics.jsonl"
+    while (not metrics.exists() or metrics.read_text().count("\n") < 2) and process.poll() is None:
+        time.sleep(0.1)
+    process.terminate()
+    said, _ = process.communicate(timeout=240)
+    assert process.returncode == 75 and "Interrupted, and saved after step" in said, said
+    done = metrics.read_text().count("\n")
+    more = [*command, "--steps", str(done + 2), "--on-change", "continue"]
+    run = subprocess.run(more, env=where, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "8 x cpu" in (tmp_path / "run.json").read_text() and (tmp_path / "report.ipynb").exists()
 
 
 def test_what_is_refused_ends_with_a_status_of_its_own(tmp_path):

@@ -9,11 +9,15 @@
 """
 
 import dataclasses
+import json
 import math
+import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from jaxmem.common.checks import check_one_of, check_whole, replaced, show
+from jaxmem.common.files import read_json, write_whole
 from llamem.layers.attention import Implementation
 from llamem.layers.remat import POLICIES, Policy, check_policy, offloading_too
 from llamem.layers.stack import Mode
@@ -82,6 +86,8 @@ class MeshShape:
         """Return the mesh axes that split array axes of these names: `over("d_model")` is that of every weight."""
         return tuple(axis for name in names for axis in RULES[name] if axis in self.axes)
 
+
+_MAX_BYTES = 100_000  # of a plan's file
 
 LossAxis = Literal["auto", "tokens", "vocab"]
 Home = Literal["device", "host"]
@@ -241,9 +247,61 @@ class Plan:
         """Return what differs from the defaults, as in its call: `Plan(mlp_tiles=16, offload=('block_in',))`."""
         return f"Plan({', '.join(f'{name}={_shown(value)}' for name, value in self.changes.items())})"
 
+    def save(self, file: str | os.PathLike, **beside: Any) -> Path:
+        """Write this plan as JSON, with what stands `beside` it, such as the chip it was found for; return the file.
+
+        Raise FileExistsError where the file is there and is no plan.
+        """
+        path = Path(file).expanduser()
+        if path.exists():
+            try:
+                read_json(path, _MAX_BYTES)["plan"]
+            except (ValueError, KeyError, OSError):
+                raise FileExistsError(
+                    f"{path} exists and is no plan: nothing was written. Choose another name."
+                ) from None
+        write_whole(
+            path, json.dumps({"plan": {n: _as_json(v) for n, v in self.changes.items()}} | beside, indent=1) + "\n"
+        )
+        return path
+
+    @classmethod
+    def load(cls, file: str | os.PathLike) -> "Plan":
+        """Read a plan that `save` or `python -m llamem plan --save` wrote. Raise ValueError for what is no plan."""
+        return read_plan(file)[0]
+
     def replace(self, **changes: Any) -> "Plan":
         """Return a copy with some fields changed, checked again. Raise TypeError for a field that does not exist."""
         return replaced(self, changes)
+
+
+def read_plan(file: str | os.PathLike) -> tuple[Plan, dict[str, Any]]:
+    """Return the plan in a file, and what stands beside it. Raise ValueError, with the file's name, for no plan."""
+    path = Path(file).expanduser()
+    beside = read_json(path, _MAX_BYTES)
+    fields = beside.pop("plan", None)
+    known = [field.name for field in dataclasses.fields(Plan)]
+    if not isinstance(fields, dict) or (unknown := [name for name in fields if name not in known]):
+        what = 'it has no "plan" with fields' if not isinstance(fields, dict) else f"no field is called {unknown}"
+        raise ValueError(
+            f"{path} is no plan: {what}. `python -m llamem plan --save FILE` or Plan.save(file) writes one."
+        )
+    try:
+        if isinstance(policy := fields.get("remat"), dict):
+            fields["remat"] = Policy(**_tuples(policy))
+        return Plan(**_tuples(fields)), beside
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Policy):
+        return {name: names for name, names in dataclasses.asdict(value).items() if names}
+    return value.axes if isinstance(value, MeshShape) else value
 
 
 def _shown(value: Any) -> str:

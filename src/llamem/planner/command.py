@@ -35,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.chip = [name for name, chip in CHIPS.items() if given.quantize is None or chip.devices == 1]
     short = {chip: f"{chip.lower()}-1" for chip in given.chip if f"{chip.lower()}-1" in CHIPS}
     given.chip = [short.get(chip, chip) for chip in given.chip]
+    if given.save and (len(given.models), len(given.chip)) != (1, 1):
+        print("--save: one plan stands in a file. Ask of one model and one chip.", file=sys.stderr)
+        return BAD_INPUT
     status, rows, texts = FITS, [], [f"{chip} is taken for {single}, one chip." for chip, single in short.items()]
     for model in given.models:
         for chip in given.chip:
@@ -42,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 result = _find(model, chip, given)
                 rows.append((model, chip, *_cells(result)))
                 texts.append(f"\n{model} on {chip}: {result.why}\n\n{_program(model, result)}")
+                if given.save:
+                    file = result.save(given.save, model)
+                    texts.append(f"\nThe plan is in {file}: python scale/train.py --plan {file} --output FOLDER")
                 continue
             except NothingFits as error:
                 failed, why = NOTHING_FITS, error
@@ -118,5 +124,6 @@ def _parser() -> argparse.ArgumentParser:
     gib = "GiB that the host can hold of a run: weights may wait there"
     add("--host-gib", type=float, metavar="GIB", help=gib)
     add("--clip", choices=("global", "layer"), default="global", help="gradients by the norm of all, or by layer")
+    add("--save", metavar="FILE", help="write the plan as JSON, for scale/train.py --plan and llamem.Plan.load")
     add("--estimate", action="store_true", help="trust the estimate; ask no compiler")
     return parser

@@ -1,7 +1,9 @@
 """What a search for a plan comes back with: a plan that a person can act on."""
 
 import dataclasses
+import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxmem.common.checks import import_extra
@@ -42,6 +44,28 @@ class Found(Shown):
     def peak_bytes(self) -> int:
         """The compiler's peak; the estimate's where no compiler was asked."""
         return self.report.peak_bytes if self.report else self.estimate.peak_bytes
+
+    def save(self, file: str | os.PathLike, model: str = "") -> Path:
+        """Write the plan, and what it was found for, for `Plan.load` and `scale/train.py --plan`; return the file.
+
+        `model`: a name of `llamem.PRESETS`, or the path of a config.json. Raise FileExistsError where the file is there
+        and is no plan.
+        """
+        q = self.estimate.question
+        beside: dict[str, Any] = {
+            "model": model,
+            "chip": q.chip.name,
+            "peak_bytes": self.peak_bytes,
+            "by": self.report.compiler if self.report else "estimate, not compiled",
+            "seq_len": q.seq_len,
+            "batch_size": q.batch_size,
+            "clip": q.clip,
+            "param_dtype": q.config.param_dtype.name,
+            "compute_dtype": q.config.compute_dtype.name,
+        }
+        if q.lora is not None:
+            beside |= {"lora": dataclasses.asdict(q.lora), "quantize": q.quantize}
+        return self.plan.save(file, **beside)
 
     @property
     def code(self) -> str:
