@@ -6,7 +6,7 @@ RUN    ?= runs/$(shell date +%Y-%m-%d_%H-%M-%S)
 INSTALL := -m pip install --quiet --no-input --disable-pip-version-check
 PIP    := $(BIN)/python $(INSTALL) --constraint requirements/lock.txt
 
-.PHONY: help setup train cluster test quick parity lab notebooks lint format lock floors address wheel site browser accelerator clean
+.PHONY: help setup train cluster test quick parity lab notebooks answers lint format lock floors address wheel site browser accelerator clean
 
 help:
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -67,6 +67,9 @@ lab: $(VENV)/train-is-ready ## open the notebooks in JupyterLab
 
 notebooks: $(VENV)/test-is-ready ## run every notebook from a fresh kernel and store its outputs
 	$(BIN)/python tests/run_notebooks.py $(NB)
+
+answers: ## after `make notebooks`: by what its stored answers are known at Colab's JAX and at the newest
+	tests/answer_keys.sh $(NB)
 
 lint: $(VENV)/test-is-ready ## ruff and pyrefly, notebooks included
 	$(BIN)/ruff check .

@@ -13,8 +13,7 @@ cd "$(dirname "$0")/.."
 python=${1:-python3.13}
 which=${2:-colab}
 folder=$PWD/build/versions-$which
-pins=(jax==0.7.2 jaxlib==0.7.2 flax==0.11.2 optax==0.2.8 numpy==2.1.3 matplotlib==3.10.0 ipywidgets==7.7.1
-      ipython==7.34.0 ipykernel==6.17.1)
+pins=(-r requirements/colab.txt)
 if [ "$which" = latest ]; then
   pins=(jax flax optax numpy matplotlib ipywidgets ipython ipykernel)
 fi

@@ -57,11 +57,14 @@ def found() -> set[tuple[str, str]]:
 
 TMP = "in pytest's own folder for this test"
 MAY = {
+    ("src/jaxmem/answers.py", "_keep_small"): "reports that bear the mark of this package",
+    ("src/jaxmem/answers.py", "clear_reports"): "the same",
     ("src/jaxmem/chips/compiler_process.py", "end_with_parent"): "the folder that its parent made for this one answer",
     ("src/jaxmem/chips/compiler_process.py", "write_answer"): "in that folder, from an unfinished name",
     ("src/jaxmem/chips/compilers.py", "_install"): "in a folder that `whole_folder` made a moment ago",
     ("src/jaxmem/chips/compilers.py", "_remove_marked"): "what bears the mark of what was fetched",
     ("src/jaxmem/chips/compilers.py", "remove_compilers"): "the lock beside what bore the mark, and an empty folder",
+    ("src/jaxmem/common/files.py", "locked"): "the file beside the lock that names the holder, who wrote it",
     ("src/jaxmem/common/files.py", "whole_folder"): "the name that it drew; an empty folder is replaced, no other",
     ("src/jaxmem/common/files.py", "write_whole"): "the name that it drew; its callers write files of their own names",
     ("src/llamem/llama/weights.py", "with_numbers"): "no file: a weight with other numbers",

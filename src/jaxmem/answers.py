@@ -106,8 +106,8 @@ def cached(question: Question, compilers: Compilers, compile_it: Callable[[], di
     """
     file = cache_folder("reports") / f"{digest(f'{_reading_code()} {compilers} {question.key} {question.names}')}.json"
     with contextlib.suppress(OSError, ValueError):  # never compiled, not to be read
-        said, _, text = file.read_text(encoding="utf-8").partition("\n")
-        if said == digest(text):
+        mark, _, text = file.read_text(encoding="utf-8").partition("\n")
+        if mark == _MARK + digest(text):
             held = json.loads(text)
             with contextlib.suppress(OSError):
                 os.utime(file)  # the oldest go first
@@ -116,22 +116,23 @@ def cached(question: Question, compilers: Compilers, compile_it: Callable[[], di
     if "error" not in answer or needed_bytes(answer["error"]) is not None:  # others may not be there next time
         text = json.dumps({"answer": answer, "lines": question.lines})
         try:
-            write_whole(file, f"{digest(text)}\n{text}")
+            write_whole(file, f"{_MARK}{digest(text)}\n{text}")
             _keep_small()
         except OSError as error:
             _warn_once(str(file.parent), str(error))
     return answer
 
 
+_MARK = "jaxmem report "  # how a file begins that this package wrote
 _MOST_BYTES = 2**29  # some thousands of answers
 
 
 def kept_reports() -> list[Path]:
     """Return the files of the cache of reports, the oldest first: those that this package wrote and no other."""
     files = []
-    with contextlib.suppress(OSError):
-        for file in cache_folder("reports").iterdir():
-            if re.fullmatch(r"[0-9a-f]{32}\.json", file.name) and not file.is_symlink() and file.is_file():
+    for file in cache_folder("reports").glob("*.json"):
+        with contextlib.suppress(OSError), file.open("rb") as content:  # another process removed it
+            if re.fullmatch(r"[0-9a-f]{32}", file.stem) and content.read(len(_MARK)) == _MARK.encode():
                 files.append((file.stat().st_mtime, file))
     return [file for _, file in sorted(files)]
 

@@ -243,7 +243,7 @@ def test_the_cache_has_a_bound_and_the_oldest_go_first(compiled, tmp_path, monke
     report(programs[0])
     folder = tmp_path / "cache" / "reports"
     (first,) = folder.iterdir()
-    strangers = [folder / "notes.txt", folder / "0123.json", folder / ("g" * 32 + ".json")]
+    strangers = [folder / "notes.txt", folder / "0123.json", folder / ("a" * 32 + ".json")]
     for stranger in strangers:
         stranger.write_text("not ours" * 1000)
     monkeypatch.setattr(answers, "_MOST_BYTES", int(3.5 * first.stat().st_size))

@@ -1,5 +1,6 @@
 """The closed form of a step's bytes and seconds: what it must equal, how each tool moves it, what it refuses."""
 
+import dataclasses
 import math
 import re
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import jaxmem
 from llamem import LlamaConfig, Plan, Policy, TrainSettings, estimate
 from llamem.planner.sizes import Sizes
 from llamem.runs import abstract_state
@@ -144,3 +146,16 @@ def test_the_tables_say_what_is_estimated():
     for words in ("estimated", "not measured", "weights", "DOES NOT FIT"):
         assert words in str(found) and words in found._repr_html_()
     assert "estimated: fits" in str(estimate(ONE_B, chip="local", seq_len=512))  # by the default plan's own tiles
+
+
+def test_a_chip_that_is_defined_again_is_another_chip(monkeypatch):
+    """Its losses are cut for its own memory, in one process and in either order."""
+
+    def tile(gib):
+        mine = dataclasses.replace(jaxmem.CHIPS["rtx4090"], name="mine", capacity_bytes=gib * 2**30)
+        monkeypatch.setitem(jaxmem.CHIPS, "mine", mine)
+        sizes = Sizes(estimate(ONE_B, Plan(), "mine", seq_len=8192).question, Plan())
+        return sizes.loss_axis, sizes.loss_rows, sizes.loss_columns
+
+    small, large = tile(2), tile(96)
+    assert small != large and (tile(2), tile(96)) == (small, large)
