@@ -84,7 +84,9 @@ def with_lines(answer: dict[str, Any], then: Sequence[str], now: Sequence[str]) 
     moved: dict[str, str] = {}
     for before, after in zip(then, now, strict=True):
         moved.setdefault(before, after)
-    answer = answer | {"buffers": [row | {"source": moved.get(row["source"], "")} for row in answer.get("buffers", ())]}
+    for table in ("buffers", "costs"):
+        rows = [row | {"source": moved.get(row["source"], "")} for row in answer.get(table, ())]
+        answer = answer | {table: rows}
     if schedule := answer.get("schedule"):
         rows = [[*row[:SOURCE], moved.get(row[SOURCE], ""), *row[SOURCE + 1 :]] for row in schedule["buffers"]]
         answer["schedule"] = schedule | {"buffers": rows}
@@ -94,7 +96,10 @@ def with_lines(answer: dict[str, Any], then: Sequence[str], now: Sequence[str]) 
 def without_names(answer: dict[str, Any]) -> dict[str, Any]:
     """Return what an answer says of a program with other names: its numbers, and no arrays by name."""
     words = "the answer is that of the same arithmetic under other names, so that its arrays are not told by name."
-    return {name: value for name, value in answer.items() if name != "schedule"} | {"buffers": [], "no_schedule": words}
+    return {name: value for name, value in answer.items() if name not in ("schedule", "costs")} | {
+        "buffers": [],
+        "no_schedule": words,
+    }
 
 
 def cached(question: Question, compilers: Compilers, compile_it: Callable[[], dict[str, Any]]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from jaxmem.chips.names import find_chip
 from jaxmem.common.checks import few, show
 from jaxmem.cross_compile import Request, compile_absent, export_for, traced_for
 from jaxmem.notes import program_notes
+from jaxmem.reading.cost import Cost
 from jaxmem.reading.dump import needed_bytes, read_dump, remedy
 from jaxmem.reading.hlo import Buffer, Collective, describe, optimised_text, parse
 from jaxmem.reading.provenance import Provenance, find_provenance
@@ -131,7 +132,9 @@ def _with_timeline(report: Report, answer: dict[str, Any], leaves: Sequence[Leaf
     if "schedule" not in answer:
         return dataclasses.replace(report, no_timeline=answer["no_schedule"])
     chip, names = report.chip, [leaf.name for leaf in leaves]
-    timeline = Timeline.from_schedule(answer["schedule"], chip.name, chip.capacity_bytes, names, provenance)
+    timeline = Timeline.from_schedule(
+        answer["schedule"], chip.name, chip.capacity_bytes, names, provenance, chip.clock_ghz
+    )
     counted = (dataclasses.replace(b, at_once=timeline.at_once(b.shape, b.operation) or None) for b in report.buffers)
     return dataclasses.replace(report, timeline=timeline, buffers=tuple(counted))
 
@@ -249,6 +252,12 @@ def _report(
         collectives=tuple(Collective(**row) for row in answer["collectives"] or ()),
         buffers=tuple(Buffer(**row) for row in answer["buffers"]),
         refused="error" in answer,
+        costs=tuple(
+            Cost(row["operation"], row["source"], row["times"], row["cycles"] / chip.clock_ghz / 1e9)
+            for row in answer.get("costs", ())
+            if chip.clock_ghz
+        ),
+        untimed=answer.get("untimed", {}),
     )
     return dataclasses.replace(
         report, warnings=tuple(program_notes(report, jaxpr, products, leaves, provenance, answer))

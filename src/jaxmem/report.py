@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from jaxmem.chips.chip import Chip, Gpu
+from jaxmem.common.checks import few
 from jaxmem.common.printing import Shown, Table, size_text
+from jaxmem.reading.cost import Cost
 from jaxmem.reading.hlo import Buffer, Collective
 from jaxmem.reading.timeline import Loop, Span, Timeline
 
@@ -36,6 +38,10 @@ class Report(Shown):
     or of which day a stored answer is. A program that the compiler refuses as too big has `fits=False` and, in
     `peak_bytes`, what it said it needed. `timeline` is memory against the steps of the program; None where what the
     compiler wrote down cannot be read, and `no_timeline` says why.
+
+    `costs` are what operations take by the estimate of a TPU's compiler, which it makes for whoever asks to the end,
+    with `depth="code"`; `untimed` is what it has none for (kernels of Pallas, messages between chips), and how often
+    each runs. Compilers for GPUs estimate nothing.
     """
 
     chip: Chip
@@ -58,6 +64,8 @@ class Report(Shown):
     refused: bool = False
     timeline: Timeline | None = dataclasses.field(default=None, repr=False)
     no_timeline: str = ""
+    costs: tuple[Cost, ...] = ()
+    untimed: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def capacity_bytes(self) -> int | None:
@@ -68,6 +76,16 @@ class Report(Shown):
     def fits(self) -> bool:
         """Whether the program runs within the chip's memory."""
         return not self.refused and (self.capacity_bytes is None or self.peak_bytes <= self.capacity_bytes)
+
+    @property
+    def seconds(self) -> float | None:
+        """The compiler's estimate of all that it has one for, one after the other; None without any. No measurement."""
+        return sum(cost.seconds for cost in self.costs) if self.costs else None
+
+    @property
+    def slowest(self) -> tuple[Cost, ...]:
+        """The operations of which the compiler expects that they take longest, the longest first."""
+        return tuple(sorted(self.costs, key=lambda cost: -cost.seconds)[:12])
 
     @property
     def parts(self) -> dict[str, int]:
@@ -113,6 +131,7 @@ class Report(Shown):
             fields["chip"] = Chip(**chip)
             fields["collectives"] = tuple(Collective(**row) for row in fields["collectives"])
             fields["buffers"] = tuple(Buffer(**row) for row in fields["buffers"])
+            fields["costs"] = tuple(Cost(**row) for row in fields["costs"])
             fields["warnings"] = tuple(fields["warnings"])
             if timeline := fields["timeline"]:
                 rows = {"buffers": Span, "loops": Loop}
@@ -120,7 +139,9 @@ class Report(Shown):
                     name: tuple(kind(*row) for row in timeline[name]) for name, kind in rows.items()
                 }
                 read["passes"] = tuple(map(tuple, timeline["passes"]))
-                fields["timeline"] = Timeline(**timeline | read | {"operations": tuple(timeline["operations"])})
+                fields["timeline"] = Timeline(
+                    **timeline | read | {name: tuple(timeline[name]) for name in ("operations", "seconds")}
+                )
             return cls(**fields)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no report of schema {SCHEMA}: {error!r}. Make it again.") from None
@@ -142,6 +163,11 @@ class Report(Shown):
                 for row in self.buffers[:8]
             ]
             yield Table(("largest arrays", "size", "at once", "operation", "line"), arrays)
+        if self.seconds is not None:
+            without = f", without {few([f'{name} ({times})' for name, times in self.untimed.items()])}"
+            yield f"{self.seconds:.4g} s by the compiler's estimate{without if self.untimed else ''}"
+            slowest = [(f"{1000 * row.seconds:.2f}", row.times, row.operation, row.source) for row in self.slowest[:8]]
+            yield Table(("ms, estimated", "times", "operation", "line"), slowest)
         yield from (f"note: {warning}" for warning in self.warnings)
         yield f"compiler: {self.compiler}"
 
@@ -202,7 +228,7 @@ def changed_arrays(before: Report, after: Report, most: int = 12) -> Table:
             for span in timeline.at_peak():
                 held[span.category, span.shape] += sign * span.bytes
                 origin[span.category, span.shape] = span.operation, span.source
-    changed = sorted((row for row in held.items() if abs(row[1]) > _SMALL), key=lambda row: -abs(row[1]))[:most]
+    changed = sorted((row for row in held.items() if abs(row[1]) > 2**20), key=lambda row: -abs(row[1]))[:most]
     cells = [(f"{'+' if size > 0 else '-'}{size_text(abs(size))}", *row, *origin[row]) for row, size in changed]
     return Table(("change", "what", "shape", "operation", "line"), cells)
 

@@ -39,7 +39,8 @@ class Chip:
     `bandwidth` bytes/s of its memory; None for the chip at hand, which is measured instead. `absent` chips are compiled
     for in a child process. `gpu` is the description of a GPU that stands in for its driver. A local GPU of any maker
     has the platform "cuda": XLA's compiler for GPUs is one. `host_link` and `chip_link` are bytes/s one way to the host
-    and to neighbouring chips together; None where they go through the host's link, or are not known.
+    and to neighbouring chips together; None where they go through the host's link, or are not known. `clock_ghz` is a
+    TPU's, in whose cycles its compiler estimates.
 
     For a card that is not in `CHIPS` add one: `CHIPS["mine"] = dataclasses.replace(CHIPS["rtx4090"], name="mine",
     capacity_bytes=...)`; reports, tiles and plans then know it.
@@ -58,6 +59,7 @@ class Chip:
     gpu: Gpu | None = None
     host_link: float | None = None
     chip_link: float | None = None
+    clock_ghz: float | None = None
 
     @property
     def has_bf16(self) -> bool:
@@ -108,13 +110,27 @@ _RTX5090 = Gpu(102_400, 101_376, 1536, 170, 128, 100_663_296, 2.41, (12, 0))
 # Host link, bytes/s one way. GPUs: the PCIe generation on NVIDIA's data sheet, 16 lanes, less a fifth for its packets.
 # TPUs: 16 and 32 GB/s for v5e and v6e, https://jax-ml.github.io/scaling-book/tpus; that of a v6e is assumed
 # for the others. Chip link: Google Cloud's TPU pages (1,600, 3,200 and 4,800 Gbit/s), NVLink one way on data sheets.
+# Clock: the peak over what the matrix units do in a cycle: four of 128 x 128 in a v5e, eight in a v5p, four of
+# 256 x 256 in a v6e and in a device of a TPU7x.
 CHIPS: dict[str, Chip] = {
-    name: Chip(name, "tpu", kind, int(gib * _GiB), flops, speed, topology, cores, host_link=host, chip_link=link)
-    for name, kind, gib, flops, speed, topology, cores, host, link in (
-        ("v5e-1", "TPU v5 lite", 15.75, 197e12, 819e9, "v5e:1x1", 1, 16e9, 200e9),
-        ("v6e-1", "TPU v6 lite", 31.24, 918e12, 1640e9, "v6e:1x1", 1, 32e9, 400e9),
-        ("v5p-1", "TPU v5", 95.73, 459e12, 2765e9, "v5p:1x1x1", 2, 32e9, 600e9),
-        ("v7x-1", "TPU7x", 94.74, 1153e12, 3690e9, "tpu7x:1x1x1", 1, 32e9, 300e9),
+    name: Chip(
+        name,
+        "tpu",
+        kind,
+        int(gib * _GiB),
+        flops,
+        speed,
+        topology,
+        cores,
+        host_link=host,
+        chip_link=link,
+        clock_ghz=clock,
+    )
+    for name, kind, gib, flops, speed, topology, cores, host, link, clock in (
+        ("v5e-1", "TPU v5 lite", 15.75, 197e12, 819e9, "v5e:1x1", 1, 16e9, 200e9, 1.5),
+        ("v6e-1", "TPU v6 lite", 31.24, 918e12, 1640e9, "v6e:1x1", 1, 32e9, 400e9, 1.75),
+        ("v5p-1", "TPU v5", 95.73, 459e12, 2765e9, "v5p:1x1x1", 2, 32e9, 600e9, 1.75),
+        ("v7x-1", "TPU7x", 94.74, 1153e12, 3690e9, "tpu7x:1x1x1", 1, 32e9, 300e9, 2.2),
     )
 }
 CHIPS |= {

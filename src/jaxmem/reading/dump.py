@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.reading.buffer_assignment import ASSIGNMENT, Allocation, Platform, program_stem, read_assignment
+from jaxmem.reading.cost import estimated_cycles
 from jaxmem.reading.hlo import describe, kernel_constant_bytes, parse
 from jaxmem.reading.timeline import read_schedule
 
@@ -16,6 +17,7 @@ from jaxmem.reading.timeline import read_schedule
 # program that a TPU's compiler refuses as too big never comes so far.
 _NEXT = ("*jit_call*after_optimizations_after_buffer_assignment.txt", "*jit_call*.ir-no-opt.ll")
 
+_ASSIGNED, _GENERATED = "after_optimizations", "after_codegen"  # how the names of a program's two files end
 _TOTALS = "-memory-usage-report.txt"
 _ROOM = 2**20  # bytes that must be left where compilers write
 
@@ -29,7 +31,8 @@ def read_dump(folder: Path, platform: Platform) -> dict[str, Any]:
     """Return the answer that a dump folder holds, for JSON, each of its files read once.
 
     Bytes of memory, where they are assigned; what `describe` says of the program, of none where there is none; and
-    "schedule", as `read_schedule` gives it, or "no_schedule", with what is wrong.
+    "schedule", as `read_schedule` gives it, or "no_schedule", with what is wrong. Where a TPU's compiler went to the
+    end also "costs" and "untimed", as `estimated_cycles` has them.
     """
     stem = program_stem(folder)
     allocations, places = read_assignment(_text(stem + ASSIGNMENT), platform)
@@ -38,8 +41,12 @@ def read_dump(folder: Path, platform: Platform) -> dict[str, Any]:
         allocations[max(allocations) + 1] = Allocation(hidden, "device", "constant", None, False, "")
     answer = assigned_bytes(allocations.values()) if allocations else {}
     answer |= describe(program)
+    generated = parse(_text(f"{stem.removesuffix(_ASSIGNED)}{_GENERATED}.txt"))
+    cycles = estimated_cycles(generated, program) or {"step": {}}
+    step = cycles.pop("step")
+    answer |= cycles
     try:
-        return answer | {"schedule": read_schedule(stem, allocations, places, program)}
+        return answer | {"schedule": read_schedule(stem, allocations, places, program, step)}
     except ValueError as error:
         return answer | {"no_schedule": str(error)}
 

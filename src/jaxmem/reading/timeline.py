@@ -68,7 +68,9 @@ class Timeline:
     `buffers` are all arrays of the program, and the room of results: a runtime takes it before the first step, so that
     it counts from there on. `assigned_bytes` is the device memory that the compiler set aside: what is in use at the
     highest point, and gaps. `passes` are (name, first step, the step after its last).
-    `operations` are those of the steps. `capacity_bytes` is what the chip offers, None where unknown.
+    `operations` are those of the steps. `seconds` is what each takes in all its turns, by a TPU's compiler's own
+    estimate, 0 where it has none; empty where it was not asked to the end. `capacity_bytes` is what the chip offers,
+    None where unknown.
 
     Not in it: what libraries take at run time on a CPU, beside the compiler's plan. On a TPU small programs live in
     on-chip memory for much of their time: `curve("on-chip")`.
@@ -82,6 +84,7 @@ class Timeline:
     loops: tuple[Loop, ...]
     passes: tuple[tuple[Pass, int, int], ...]
     operations: tuple[str, ...]
+    seconds: tuple[float, ...] = ()
 
     @classmethod
     def from_schedule(
@@ -91,6 +94,7 @@ class Timeline:
         capacity_bytes: int | None,
         arguments: Sequence[str],
         provenance: Provenance,
+        clock_ghz: float | None = None,
     ) -> "Timeline":
         """Make one from the table of `read_schedule`, and the arguments' names and provenance, in their flat order."""
 
@@ -117,6 +121,7 @@ class Timeline:
             loops=tuple(Loop(*row) for row in schedule["loops"]),
             passes=tuple((name, first, end) for name, first, end in schedule["passes"]),
             operations=tuple(schedule["operations"]),
+            seconds=tuple(n / clock_ghz / 1e9 for n in schedule.get("cycles", ())) if clock_ghz else (),
         )
 
     def curve(self, space: Space = "device") -> np.ndarray:
@@ -282,12 +287,16 @@ _UPDATES = ("dynamic-update-slice", "dynamic_update_slice")
 
 
 def read_schedule(
-    stem: str, allocations: dict[int, Allocation], places: dict[int, Place], program: Program
+    stem: str,
+    allocations: dict[int, Allocation],
+    places: dict[int, Place],
+    program: Program,
+    cycles: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """Return what `Timeline.from_schedule` reads, for JSON: of a program, its memory, and the dump's files of values.
 
-    `stem`: the path that those begin with. Raises ValueError where one is missing, cut short, or of a form that is not
-    known.
+    `stem`: the path that those begin with. `cycles`: of instructions by name, where they are known. Raises ValueError
+    where one is missing, cut short, or of a form that is not known.
     """
     if not program.computations:
         raise ValueError("the compiler's dump holds no program.")
@@ -303,6 +312,7 @@ def read_schedule(
             "passes": reader.passes,
             "loops": [dataclasses.astuple(loop) for loop in reader.loops()],
             "operations": [reader.line(name).operation or name for name in reader.schedule],
+            "cycles": [cycles.get(name, 0) for name in reader.schedule] if cycles else [],
             "buffers": [dataclasses.astuple(span) for span in (*reader.held_throughout(), *reader.made())],
         }
     except (LookupError, AttributeError, TypeError) as error:  # a file that can be read, and says something else
