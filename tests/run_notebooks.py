@@ -116,6 +116,7 @@ def main(numbers: list[str]) -> int:
     if unknown:
         print(f"There is no notebook {unknown[0]!r}. There are: {', '.join(path.name for path in paths)}.")
         return 2
+    os.environ.setdefault("LLAMEM_CLAIMS", "raise")
     os.environ["JAX_PLATFORMS"] = "cpu"  # what is stored is what every reader can reproduce
     os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"  # where others work on this machine, XLA says that it takes long
     failed = False

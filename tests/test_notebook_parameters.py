@@ -63,6 +63,7 @@ ALL = [
 
 def run(number: str, change: dict[str, Any], tmp_path: Path) -> None:
     (path,) = NOTEBOOKS.glob(f"{number}_*.ipynb")
+    os.environ.setdefault("LLAMEM_CLAIMS", "raise")
     os.environ["JAX_PLATFORMS"] = "cpu"
     papermill.execute_notebook(
         path, tmp_path / path.name, parameters=change, kernel_name="python3", cwd=str(NOTEBOOKS), progress_bar=False

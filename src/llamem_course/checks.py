@@ -1,5 +1,6 @@
 """What a notebook's text claims: asserted with the parameters it was written for, told as found with others."""
 
+import os
 from typing import Any
 
 import jax
@@ -16,12 +17,13 @@ def written_for(parameters: dict[str, Any]) -> None:
 def claim(holds: Any, sentence: str) -> None:
     """Check a sentence of the text: a clause that can follow "it holds that".
 
-    Where the notebook runs on a CPU with its own parameters, raise AssertionError if it does not hold. With others, or
-    on an accelerator, where sizes differ, print that it does not hold here, and the notebook runs on.
+    Where it does not hold, print so, and the notebook runs on: another chip, size, version or compiler may differ. The
+    course's own tests set `LLAMEM_CLAIMS=raise`: there, on a CPU and with the parameters as they are stored, raise
+    AssertionError.
     """
     if holds:
         return
-    if _runs_as_written():
+    if os.environ.get("LLAMEM_CLAIMS") == "raise" and _runs_as_written():
         raise AssertionError(f"The text says that {sentence}. In this run it is not so.")
     print(f"Here it is otherwise than in the text: it does not hold that {sentence}.")
 

@@ -9,7 +9,8 @@ def run_in(monkeypatch, **names):
     monkeypatch.setattr("IPython.get_ipython", lambda: types.SimpleNamespace(user_ns=names))
 
 
-def test_a_claim_is_asserted_with_the_notebooks_own_parameters_and_told_with_others(monkeypatch, capsys):
+def test_a_claim_is_asserted_in_the_courses_tests_and_told_to_a_reader(monkeypatch, capsys):
+    monkeypatch.setenv("LLAMEM_CLAIMS", "raise")
     checks.written_for({"tokens": 8192, "chips": ["t4"]})
     run_in(monkeypatch, tokens=8192, chips=["t4"], other=1)
     checks.claim(True, "tiles need less")
@@ -23,5 +24,9 @@ def test_a_claim_is_asserted_with_the_notebooks_own_parameters_and_told_with_oth
     assert capsys.readouterr().out == told
     run_in(monkeypatch, tokens=8192, chips=["t4"])
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")
+    checks.claim(False, "tiles need less")
+    assert capsys.readouterr().out == told
+    monkeypatch.setattr("jax.default_backend", lambda: "cpu")
+    monkeypatch.delenv("LLAMEM_CLAIMS")  # as a reader runs it, with whichever compilers
     checks.claim(False, "tiles need less")
     assert capsys.readouterr().out == told

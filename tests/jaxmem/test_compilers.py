@@ -45,6 +45,15 @@ def package(folder, name, version):
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
+@pytest.mark.parametrize(
+    ("named", "wanted"),
+    [("libtpu==0.0.50.*; extra == 'tpu'", "libtpu>=0.0.51"), ("libtpu==0.1.2.*; extra == 'tpu'", "libtpu>=0.1.2")],
+)
+def test_a_newer_jax_gets_no_older_compiler_than_the_pinned_one(monkeypatch, named, wanted):
+    monkeypatch.setattr(compilers.metadata, "requires", lambda name: ["numpy>=2.0", named])
+    assert compilers._newer("tpu") == wanted
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("tracing", "own", "folders", "answers"),

@@ -5,7 +5,7 @@ what stands in `compilers.txt`, so that the same program gets the same answer in
 compilers answer is one rule:
 
 1. those in the folder (`compilers_folder`): the pinned set, which reads what JAX 0.7.2 to 0.10.2 trace, or for a newer
-   JAX that JAX's own, since a compiler need not read what a newer JAX traces;
+   JAX that JAX's own, since a compiler need not read what a newer JAX traces, with the newest libtpu;
 2. else those of the environment of this process, where they are whole: jaxlib 0.10 or newer, and libtpu or the CUDA
    plugin beside it;
 3. else none: `fetch_compilers` brings the folder.
@@ -105,7 +105,7 @@ def fetch_compilers(chip: Kind = "all", *, path: str | Path | None = None, progr
     """Fetch the compilers for TPUs, for NVIDIA GPUs, or for both, into a folder of their own; return that folder.
 
     What is there already is not fetched again. pip or uv installs the versions of `compilers.txt`, each held to its
-    hash; for a JAX that is newer than those, that JAX's own, since a compiler reads no program of a newer one. Your
+    hash; for a JAX that is newer than those, that JAX's own and the newest libtpu. Your
     environment stays as it is. A part appears whole or not at all, and a second process that fetches meanwhile is told
     so.
 
@@ -228,8 +228,10 @@ def _newer(part: str) -> str:
     """Return what to install of one part for a JAX that is newer than the pinned one."""
     version = jax.__version__
     if part == "tpu":
-        named = [line for line in metadata.requires("jax") or () if line.startswith("libtpu")]
-        return named[0].partition(";")[0]
+        # JAX names the libtpu of its day, which can be older than ours: a newer one reads what an older one does.
+        named = [line.partition(";")[0] for line in metadata.requires("jax") or () if line.startswith("libtpu")]
+        ours = re.findall(r"^libtpu==(\S+)", PINS.read_text(), re.MULTILINE)
+        return f"libtpu>={max([*ours, *(re.findall(r'[0-9.]*[0-9]', line)[0] for line in named)], key=_numbers)}"
     packages = {"jax": ("jax", "jaxlib"), "gpu": ("jax-cuda12-plugin", "jax-cuda12-pjrt")}[part]
     held = [f"{package}=={version}" for package in packages]
     return "\n".join(held + (["nvidia-cuda-nvcc-cu12", "flatbuffers"] if part == "gpu" else ["flatbuffers"]))
