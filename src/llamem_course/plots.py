@@ -13,7 +13,6 @@ from jaxmem.report import GiB, Report
 from jaxmem.tracing.residuals import Residuals
 from llamem_course.timeline_figure import timeline, timeline_alt
 from llamem_course.timeline_html import timeline_page
-from llamem_course.timeline_widget import timeline_slider
 
 __all__ = [
     "frontier",
@@ -24,7 +23,6 @@ __all__ = [
     "timeline",
     "timeline_alt",
     "timeline_page",
-    "timeline_slider",
 ]
 
 plt.style.use("petroff10")  # colours that remain distinct for colour-blind readers

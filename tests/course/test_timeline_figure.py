@@ -69,30 +69,6 @@ def test_the_words_are_made_from_the_data():
     assert "offers" not in anywhere
 
 
-def test_the_slider_tells_what_lies_in_memory_at_its_step():
-    timeline = dataclasses.replace(handmade(), capacity_bytes=20 * MiB, operations=("<operation>",) * 10)
-    box = plots.timeline_slider(timeline, largest=2)
-    slider, shown = box.children[0].children[0], box.children[1]
-    assert slider.value == timeline.peak_step and (slider.min, slider.max) == (0, 9)
-    for step in range(10):
-        slider.value = step
-        assert f"<b>Step {step} of 10, {timeline.pass_at(step)} pass" in shown.value
-        assert (
-            f"{timeline.curve()[step] / MiB:.2f} MiB of 20.00 MiB in use" in shown.value
-            and "<operation>" not in shown.value
-        )
-        rows = re.findall(r"<td>([\d.]+ MiB)</td><td>(\w+)<", shown.value)
-        assert rows == [(f"{one.bytes / MiB:.2f} MiB", one.category) for one in timeline.alive(step)[:2]]
-        heights = [float(height) for height in re.findall(r'<rect [^>]* height="([\d.]+)"', shown.value)]
-        assert sum(heights) / 120 == pytest.approx(timeline.curve()[step] / MiB / (1.05 * 20), abs=0.002)
-        rest = timeline.alive(step)[2:]
-        assert ("1 smaller ones hold 3.00 MiB" in shown.value) == (len(rest) == 1 and rest[0].bytes == 3 * MiB)
-    slider.value = 1
-    assert "in a loop of 16 turns" in shown.value
-    slider.value = 5
-    assert "in a loop of an unknown number of turns" in shown.value
-
-
 def test_every_category_has_a_colour_of_its_own():
     assert list(COLOURS) == list(CATEGORIES) and len(set(COLOURS.values())) == len(CATEGORIES)
 
