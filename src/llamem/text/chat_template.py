@@ -1,5 +1,6 @@
 """Chats as text: a model's own Jinja template, run in a sandbox, and where in the text the assistant speaks."""
 
+import bisect
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +24,6 @@ _OURS = ("messages", "add_generation_prompt", "documents")
 # Of Llama 3 Instruct's models, for a tokenizer that comes without a template. With tools it is Llama 3.1's, whose calls
 # and answers are written so without them as well.
 LLAMA3_TEMPLATE = """\
-{%- macro turn(role, text) %}
-    {{- '<|start_header_id|>' + role + '<|end_header_id|>\\n\\n' + text + '<|eot_id|>' }}
-{%- endmacro %}
 {{- bos_token }}
 {%- if tools %}
     {%- set system = '' %}
@@ -34,7 +32,7 @@ LLAMA3_TEMPLATE = """\
         {%- set messages = messages[1:] %}
     {%- endif %}
     {%- set dates = 'Cutting Knowledge Date: December 2023\\nToday Date: 26 Jul 2024\\n\\n' %}
-    {{- turn('system', 'Environment: ipython\\n' + dates + system) }}
+    {{- '<|start_header_id|>system<|end_header_id|>\\n\\nEnvironment: ipython\\n' + dates + system + '<|eot_id|>' }}
     {%- if not messages or messages[0].role != 'user' %}
         {{- raise_exception('tools are written into the first message of the user, which has to come first') }}
     {%- endif %}
@@ -53,11 +51,13 @@ LLAMA3_TEMPLATE = """\
             {{- raise_exception('Llama 3 calls one tool at a time: one call in tool_calls') }}
         {%- endif %}
         {%- set call = message.tool_calls[0].function %}
-        {{- turn('assistant', '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}') }}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+        {{- '{"name": "' + call.name + '", "parameters": ' + call.arguments | tojson + '}<|eot_id|>' }}
     {%- elif message.role in ('tool', 'ipython') %}
-        {{- turn('ipython', message.content | tojson) }}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + message.content | tojson + '<|eot_id|>' }}
     {%- else %}
-        {{- turn(message.role, message.content | trim) }}
+        {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+        {{- message.content | trim + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
@@ -231,8 +231,8 @@ def _words_begin(text: str, messages: Sequence[Message], i: int, render: Render,
         return len(text)
     others = [with_other_words(message) for message in messages[i:]]
     with_others = render([*messages[:i], *others], add_generation_prompt).text
-    differ = (at for at, (a, b) in enumerate(zip(text, with_others, strict=False)) if a != b)
-    return next(differ, min(len(text), len(with_others)))
+    shortest = min(len(text), len(with_others))
+    return bisect.bisect_left(range(1, shortest + 1), True, key=lambda n: text[:n] != with_others[:n])
 
 
 def _named(tokens: Sequence[str]) -> str:
