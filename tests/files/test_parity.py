@@ -10,11 +10,13 @@ from make_golden import MODELS, make, numbers, tokens_of
 from models import VARIANTS, model_of
 from rope_spellings import NO_ROPE, READ
 from templates import CHAT, PUBLISHED
+from test_chat_messages import ASK, TOOL, TOOLS, WHOLE
 from test_pretrained import assert_same_numbers
 
 import llamem
 from llamem.files import config_from_hf, smollm2_file
 from llamem.text import Tokenizer
+from llamem.text.chat_template import LLAMA3_TEMPLATE
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -113,6 +115,17 @@ def test_a_template_writes_what_transformers_has_it_write(saved, form):
         options = {"return_dict": True, "return_assistant_tokens_mask": True, "chat_template": template}
         marks = theirs.apply_chat_template(CHAT, **options)["assistant_masks"]
         assert mine.chat(CHAT)[1].tolist() == [bool(mark) for mark in marks]
+
+
+@pytest.mark.parametrize("template", [WHOLE, LLAMA3_TEMPLATE], ids=["whole", "Llama 3"])
+def test_tools_and_thoughts_are_written_as_transformers_writes_them(saved, template):
+    folder, _ = saved
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    mine = Tokenizer(folder, chat_template=template)
+    thought = [ASK, {"role": "assistant", "reasoning": "Two and two.", "content": "Four."}]
+    for messages, tools in ((TOOLS, [TOOL]), (TOOLS[:3], [TOOL]), (TOOLS, None), (thought, None)):
+        text = theirs.apply_chat_template(messages, tools=tools, tokenize=False, chat_template=template)
+        assert mine.decode(mine.apply_chat_template(messages, tools=tools)) == text
 
 
 @pytest.mark.parametrize("spelling", READ)
