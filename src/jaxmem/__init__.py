@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from jaxmem.chips.compilers import fetch_compilers
     from jaxmem.chips.names import available, chip_called, find_chip
     from jaxmem.compiling import compile_report, matmul_flops
-    from jaxmem.fitting import Fitting, NothingFits, find_fitting, largest, options
+    from jaxmem.fitting import Fitting, NothingFits, find_fitting, keep_what_fits, largest, options
     from jaxmem.reading.hlo import Buffer, Collective
     from jaxmem.report import Comparison, GiB, Report, compare
     from jaxmem.tracing.residuals import Residuals, saved_residuals

@@ -5,7 +5,7 @@ import dataclasses
 import tempfile
 import time
 import typing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.extend import core as jex_core
 
 from jaxmem import answers
+from jaxmem.advice import Study, scans_checkpointed, with_advice
 from jaxmem.chips.chip import GLOBALS, Chip, questions_heard
 from jaxmem.chips.compiler_process import analysed_bytes
 from jaxmem.chips.compilers import find_compilers, no_compilers
@@ -26,7 +27,7 @@ from jaxmem.cross_compile import Request, compile_absent, export_for, traced_for
 from jaxmem.notes import program_notes
 from jaxmem.reading.cost import Cost
 from jaxmem.reading.dump import needed_bytes, read_dump, remedy
-from jaxmem.reading.hlo import Buffer, Collective, describe, optimised_text, parse
+from jaxmem.reading.hlo import Buffer, Collective, describe, of_layers_once, optimised_text, parse
 from jaxmem.reading.provenance import Provenance, find_provenance
 from jaxmem.reading.stablehlo import read_lowered
 from jaxmem.reading.timeline import Timeline
@@ -125,7 +126,9 @@ def compile_report(
     report = _with_timeline(report, answer, leaves, provenance)
     if question and compilers and (source := answers.source()) is not None:
         source.heard(question, answer, report.timeline)
-    return report
+    # Shapes alone: a report keeps no arrays alive.
+    ask = partial(_ask_again, fn, jax.tree.map(_as_shape, args), donate_argnums, chip=chip, depth=depth, cache=cache)
+    return with_advice(report, partial(Study, leaves=leaves, provenance=provenance, traced=jaxpr, ask=ask))
 
 
 def _with_timeline(report: Report, answer: dict[str, Any], leaves: Sequence[Leaf], provenance: Provenance) -> Report:
@@ -135,8 +138,36 @@ def _with_timeline(report: Report, answer: dict[str, Any], leaves: Sequence[Leaf
     timeline = Timeline.from_schedule(
         answer["schedule"], chip.name, chip.capacity_bytes, names, provenance, chip.clock_ghz
     )
-    counted = (dataclasses.replace(b, at_once=timeline.at_once(b.shape, b.operation) or None) for b in report.buffers)
+    rows = of_layers_once(report.buffers)
+    counted = (dataclasses.replace(b, at_once=timeline.at_once(b.shape, b.operation) or None) for b in rows)
     return dataclasses.replace(report, timeline=timeline, buffers=tuple(counted))
+
+
+def _as_shape(leaf: Any) -> Any:
+    """Return the shape of an array in its place; of a Python number, itself."""
+    if not hasattr(leaf, "dtype"):
+        return leaf
+    places = {"sharding": getattr(leaf, "sharding", None), "weak_type": getattr(leaf, "weak_type", False)}
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, **places)
+
+
+def _ask_again(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    donated: tuple[int, ...],
+    *,
+    donate_argnums: tuple[int, ...] | None = None,
+    shardings: Mapping[int, Any] | None = None,
+    checkpointed: bool = False,
+    **options: Any,
+) -> Report:
+    """Report on a program once more: with other donations, arrays placed otherwise, or its scans checkpointed."""
+    leaves, tree = jax.tree.flatten(args)
+    for i, sharding in (shardings or {}).items():
+        leaves[i] = jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype, sharding=sharding)
+    with scans_checkpointed() if checkpointed else contextlib.nullcontext():
+        again = donated if donate_argnums is None else donate_argnums
+        return compile_report(fn, *jax.tree.unflatten(tree, leaves), donate_argnums=again, **options)
 
 
 def _traced(

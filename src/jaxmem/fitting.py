@@ -8,11 +8,17 @@ from itertools import product
 from textwrap import shorten
 from typing import Any, TypeVar
 
+import jax
+from jax.extend import core as jex_core
+
 from jaxmem.chips.names import find_chip
 from jaxmem.common.checks import check_whole, show
 from jaxmem.common.printing import Shown, Table
 from jaxmem.compiling import compile_report
 from jaxmem.report import GiB, Report
+from jaxmem.tracing.arguments import shard_bytes, with_arrays_alone
+from jaxmem.tracing.flops import count_products
+from jaxmem.tracing.jaxprs import computed_again, equations, given_name
 
 Progress = Callable[[str], None] | None
 Answer = Report | str  # a string says why there is none
@@ -137,6 +143,78 @@ def largest(
     if fitting is None:
         raise _nothing_fits(answers, chip)
     return fitting
+
+
+def keep_what_fits(
+    make_step: Callable[[Any], tuple[Any, ...]],
+    chip: str = "local",
+    *,
+    at_most: int | None = None,
+    donate_argnums: tuple[int, ...] = (0,),
+    progress: Progress = print,
+) -> Fitting:
+    """Return the step that keeps as many named activations as fit a chip, or `at_most` bytes, by its own compiler.
+
+    `make_step(policy)` returns `(step, *arguments)` of shapes, with `jax.checkpoint(layer, policy=policy)` around its
+    layers; names are those that `jax.ad_checkpoint.checkpoint_name` gives in them. What spares most products for each
+    byte comes first, and what does not fit beside it is left out: at most eight programs. `how["policy"]` of the answer
+    is the policy, its name the line that makes it; the table has each one's price, in bytes and in products.
+
+    Raises NothingFits where even no name fits, and ValueError for a step without names.
+    """
+    nothing, only = jax.checkpoint_policies.nothing_saveable, jax.checkpoint_policies.save_only_these_names
+    sizes = _named_bytes(make_step(nothing))
+    if not sizes:
+        raise ValueError(
+            "keep_what_fits(make_step): no activation of the step has a name. Give some inside of the layer, h = "
+            'jax.ad_checkpoint.checkpoint_name(h, "h"), and give make_step\'s policy to jax.checkpoint(layer, policy=).'
+        )
+    products = _products(make_step(nothing))
+    spared = {name: (products - _products(make_step(only(name)))) / max(size, 1) for name, size in sizes.items()}
+    order = sorted(sizes, key=lambda name: -spared[name])
+
+    answers: dict[str, Answer] = {}
+    found: Fitting | None = None
+
+    def fits(names: tuple[str, ...]) -> bool:
+        nonlocal found
+        policy = only(*names) if names else nothing
+        line = f"save_only_these_names({', '.join(map(repr, names))})" if names else "nothing_saveable"
+        program = partial(make_step, policy)
+        report = ask(line, _compiling(program, chip, donate_argnums), answers, chip, progress)
+        if report is None or (at_most is not None and report.peak_bytes > at_most):
+            return False
+        found = Fitting(line, {"policy": policy}, report, answers)
+        return True
+
+    if fits(tuple(order)) or not fits(()):
+        if found is None:
+            raise _nothing_fits(answers, chip if at_most is None else f"{at_most / GiB:.2f} GiB of {chip}")
+        return found
+    kept: tuple[str, ...] = ()
+    for name in order:
+        if len(answers) < MOST_ASKED and len(kept) + 1 < len(order) and fits((*kept, name)):
+            kept = (*kept, name)
+    assert found is not None  # nothing_saveable fits
+    return found
+
+
+def _traced_step(program: tuple[Any, ...]) -> jex_core.ClosedJaxpr:
+    step, arguments = with_arrays_alone(program[0], program[1:])
+    return jax.make_jaxpr(step)(*arguments)
+
+
+def _products(program: tuple[Any, ...]) -> int:
+    return count_products(_traced_step(program).jaxpr).flops
+
+
+def _named_bytes(program: tuple[Any, ...]) -> dict[str, int]:
+    """Return how many bytes each name's activations have, those of all turns of loops together."""
+    sizes: dict[str, int] = {}
+    for eqn, times in equations(_traced_step(program).jaxpr):
+        if (name := given_name(eqn)) is not None and not computed_again(eqn):
+            sizes[name] = max(sizes.get(name, 0), times * shard_bytes(eqn.outvars[0].aval))
+    return sizes
 
 
 def _next_number(peaks: Mapping[int, int], capacity: int, low: int, high: int, *, refused: bool) -> int:

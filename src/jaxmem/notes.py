@@ -190,18 +190,24 @@ def _state_notes(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Iterat
 
 def _sum_notes(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Iterator[str]:
     """Yield a loop that adds up arrays like those of an argument, as gradient accumulation does."""
+    if sums := sums_of_gradients(traced, leaves):
+        yield (
+            f"a loop adds up {size_text(sum(map(shard_bytes, sums)))} in {sums[0].dtype.name}, as gradient "
+            "accumulation does. They lie beside the gradients of a part from the first part to the last, so that 2 "
+            "parts can need more memory than 1."
+        )
+
+
+def sums_of_gradients(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> list[Any]:
+    """Return the types of what a loop adds up of arrays like those of an argument; none where no loop does."""
     given = [leaf.shape for leaf in leaves if jnp.issubdtype(leaf.shape.dtype, jnp.floating)]
     shapes = [shape.sharding.shard_shape(shape.shape) if shape.sharding else shape.shape for shape in given]
     for sums in _sums_of_loops(traced.jaxpr):
         alike = [aval for aval in sums if aval.shape in shapes]
         # Not the gradients of a few arrays, such as a tiled loss adds up: of weights beside two moments it is a third.
         if len(alike) > 1 and sum(a.size for a in alike) > sum(map(math.prod, shapes)) / 4:
-            size = size_text(sum(map(shard_bytes, alike)))
-            yield (
-                f"a loop adds up {size} in {alike[0].dtype.name}, as gradient accumulation does. They lie beside the "
-                "gradients of a part from the first part to the last, so that 2 parts can need more memory than 1."
-            )
-            return
+            return alike
+    return []
 
 
 def _sums_of_loops(jaxpr: jex_core.Jaxpr) -> Iterator[list[Any]]:

@@ -1,6 +1,7 @@
 """What a compiler said of one program on one chip, and several such answers side by side: as text and as HTML."""
 
 import dataclasses
+import functools
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -93,6 +94,25 @@ class Report(Shown):
         outputs = min(self.output_bytes - self.alias_bytes, self.peak_bytes - self.argument_bytes)
         rest = self.peak_bytes - self.argument_bytes - outputs
         return {"arguments": self.argument_bytes, "outputs": outputs, "temporaries": rest}
+
+    @functools.cached_property
+    def advice(self) -> Any:
+        """What to do about the peak: at most five remedies (`jaxmem.advice.Remedy`), the largest saving first.
+
+        Those that need nobody's help are compiled when this is read first, seconds each; others are estimates. Raises
+        ValueError for a report that was read from a file, or unpickled: its program is gone.
+        """
+        if self._advise is None:
+            raise ValueError(
+                "this report was read from a file, and advice needs its program: ask compile_report again, and keep "
+                "what report.advice says beside the report."
+            )
+        return self._advise()
+
+    _advise = None  # what makes the advice; `compile_report` sets it
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_advise"}
 
     def to_json(self) -> str:
         """Return the report as JSON: `schema`, every field by its name (bytes, FLOPs, seconds), the timeline with its

@@ -8,7 +8,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -337,6 +337,8 @@ def collectives(program: Program) -> list[Collective] | None:
 def largest_buffers(program: Program, count: int) -> list[Buffer]:
     """Return the largest arrays that a program writes to the device's memory, one row per shape and operation.
 
+    Arrays of layers that differ by a number in their operation alone are one row: `blocks_*/dot_general`.
+
     What happens inside a fusion or a reduction stays in registers, and what lies in on-chip memory or in the host's is
     not the device's: none of these counts.
     """
@@ -353,7 +355,24 @@ def largest_buffers(program: Program, count: int) -> list[Buffer]:
                 if shape.memory_space == 0:
                     n_bytes = int(math.prod(shape.sizes) * shape.item_bytes)
                     rows.setdefault((str(shape), operation), Buffer(str(shape), n_bytes, operation, source))
-    return sorted(rows.values(), key=lambda row: -row.bytes)[:count]
+    return sorted(of_layers_once(rows.values()), key=lambda row: -row.bytes)[:count]
+
+
+def unnumbered(operation: str) -> str:
+    """Return an operation's name with a star in the place of each number, so that layers have one."""
+    return re.sub(r"\d+", "*", operation)
+
+
+def of_layers_once(rows: Iterable[Buffer]) -> list[Buffer]:
+    """Return the rows with those of layers, equal but for numbers in their operation, as one."""
+    alike: dict[tuple[str, str], Buffer] = {}
+    for row in rows:
+        first = alike.setdefault((row.shape, unnumbered(row.operation)), row)
+        if first.operation != row.operation:
+            alike[row.shape, unnumbered(row.operation)] = dataclasses.replace(
+                first, operation=unnumbered(row.operation)
+            )
+    return list(alike.values())
 
 
 def _flops(instruction: Instruction, shapes: dict[str, tuple[Shape, ...]]) -> int:

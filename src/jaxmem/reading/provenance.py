@@ -95,7 +95,8 @@ def find_provenance(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Pro
     named = [named_category(leaf.name) for leaf in leaves]
     updated = [any(value.backward for value in values) or not walk.backward for values in alike]
     changed = [
-        any(value.made_of >> i & 1 for value in values) and not any(i in value.arguments for value in values)
+        any(value.made_of >> i & 1 for value in values)
+        and not any(value.arguments == {i} and value.made_of == 1 << i for value in values)
         for i, values in enumerate(alike)
     ]
     categories: list[Category | None] = []

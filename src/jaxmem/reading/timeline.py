@@ -4,14 +4,14 @@ import dataclasses
 import functools
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from jaxmem.common.printing import size_text
 from jaxmem.reading.buffer_assignment import Allocation, Place, Space, Value, read_lives
-from jaxmem.reading.hlo import ENTRY, Instruction, Program
+from jaxmem.reading.hlo import ENTRY, Instruction, Program, unnumbered
 from jaxmem.reading.provenance import CATEGORIES, Category, Origins, Provenance
 from jaxmem.tracing.jaxprs import differentiation_pass
 
@@ -128,6 +128,11 @@ class Timeline:
         """Return the bytes in use at each step, whole numbers `[steps]`."""
         return self._by_category[space].sum(axis=0)
 
+    def curve_without(self, shares: Callable[[Span], float]) -> np.ndarray:
+        """Return what `curve` would be if a share of each buffer, 0 to 1, were gone: bytes, real numbers `[steps]`."""
+        left = 1 - np.array([shares(buffer) for buffer in self.buffers])
+        return np.array([held @ left[numbers] for numbers, held in self._held["device"]])
+
     def by_category(self, space: Space = "device") -> dict[Category, np.ndarray]:
         """Return the bytes in use at each step, whole numbers `[steps]`, by category; together they are the curve.
 
@@ -190,10 +195,13 @@ class Timeline:
         return {number: stretches for number, stretches in rows.items() if stretches}
 
     def at_once(self, shape: str, operation: str) -> int:
-        """Return how many arrays of this shape and operation lie in the device's memory at the same time, at most."""
+        """Return how many arrays of this shape and operation lie in the device's memory at the same time, at most.
+
+        Those of other layers, whose operations differ by a number alone, are among them.
+        """
         change = np.zeros(self.steps + 1, np.int64)
         for span in self.buffers:
-            if (span.shape, span.operation, span.space) == (shape, operation, "device"):
+            if (span.shape, unnumbered(span.operation), span.space) == (shape, unnumbered(operation), "device"):
                 change[span.first] += 1
                 change[span.last + 1] -= 1
         return int(np.cumsum(change).max())
