@@ -1,5 +1,7 @@
 """GGUF files: every number where it belongs, and nothing computed that the file does not mean."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -79,6 +81,24 @@ def test_files_that_mean_another_model_are_refused(fields, words, tmp_path):
     file = model_file(tmp_path / "m.gguf", model_of(CONFIG), **fields)
     with pytest.raises(ValueError, match=rf"(?s){words}"):
         llamem.load_pretrained(file)
+
+
+def test_what_says_that_a_model_is_plain_is_no_matter(tmp_path):
+    said = {"expert_count": 0, "attention__sliding_window": 0, "tensor_data_layout": "Meta AI original pth"}
+    file = model_file(tmp_path / "m.gguf", model_of(CONFIG), **said)
+    assert llamem.load_pretrained(file, dtype="float32").config == CONFIG
+
+
+def test_the_other_order_of_bytes_is_named(tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf")
+    big = functools.partial(gguf.GGUFWriter, endianess=gguf.GGUFEndian.BIG)
+    monkeypatch.setattr("gguf_models.gguf.GGUFWriter", big)
+    file = model_file(tmp_path / "m.gguf", model_of(CONFIG))
+    for opened in (llamem.load_pretrained, llamem.text.Tokenizer):
+        with pytest.raises(
+            ValueError, match=r"m.gguf is written in the other order of bytes .* gguf-convert-endian m.gg"
+        ):
+            opened(file)
 
 
 def test_foreign_files_and_tensors_are_refused(tmp_path):

@@ -13,13 +13,15 @@ import pytest
 from children import printed_by
 from compilers import with_host_memory
 from flax import nnx
+from gguf_models import VOCABULARY, write_gguf
 from make_golden import MODELS, golden
 from models import VARIANTS, model_of, tokens_of
 
 import llamem
+from llamem.files import config_from_hf, load_adapters, save_adapter
 from llamem.files.safetensors import Stored
 from llamem.files.tensor_names import tensors_of
-from llamem.runs import loss_fn
+from llamem.runs import Run, loss_fn
 
 safetensors = pytest.importorskip("safetensors.numpy")
 
@@ -184,6 +186,78 @@ def test_damaged_folders(folder, tmp_path):
         llamem.load_pretrained(folder)
     with pytest.raises(FileNotFoundError, match="no folder, and no hub name"):
         llamem.load_pretrained(tmp_path / "nowhere")
+
+
+def test_a_folder_that_holds_two_models_is_refused_with_both_named(folder, tmp_path):
+    """transformers reads model.safetensors, other programs the index; the two are of different models."""
+    other = llamem.save_pretrained(model_of(VARIANTS["tied"]), tmp_path / "other", max_shard_bytes=10**9)
+    (folder / "model.safetensors").write_bytes((other / "model.safetensors").read_bytes())
+    with pytest.raises(
+        ValueError, match=r"holds model.safetensors and, beside it, model.safetensors.index.json, .*-of-"
+    ):
+        llamem.load_pretrained(folder)
+    listed = dict.fromkeys(safetensors.load_file(folder / "model.safetensors"), "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    assert llamem.load_pretrained(folder).config == VARIANTS["tied"], "an index of that very file"
+    shutil.copy(folder / "model.safetensors", folder / "more.safetensors")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": listed | {"model.norm.weight": "more.safetensors"}})
+    )
+    with pytest.raises(ValueError, match=r"stands in .*model.safetensors and in .*more.safetensors"):
+        llamem.load_pretrained(folder)
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.model.", "base_model.model.model.", "language_model.model."])
+def test_names_that_differ_by_a_prefix_say_so(folder, prefix):
+    def renamed(tensors):
+        for name in list(tensors):
+            tensors[prefix + name.removeprefix("model.")] = tensors.pop(name)
+
+    rewrite(folder, renamed)
+    with pytest.raises(ValueError, match=rf"names begin with '{prefix}' where 'model.' is expected: {prefix}embed_tok"):
+        llamem.load_pretrained(folder)
+
+
+def test_a_config_of_more_layers_than_tensors_is_answered_at_once(folder, monkeypatch):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    monkeypatch.setattr("llamem.files.pretrained.tensors_of", lambda _: pytest.fail("all names are listed"))
+    with pytest.raises(ValueError, match=r"describes 1,000,000,000 layers, and the files hold \d+ tensors"):
+        llamem.load_pretrained(folder)
+
+
+def test_fields_of_a_config_mean_what_transformers_makes_of_them(folder):
+    config = json.loads((folder / "config.json").read_text())
+    passed_over = {"no_rope_layers": [1, 0], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    passed_over |= {
+        "sliding_window": 4096,
+        "residual_multiplier": 0.2,
+        "pretraining_tp": 2,
+        "quantization_config": None,
+    }
+    assert config_from_hf(config | passed_over) == config_from_hf(config)
+    with pytest.raises(ValueError, match=r"quantization_config=.*fp8.* Take the model's unquantised original"):
+        config_from_hf(config | {"quantization_config": {"quant_method": "fp8"}})
+
+
+def test_the_home_folder_is_meant_by_a_tilde(folder, tmp_path, monkeypatch):
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    for place in (home, elsewhere):
+        place.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(elsewhere)
+    model = llamem.load_pretrained(folder)
+    adapters = llamem.Adapters.create(model.config, llamem.LoraConfig(ranks=(2,)), rngs=nnx.Rngs(0))
+    assert llamem.save_pretrained(model, "~/model") == home / "model"
+    assert llamem.load_pretrained("~/model").config == config_from_hf("~/model") == model.config
+    save_adapter(adapters, 0, "~/adapter")
+    assert load_adapters(model, "~/adapter").count == 1
+    assert Run(model, [], True).save("~/run") == home / "run"
+    tokenizer = llamem.text.Tokenizer(write_gguf(tmp_path / "v.gguf", VOCABULARY))
+    tokenizer.save("~/tokenizer")
+    assert llamem.text.Tokenizer("~/tokenizer").encode("the") == tokenizer.encode("the")
+    assert sorted(path.name for path in home.iterdir()) == ["adapter", "model", "run", "tokenizer"]
+    assert not any(elsewhere.iterdir())
 
 
 def test_a_model_is_saved_with_the_tokens_that_end_its_texts(folder, tmp_path):

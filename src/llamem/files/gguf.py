@@ -1,7 +1,7 @@
 """GGUF files as models: the config that their fields describe, and their tensors as Hugging Face's files have them.
 
 A wrong permutation or a missing scaling would give fluent nonsense and no error. So whatever this module does not know
-is refused: architectures, fields of an architecture, kinds of scaling.
+is refused: architectures, fields of an architecture (llama.cpp reads nearly all), kinds of scaling.
 """
 
 import dataclasses
@@ -30,7 +30,9 @@ _FIELDS = {
 }
 _EPS, _OPTIONAL = "attention.layer_norm_rms_epsilon", ("vocab_size", "rope.freq_base", "attention.head_count_kv")
 _HEAD_DIM = ("attention.key_length", "attention.value_length", "rope.dimension_count")
-_READ = {*_FIELDS, _EPS, *_OPTIONAL, *_HEAD_DIM, "rope.scaling.type"}
+# "tensor_data_layout" is a converter's note, which llama.cpp does not read.
+_READ = {*_FIELDS, _EPS, *_OPTIONAL, *_HEAD_DIM, "rope.scaling.type", "tensor_data_layout"}
+_OFF = {"expert_count": 0, "expert_used_count": 0, "attention.sliding_window": 0}  # and what they say of a plain model
 # Which kind of blocks takes tensors of a type: as they lie, or changed where the note says how.
 _KEPT: dict[str, tuple[BlockKind, ...]] = {
     "Q4_0": ("q4_0", "q4_1", "q8_0"),
@@ -134,9 +136,9 @@ def config_of(gguf: Gguf) -> LlamaConfig:
         )
     if gguf.get("split.count", 1) > 1:
         raise ValueError(f"{gguf.file} is one of several parts: join them with `llama-gguf-split --merge` first.")
-    if other := [
-        field for field in gguf.fields if field.startswith(f"{name}.") and field[len(name) + 1 :] not in _READ
-    ]:
+    described = {field: field[len(name) + 1 :] for field in gguf.fields if field.startswith(f"{name}.")}
+    known = {*_READ, *(theirs for theirs, off in _OFF.items() if gguf.get(f"{name}.{theirs}", off) == off)}
+    if other := [field for field, theirs in described.items() if theirs not in known]:
         raise ValueError(
             f"{gguf.file} describes {few(other)}, which this package does not know: it would compute another model. "
             "Take a file of a plain model, or load the Hugging Face folder that it was made from."

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxmem.common.checks import check_whole, few, show
-from jaxmem.common.files import read_json
+from jaxmem.common.files import read_json, user_path
 from llamem.llama.config import LlamaConfig, RopeScaling
-from llamem.text.tokenizer import GENERATION, MAX_CONFIG_BYTES
+from llamem.text.tokenizer_files import GENERATION, MAX_CONFIG_BYTES
 
 _MODEL_TYPES = {"Llama": "llama", "Qwen3": "qwen3"}
 # Our fields by theirs. A `LlamaConfig` checks the values.
@@ -53,13 +53,19 @@ _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def config_from_hf(config: Mapping[str, Any] | str | os.PathLike, **changes: Any) -> LlamaConfig:
     """Read a Hugging Face `config.json`: its content, its path, or its folder. Llama and Qwen3.
 
-    Of a folder a `generation_config.json` is read, too. `changes` are fields that are to be others. Raises
-    FileNotFoundError, and ValueError, with the file's name, for what is no such file or describes what this package
-    does not compute, rather than compute something else.
+    Of a folder a `generation_config.json` is read, too. `changes` are fields that are to be others.
+
+    A field means what transformers' class of this `model_type` makes of it. What that class reads and this package does
+    not compute (biases, another activation, other kinds of RoPE, sliding windows of Qwen3, `quantization_config`) is
+    refused by name. What it reads past changes nothing there, and nothing here: `no_rope_layers`,
+    `attn_logit_softcapping` or `sliding_window` of a "llama". Fields of a GGUF file are llama.cpp's, which reads nearly
+    all: of those any that is not known here is refused.
+
+    Raises FileNotFoundError, and ValueError, with the file's name, for what is no such file or is refused.
     """
     if isinstance(config, Mapping):
         return LlamaConfig(**{**_fields(config), **changes})
-    path = Path(config).expanduser()
+    path = user_path(config)
     content, beside = read_config(path), (path if path.is_dir() else path.parent) / GENERATION
     if beside.is_file():
         generation = _token_ids(content) | read_json(beside, MAX_CONFIG_BYTES)
@@ -111,6 +117,11 @@ def _fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in _COMPUTED.items():
         if hf.get(name, value) != value:
             raise ValueError(f"{name}={show(hf[name])} in config.json: only {name}={value!r} is computed here.")
+    if how := hf.get("quantization_config"):
+        raise ValueError(
+            f"quantization_config={show(how)} in config.json: weights quantised for PyTorch are not computed here. "
+            "Take the model's unquantised original and load_pretrained(..., quantize='q4_0'), or its GGUF file."
+        )
     layers: Any = hf.get("layer_types", [])
     if not isinstance(layers, list) or any(layer != "full_attention" for layer in layers):
         raise ValueError(f"layer_types={show(layers)} in config.json: only full_attention is computed here.")

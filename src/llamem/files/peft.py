@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmem.common.checks import check_number, check_one_of, check_whole, few, import_extra, show
-from jaxmem.common.files import read_json, whole_folder
+from jaxmem.common.files import read_json, user_path, whole_folder
 from llamem.adapters.adapted_weights import IN_LAYERS
 from llamem.adapters.lora import TARGET_MODULES, Adapters, shape_of
 from llamem.files.safetensors import Stored, tensors_in
@@ -44,7 +44,7 @@ def load_adapters(model: Llama, folders: str | os.PathLike | Sequence[str | os.P
     modules, ranks or alphas of single modules ..).
     """
     paths = [folders] if isinstance(folders, (str, os.PathLike)) else folders
-    return Adapters.join([_load(model, Path(path).expanduser()) for path in paths])
+    return Adapters.join([_load(model, user_path(path)) for path in paths])
 
 
 def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base: str = "") -> Path:
@@ -54,7 +54,7 @@ def save_adapter(adapters: Adapters, i: int, folder: str | os.PathLike, *, base:
     written; raises FileExistsError where it exists and is not empty, ValueError for an adapter that is not there.
     """
     safetensors = import_extra("safetensors.numpy", "writing adapters")
-    adapter, folder = adapters.select([i]), Path(folder)
+    adapter, folder = adapters.select([i]), user_path(folder)
     tensors: dict[str, np.ndarray] = {}
     targets: list[str] = []
     r, largest = (max(np.max(array) for array in part.values()) for part in (adapter.rank, adapter.scale))

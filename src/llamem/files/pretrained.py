@@ -18,11 +18,11 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxmem.common.checks import few, import_extra
-from jaxmem.common.files import whole_folder
+from jaxmem.common.files import user_path, whole_folder
 from llamem.files.gguf import GgufTensor, open_model
 from llamem.files.hf_config import config_from_hf, config_to_hf, read_config
 from llamem.files.safetensors import INDEX, Stored, stored_tensors
-from llamem.files.tensor_names import Tensor, tensors_of
+from llamem.files.tensor_names import BODY, Tensor, tensors_of
 from llamem.host.memory import host_place, waits_on_host
 from llamem.host.waiting_weights import wait_on_host
 from llamem.llama.config import LlamaConfig
@@ -31,7 +31,7 @@ from llamem.llama.plan import Plan
 from llamem.mesh.specs import parameter_specs, shardings
 from llamem.quantized.blocks import BlockKind, Blocks, check_kinds, quantize_rows, with_blocks
 from llamem.quantized.quantized_model import is_quantized, plain_params
-from llamem.text.tokenizer import GENERATION
+from llamem.text.tokenizer_files import GENERATION
 
 _PATTERNS = [
     *("config.json", "*.safetensors", "*.safetensors.index.json", "generation_config.json"),
@@ -45,7 +45,7 @@ def hub_folder(folder_or_hub_name: str | os.PathLike) -> Path:
     Raise FileNotFoundError for what is neither. What the hub refuses, such as a model whose licence was not accepted,
     its own library tells.
     """
-    folder = Path(folder_or_hub_name).expanduser()
+    folder = user_path(folder_or_hub_name)
     if folder.is_dir():
         if not (folder / "config.json").exists():
             raise FileNotFoundError(f"{folder} has no config.json: expected a Hugging Face model folder.")
@@ -79,6 +79,29 @@ def smollm2_file() -> Path:
 
 Tensors = Mapping[str, Stored | GgufTensor]  # by Hugging Face's names
 Pieces = list[tuple[Tensor, Stored | GgufTensor]]
+
+
+def check_layers(config: LlamaConfig, stored: Tensors, place: Path) -> None:
+    """Raise ValueError for more layers than there are tensors, before the names of all of them are listed."""
+    if config.n_layers > len(stored):
+        raise ValueError(
+            f"the config in {place} describes {config.n_layers:,} layers, and the files hold {len(stored):,} tensors: "
+            "the config or the files are of another model, or incomplete. Download them again."
+        )
+
+
+def check_prefix(tensors: list[Tensor], stored: Tensors, place: Path) -> None:
+    """Raise ValueError where the files have every tensor of the model's body, under names that begin otherwise."""
+    body = [tensor.name.removeprefix(BODY) for tensor in tensors if tensor.name.startswith(BODY)]
+    ends = [name for name in stored if name.endswith(body[0])]
+    for prefix in {name.removesuffix(body[0]) for name in ends} - {BODY}:
+        if all(prefix + name in stored for name in body):
+            raise ValueError(
+                f"the tensors in {place} are the model's, and their names begin with {prefix!r} where {BODY!r} is "
+                f"expected: {prefix + body[0]}, not {BODY + body[0]}. The model was saved from inside a wrapper (PEFT, "
+                "torch.compile, a vision model), or without its head. Save the causal language model itself with "
+                "transformers' save_pretrained, or rename the tensors."
+            )
 
 
 def check_tensors(tensors: list[Tensor], stored: Tensors, config: LlamaConfig, place: Path) -> None:
@@ -202,17 +225,19 @@ def load_pretrained(
     the order is another program's logits for the same tokens: compare `model(tokens)` with transformers' once.
     """
     if str(path).endswith(".gguf"):
-        place = Path(path).expanduser()
+        place = user_path(path)
         config, stored, kinds = open_model(place, dtype, compute_dtype, quantize)
     else:
         place = hub_folder(path)
         config, stored = _config(place, dtype, compute_dtype), stored_tensors(place)
         kinds = {} if quantize is None else check_kinds(config, quantize)
+    check_layers(config, stored, place)
     check_tied(config, stored, place)
     model = nnx.eval_shape(lambda: with_blocks(Llama(config, rngs=nnx.Rngs(0), plan=plan), kinds))
     graphdef, state = nnx.split(model)
     abstract = nnx.to_pure_dict(state)
     tensors = list(tensors_of(abstract))
+    check_prefix(tensors, stored, place)
     check_tensors(tensors, stored, config, place)
     places = _places(abstract, plan)
     pieces: dict[tuple[str, ...], list[tuple[Tensor, Any]]] = {}
@@ -249,7 +274,7 @@ def save_pretrained(model: Llama, folder: str | os.PathLike, *, max_shard_bytes:
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_bytes,
     )
-    folder = Path(folder)
+    folder = user_path(folder)
     with whole_folder(folder) as unfinished:
         (unfinished / "config.json").write_text(json.dumps(config_to_hf(model.config), indent=2))
         if generation := json.loads(model.config.generation_config):

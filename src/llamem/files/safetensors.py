@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem.common.checks import import_extra
+from jaxmem.common.checks import few, import_extra
 from jaxmem.common.files import read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -32,7 +32,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Return every tensor of the folder by name.
 
     Raise FileNotFoundError for a missing file, ValueError, which names the file, for one that is cut off, damaged or of
-    another type than floating-point numbers.
+    another type than floating-point numbers, and for a folder that holds two models, or a tensor twice.
     """
     if (folder / INDEX).is_file():
         listed = read_json(folder / INDEX, _MAX_INDEX).get("weight_map")
@@ -41,7 +41,22 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
                 f"{folder / INDEX} has no weight_map, which says what file a tensor is in: download it again."
             )
         files = {Path(str(name)).name for name in listed.values()}
-        return {name: stored for file in sorted(files) for name, stored in tensors_in(folder / file).items()}
+        if (folder / WEIGHTS).is_file() and WEIGHTS not in files:
+            raise ValueError(
+                f"{folder} holds {WEIGHTS} and, beside it, {INDEX}, which names other files ({few(sorted(files))}): "
+                "one of the two is an older model's, and programs differ in which they read. Move the one that is not "
+                "meant out of the folder."
+            )
+        found: dict[str, Stored] = {}
+        for file in sorted(files):
+            tensors = tensors_in(folder / file)
+            if twice := next((name for name in tensors if name in found), None):
+                raise ValueError(
+                    f"{twice} stands in {found[twice].file} and in {folder / file}: the files are of two models, or of "
+                    "two versions of one. Download the folder again."
+                )
+            found |= tensors
+        return found
     if (folder / WEIGHTS).is_file():
         return tensors_in(folder / WEIGHTS)
     raise FileNotFoundError(

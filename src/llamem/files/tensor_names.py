@@ -22,6 +22,7 @@ IN_LAYER = {
     "w_up": ("mlp.up_proj", 1, "ffn_up"),
     "w_down": ("mlp.down_proj", 1, "ffn_down"),
 }
+BODY = "model."  # what names begin with, but the head's
 OUTSIDE = {
     "embedding": ("model.embed_tokens", "token_embd"),
     "norm": ("model.norm", "output_norm"),

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxmem.common.checks import import_extra, show
-from jaxmem.common.files import whole_folder
+from jaxmem.common.files import user_path, whole_folder
 from jaxmem.common.printing import size_text
 from llamem.adapters.lora import Adapters, LoraConfig, merge_adapter
 from llamem.files.peft import save_adapter
@@ -71,7 +71,7 @@ class Run:
         The folder appears when all of it is written. Raise FileExistsError where it exists and is not empty, ValueError
         for `merge` without exactly one adapter.
         """
-        folder, count = Path(folder), 0 if self.adapters is None else self.adapters.count
+        folder, count = user_path(folder), 0 if self.adapters is None else self.adapters.count
         if merge and count != 1:
             raise ValueError(
                 f"save(merge=True): one adapter can be added into the weights, and this run has {count}. Choose one: "

@@ -32,7 +32,8 @@ class Gguf:
 def open_gguf(file: Path) -> Gguf:
     """Read where everything is; tensors stay in the file until they are asked for.
 
-    Raise FileNotFoundError, and ValueError for a file that is cut off, damaged or of another format.
+    Raise FileNotFoundError, and ValueError for a file that is cut off, damaged, of another format, or written for a
+    machine with the other order of bytes.
     """
     gguf = import_extra("gguf", "a GGUF file")
     if not file.is_file():
@@ -55,4 +56,10 @@ def open_gguf(file: Path) -> Gguf:
             f"{file} is no complete GGUF file: {type(error).__name__}: {str(error)[:200]}. It is cut off, damaged or "
             "of a newer version of the format; a Git LFS pointer must be downloaded first."
         ) from None
+    if reader.byte_order == "S":
+        # The package turns the fields' bytes round, and not the tensors'.
+        raise ValueError(
+            f"{file} is written in the other order of bytes than this machine's, big-endian for most: convert a copy "
+            f"of it with the `gguf` package, `gguf-convert-endian {file.name} little`, or take the little-endian file."
+        )
     return Gguf(file, reader.fields, {tensor.name: tensor for tensor in reader.tensors})

@@ -81,7 +81,8 @@ class Batches(Shuffled):
     `batch_at(step)` depends on the step number alone, so that is all a training run must remember to resume; in batches
     of another size it goes on after the sequences that were read, `continue_after`.
     Every sequence appears once per epoch, and each epoch has an order of its own. Documents follow each other without
-    padding: a sequence may begin in one document and end in another, with `<eos> <bos>` between.
+    padding: a sequence may begin in one document and end in another, with `<eos>` between, and `<bos>` where the
+    tokenizer begins a text with one.
 
     tokens: ids, `[num_tokens]`, for instance `Corpus.train`.
     vocab_size: where given, every id is checked against it now rather than silently clamped inside the model;
@@ -263,7 +264,7 @@ def read_utf8(file: Path) -> str:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A tokenised corpus: two memory-mapped streams of uint32 ids, each document `<bos> text <eos>`."""
+    """A tokenised corpus: two memory-mapped streams of uint32 ids, each document `encode(text, bos=True, eos=True)`."""
 
     train: Integer[np.ndarray, " train_tokens"]
     heldout: Integer[np.ndarray, " heldout_tokens"]
