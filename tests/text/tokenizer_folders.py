@@ -36,7 +36,7 @@ def smollm2_like():
     gguf = open_gguf(smollm2_file())
     vocab = {token: i for i, token in enumerate(gguf.get("tokenizer.ggml.tokens")[:3000])}
     pairs = (tuple(merge.split(" ")) for merge in gguf.get("tokenizer.ggml.merges"))
-    merges = [pair for pair in pairs if {*pair, "".join(pair)} <= set(vocab)]
+    merges = [pair for pair in pairs if {*pair, "".join(pair)} <= vocab.keys()]
     special = ["<|im_start|>", "<|endoftext|>", "<|im_end|>"]
     return byte_level_bpe(vocab, merges, "smollm", special=special), special
 

@@ -35,7 +35,8 @@ from llamem.text.tokenizer_files import GENERATION
 
 _PATTERNS = [
     *("config.json", "*.safetensors", "*.safetensors.index.json", "generation_config.json"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "additional_chat_templates/*.jinja"),
 ]
 
 

@@ -32,7 +32,9 @@ class Tokenizer:
 
     Without a path it is Meta's own `tokenizer.model` out of the PyPI package `llama-models`: no download, no account.
     `path`: another `tokenizer.model` in Meta's format, a Hugging Face `tokenizer.json`, the folder of a model, or a
-    `.gguf` file. `chat_template`: a Jinja template in place of the model's own; Llama 3's where the files have none and
+    `.gguf` file. A folder is read as transformers 5 reads it, its `tokenizer.json` to the letter (a class there that
+    builds its own, such as `LlamaTokenizer`, may differ after a special token).
+    `chat_template`: a Jinja template in place of the model's own; Llama 3's where the files have none and
     the vocabulary has its tokens. One that can be trained on ends every turn, and begins an answer when it is asked to:
     `"{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"`. Some templates write the day: `today`, by default that on
