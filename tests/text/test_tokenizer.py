@@ -248,7 +248,10 @@ def test_chat_templates_by_name(tmp_path):
     folder = Folder("smollm2")
     templates_in_a_dict(folder)
     folder.write(tmp_path / "m")
-    assert Tokenizer(tmp_path / "m").chat_template == TEMPLATE
+    tokenizer = Tokenizer(tmp_path / "m")
+    assert tokenizer.chat_template == TEMPLATE
+    with_tools = tokenizer.apply_chat_template("Hi", tools=[{"name": "f"}])
+    assert tokenizer.decode(with_tools) == f"Hi{folder.end}[{{'name': 'f'}}]"
     for said, words in (({"rag": "x"}, "several chat templates by name, rag, none of them"), ("", "no chat template")):
         folder.config["chat_template"] = said
         (tmp_path / "m" / "tokenizer_config.json").write_text(json.dumps(folder.config))

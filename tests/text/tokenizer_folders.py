@@ -18,7 +18,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role + eos_token }}{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
 )
-OTHER = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}"
+OTHER = "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}{% if tools %}{{ tools }}{% endif %}"
 
 
 @functools.cache

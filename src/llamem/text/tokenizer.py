@@ -34,8 +34,9 @@ class Tokenizer:
     `path`: another `tokenizer.model` in Meta's format, a Hugging Face `tokenizer.json`, the folder of a model, or a
     `.gguf` file. A folder is read as transformers 5 reads it, its `tokenizer.json` to the letter (a class there that
     builds its own, such as `LlamaTokenizer`, may differ after a special token).
-    `chat_template`: a Jinja template in place of the model's own; Llama 3's where the files have none and
-    the vocabulary has its tokens. One that can be trained on ends every turn, and begins an answer when it is asked to:
+    `chat_template`: a Jinja template in place of the model's own (of several by name `default`, and `tool_use` with
+    tools); Llama 3's where the files have none and the vocabulary has its tokens. One that can be trained on ends every
+    turn, and begins an answer when it is asked to:
     `"{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"`. Some templates write the day: `today`, by default that on
     which the tokenizer is made. Give it where the same chats must have the same tokens on another day.
@@ -80,7 +81,8 @@ class Tokenizer:
         names = {"bos_token": self._name(self.bos_id), "eos_token": self._name(self.stop_ids[0])}
         self._names = {name: token for name, token in names.items() if token} if opened.names is None else opened.names
         self._today = today or datetime.date.today()
-        self._render: Callable[..., Any] | None = None
+        self._tool_template = self._templates.get("tool_use") if chat_template is None else None
+        self._renders: dict[str, Callable[..., Any]] = {}
 
     def encode(self, text: str, *, bos: bool = False, eos: bool = False) -> list[int]:
         """Return the token ids of a text.
@@ -219,17 +221,18 @@ class Tokenizer:
 
     def _renderer(self, tools: Sequence[Any] | None, names: Mapping[str, Any]) -> Render:
         """Return what writes a chat, given tools and what else the template reads."""
-        if self.chat_template is None:
+        template = self._tool_template if tools and self._tool_template else self.chat_template
+        if template is None:
             several = f"several chat templates by name, {', '.join(self._templates)}, none of them 'default'"
             raise ValueError(
                 f"{self.source} has {several if self._templates else 'no chat template'}. Pass the one of the model: "
                 "Tokenizer(..., chat_template=...)."
             )
-        if self._render is None:
-            self._render = make_render(self.chat_template, self.source, self._names, self._today)
+        if template not in self._renders:
+            self._renders[template] = make_render(template, self.source, self._names, self._today)
         given = {"tools": list(tools) if tools else None, **names}
         check_texts(given, "what the chat template is given", list(self._special))
-        return functools.partial(self._render, **given)
+        return functools.partial(self._renders[template], **given)
 
     def _name(self, token_id: int | None) -> str | None:
         return next((token for token, i in self._special.items() if i == token_id), None)
