@@ -5,7 +5,6 @@ import pytest
 from matplotlib.collections import FillBetweenPolyCollection
 
 from llamem_course import grid_figure as grids
-from llamem_course.widgets import explore
 
 
 @pytest.mark.parametrize(
@@ -49,21 +48,3 @@ def test_the_figure_shows_the_peaks_of_its_arguments():
     assert np.asarray(at_work.get_paths()[0].vertices)[:, 1].max() == 8 * 20
     inputs = fig.axes[5].collections[0].get_paths()[0].vertices  # eight have run forward, each kept its own
     assert np.asarray(inputs)[:, 1].max() == 8 * 3
-
-
-def test_a_moved_slider_draws_again_with_its_value():
-    drawn = []
-
-    def draw(n_layers, group):
-        drawn.append((n_layers, group))
-        return grids.layer_grid(n_layers, group)
-
-    box = explore(draw, n_layers=(4, 8), group=(2, 4))
-    depth, group, picture = box.children
-    first = bytes(picture.value)
-    depth.value = 8
-    group.value = 4
-    assert first.startswith(b"\x89PNG") and bytes(picture.value).startswith(b"\x89PNG")
-    assert bytes(picture.value) != first
-    assert drawn == [(4, 2), (8, 2), (8, 4)]
-    assert depth.description == "n layers"

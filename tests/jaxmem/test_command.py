@@ -113,3 +113,15 @@ def test_the_fixture_keeps_a_peak_beside_the_test_and_holds_it(pytester):
     file = pytester.path / "test_model.peaks.json"
     file.write_text(file.read_text().replace(jax.__version__, "0.0.1"))
     run(5).assert_outcomes(skipped=1)
+
+
+def test_the_magic_compiles_the_last_call_and_runs_what_stands_before_it():
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell()
+    shell.run_line_magic("load_ext", "jaxmem.magic")
+    shell.run_cell("import jax.numpy as jnp")
+    asked = shell.run_cell_magic("peak", "cpu", "x = jnp.ones((300, 200))\nf = lambda x: x @ x.T\nf(x)")
+    assert asked.reports["cpu"].argument_bytes == 4 * 300 * 200
+    with pytest.raises(ValueError, match="the call in the cell's last line"):
+        shell.run_cell_magic("peak", "cpu", "x = 1")
