@@ -53,6 +53,7 @@ def test_bad_input_has_a_status_of_its_own_and_never_ends_a_table(capsys):
         (["llama3.2-1b", "--host-gib", "inf"], "--host-gib inf: expected the GiB"),
         (["nowhere/config.json"], "nowhere"),
         (["llama3.2-1b", "--param-dtype", "float3"], "float3"),
+        (["llama3.2-1b", "--param-dtype", "float16"], "param_dtype is float16, and cannot be trained as it is"),
         (["qwen3-0.6b", "llama3.2-1b", "--tokens", "65536"], "qwen3-0.6b on v5e-1: seq_len=65,536 is beyond"),
     ):
         assert main(["plan", *arguments, "--estimate"]) == BAD_INPUT, arguments

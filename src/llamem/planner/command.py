@@ -120,7 +120,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", dest="batch_size", type=int, default=1, help="sequences of one step, over all chips; default 1")
     add("--lora", nargs="+", type=int, metavar="RANK", help="train adapters of these ranks, not the model")
     add("--quantize", metavar="KIND", help="of the frozen layers under adapters: q4_0, q4_1 or q8_0")
-    add("--param-dtype", help="of weights, and of their moments; default bfloat16, or float16 where a chip lacks it")
+    add(
+        "--param-dtype",
+        help="of weights, and of their moments; default bfloat16, of frozen ones float16 on a chip without",
+    )
     gib = "GiB that the host can hold of a run: weights may wait there"
     add("--host-gib", type=float, metavar="GIB", help=gib)
     add("--clip", choices=("global", "layer"), default="global", help="gradients by the norm of all, or by layer")

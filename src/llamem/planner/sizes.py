@@ -21,6 +21,7 @@ from llamem.llama.plan import ACTIVATIONS, MeshShape, Plan
 from llamem.losses.tile_choice import resolve_tiles
 from llamem.quantized.blocks import BlockKind, check_kinds
 from llamem.runs.step_of_plan import abstract_step
+from llamem.train.optimizers import check_trained_type
 from llamem.train.settings import Clip, TrainSettings
 
 _LANES = 128  # a TPU stores the last axis of an array in rows of 128: Google Cloud's TPU architecture page
@@ -58,6 +59,8 @@ class Question:
                 f"config={show(config)}, lora={show(lora)}: expected a llamem.LlamaConfig, such as "
                 "llamem.LlamaConfig.from_name('llama3.2-1b'), and a llamem.LoraConfig(ranks=(16,)), or None."
             )
+        if lora is None:
+            check_trained_type("param_dtype", config.param_dtype)
         if self.settings.seq_len > config.max_seq_len:
             raise ValueError(
                 f"seq_len={self.seq_len:,} is beyond this model's max_seq_len={config.max_seq_len:,}: shorten the "

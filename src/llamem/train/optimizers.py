@@ -44,21 +44,22 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
     )
 
     def init(params: Any) -> Any:
-        _check_types(params)
+        for path, param in jax.tree.leaves_with_path(params):
+            check_trained_type(jax.tree_util.keystr(path), param.dtype)
         return adamw.init(params)
 
     return adamw._replace(init=init)
 
 
-def _check_types(params: Any) -> None:
-    for path, param in jax.tree.leaves_with_path(params):
-        if jnp.finfo(param.dtype).smallest_subnormal > _EPS:
-            raise ValueError(
-                f"{jax.tree_util.keystr(path)} is {param.dtype.name}, and cannot be trained as it is: AdamW divides by "
-                f"the root of a mean of squared gradients plus {_EPS}. Both are 0 in that type, and the weights would "
-                "be NaN after one update. Choose LlamaConfig(param_dtype='bfloat16') or 'float32'; products may stay "
-                "in it (compute_dtype), and adapters train over frozen weights in it."
-            )
+def check_trained_type(name: str, dtype: Any) -> None:
+    """Raise ValueError for a type in which no parameter can be trained; `name` is who has it."""
+    if jnp.finfo(dtype).smallest_subnormal > _EPS:
+        raise ValueError(
+            f"{name} is {jnp.dtype(dtype).name}, and cannot be trained as it is: AdamW divides by the root of a mean "
+            f"of squared gradients plus {_EPS}. Both are 0 in that type, and the weights would be NaN after one "
+            "update. Choose LlamaConfig(param_dtype='bfloat16') or 'float32'; products may stay in it (compute_dtype), "
+            "and adapters train over frozen weights in it."
+        )
 
 
 def clip(settings: TrainSettings, grads: Any, norm: Array) -> Any:
