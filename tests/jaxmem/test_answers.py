@@ -127,7 +127,7 @@ def test_the_same_program_elsewhere_is_the_same_question(asked):
     moved = question(asked, program(lines_above=9, file="/tmp/ipykernel_7/99.py", name="other_name"))
     assert (moved.key, moved.names) == (own.key, own.names)
     moves = {f"program.py:{number}": f"cell:{number + 9}" for number in range(20)}
-    of_step = own.lines[: own.lines.index("", 1)]  # then come functions of JAX's own, which it traces once
+    of_step = own.lines[: (*own.lines, "").index("", 1)]  # then come functions of JAX's own, which it traces once
     assert moved.lines[: len(of_step)] == tuple(moves.get(line, line) for line in of_step) != of_step
     renamed = question(asked, program(scope="block"))
     assert renamed.key == own.key and renamed.names != own.names and renamed.lines == own.lines
