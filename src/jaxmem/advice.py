@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -179,12 +180,13 @@ def shard_like_weights(study: Study) -> Remedy | None:
 
 @contextlib.contextmanager
 def scans_checkpointed() -> Iterator[None]:
-    """Trace with each body of `jax.lax.scan` under `jax.checkpoint`."""
-    plain = jax.lax.scan
+    """Trace with each body of `jax.lax.scan` under `jax.checkpoint`, in this thread alone."""
+    plain, here = jax.lax.scan, threading.get_ident()
 
     @functools.wraps(plain)
     def scan(f: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        return plain(jax.checkpoint(f, prevent_cse=False), *args, **options)
+        body = jax.checkpoint(f, prevent_cse=False) if threading.get_ident() == here else f
+        return plain(body, *args, **options)
 
     # What was traced before stays traced, but for other settings: these mean the same.
     precision = jax.config.jax_default_matmul_precision or "default"  # pyrefly: ignore[missing-attribute]
