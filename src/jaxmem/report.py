@@ -175,8 +175,11 @@ class Report(Shown):
         kernels = f", without those in {self.kernels} calls of kernels (Pallas, cuDNN)" if self.kernels else ""
         yield f"matrix products: {self.matmul_flops / 1e12:.2f} TFLOP{kernels}"
         if self.collectives:
-            sent = [(row.operation, row.times, size_text(row.bytes)) for row in self.collectives]
-            yield Table(("sent between chips", "times", "bytes"), sent)
+            sent = [
+                (row.operation, row.times, size_text(row.bytes), size_text(row.arriving) if row.arriving else "")
+                for row in self.collectives
+            ]
+            yield Table(("sent between chips", "times", "results on a chip", "arriving there"), sent)
         if self.buffers:
             arrays = [
                 (row.shape, size_text(row.bytes), row.at_once or "", row.operation, row.source)

@@ -103,8 +103,8 @@ def test_batched_products_as_compilers_write_them(text):
 def test_what_a_loop_holds_counts_as_often_as_it_runs(loop):
     assert compiled_matmul_flops(parse(loop)) == 5 * 2 * 8 * 16 * 16
     assert collectives(parse(loop)) == [
-        Collective("all-gather", times=5, bytes=5 * 16 * 16 * 4),
-        Collective("collective-permute", times=1, bytes=8 * 16 * 4),
+        Collective("all-gather", times=5, bytes=5 * 16 * 16 * 4, arriving=0),  # of one device: no groups are written
+        Collective("collective-permute", times=1, bytes=8 * 16 * 4, arriving=8 * 16 * 4),
     ]
     nobody_knows = loop.replace("constant(5)", "parameter(0)")
     assert compiled_matmul_flops(parse(nobody_knows)) is None and compiled_matmul_flops(parse("")) is None
@@ -132,7 +132,7 @@ def test_a_loop_that_does_not_count_from_0_by_1_to_an_integer_does_not_say_how_o
 
 def test_an_asynchronous_collective_is_counted_once_however_many_fusions_it_stands_in():
     assert collectives(parse(ASYNCHRONOUS)) == [
-        Collective("all-gather", times=6 + 6, bytes=6 * (2 * 8192 * 4096 + 4 * 8192))
+        Collective("all-gather", times=6 + 6, bytes=6 * (2 * 8192 * 4096 + 4 * 8192), arriving=0)
     ]
 
 
@@ -142,7 +142,40 @@ def test_collectives_that_share_a_channel_are_counted_each():
     first = line.replace("dimensions", "channel_id=1, dimensions")
     both = LOOP.replace(line, first + first.replace("all-gather.3", "all-gather.4"))
     found = collectives(parse(both))
-    assert found and found[0] == Collective("all-gather", times=10, bytes=10 * 16 * 16 * 4)
+    assert found and found[0] == Collective("all-gather", times=10, bytes=10 * 16 * 16 * 4, arriving=0)
+
+
+# A TPU's kernel that adds and writes its part alone, padded to tiles; a whole sum; ways in which groups are written.
+SUMS = """HloModule jit_call, is_scheduled=true, num_partitions=8
+
+%all-reduce-scatter.1 (input: bf16[64,128]) -> bf16[24,128] {
+  %input = bf16[64,128]{1,0} parameter(0)
+  %pad = bf16[96,128]{1,0} pad(%input, %zero), padding=0_32x0_0
+  %all-reduce.1 = bf16[96,128]{1,0} all-reduce(%pad), channel_id=1, replica_groups={{0,2,4,6},{1,3,5,7}}, to_apply=%add
+  ROOT %dynamic-slice.1 = bf16[24,128]{1,0} dynamic-slice(%all-reduce.1, %i, %zero), dynamic_slice_sizes={24,128}
+}
+
+ENTRY %main (x: bf16[64,128]) -> bf16[24,128] {
+  %x = bf16[64,128]{1,0} parameter(0)
+  %all-reduce.2 = bf16[64,128]{1,0} all-reduce(%x), channel_id=2, replica_groups=[1,8]<=[8], to_apply=%add
+  %all-gather-start = (bf16[8,128], bf16[16,128]) all-gather-start(%x), replica_groups=[4,2]<=[8], dimensions={0}
+  %all-gather-done = bf16[16,128]{1,0} all-gather-done(%all-gather-start)
+  %all-to-all.1 = bf16[64,128]{1,0} all-to-all(%x), replica_groups={}, dimensions={0}
+  %reduce-scatter.1 = bf16[8,128]{1,0} reduce-scatter(%x), replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+  ROOT %fusion.1 = bf16[24,128]{1,0} fusion(%all-reduce.2), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
+
+def test_what_arrives_is_twice_for_a_whole_sum_what_it_is_for_a_scattered_one():
+    row = 128 * 2
+    found = {row.operation: (row.times, row.bytes // (128 * 2), row.arriving) for row in collectives(parse(SUMS)) or ()}
+    assert found == {
+        "all-reduce": (1, 64, 2 * 56 * row),
+        "all-to-all": (1, 64, 56 * row),
+        "reduce-scatter": (2, 8 + 24, (8 * 7 + 24 * 3) * row),
+        "all-gather": (1, 16, 8 * row),
+    }
 
 
 def chain(x, w):

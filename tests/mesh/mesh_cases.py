@@ -59,6 +59,7 @@ MESHES = {
     "FSDP": {"fsdp": 8},
     "TP": {"tensor": 2},
     "CP": {"context": 4},
+    "FSDP CP": {"fsdp": 4, "context": 2},
     "DP CP": {"data": 2, "context": 4},
     "FSDP TP CP": {"fsdp": 2, "tensor": 2, "context": 2},
     "DP FSDP TP": {"data": 2, "fsdp": 2, "tensor": 2},
@@ -72,6 +73,10 @@ def quick_cases():
     yield {"name": "TP", "mesh": MESHES["TP"], "tied": True, "axis": "vocab", "remat": "attn", "mlp_tiles": 5}
     yield {"name": "CP", "mesh": MESHES["CP"], "tied": False, "axis": "tokens"}
     yield {"name": "FSDP TP CP", "mesh": MESHES["FSDP TP CP"], "tied": True, "axis": "vocab", "accumulate": 2}
+    # As on slices of TPUs with two sides, and with three.
+    yield {"name": "FSDP 2 x 4", "mesh": MESHES["FSDP"], "tied": False, "axis": "tokens", "slice": (2, 4)}
+    yield {"name": "FSDP 2 x 2 x 2", "mesh": MESHES["FSDP"], "tied": True, "axis": "vocab", "slice": (2, 2, 2)}
+    yield {"name": "FSDP CP 2 x 4", "mesh": MESHES["FSDP CP"], "tied": False, "axis": "tokens", "slice": (2, 4)}
 
 
 def other_cases():
@@ -136,8 +141,27 @@ def check_gradient_outside(sizes, expected):
     return errors_by_name(nnx.to_pure_dict(got), grads)
 
 
+@contextlib.contextmanager
+def devices_in(sides):
+    """As if the devices of every mesh stood in a slice of TPUs with these sides, in the mesh's own order."""
+
+    def places(mesh):
+        return np.array(list(np.ndindex(*sides))).reshape(*mesh.axes.values(), len(sides)) if sides else None
+
+    with (
+        unittest.mock.patch("llamem.mesh.torus._places", places),
+        unittest.mock.patch("llamem.mesh.torus._as_rings", lambda lengths: lengths),
+    ):
+        yield
+
+
 def check(case, expected):
     case = dict(case)
+    with devices_in(case.pop("slice", ())):
+        return check_on(case, expected)
+
+
+def check_on(case, expected):
     name, sizes, tied, axis = (case.pop(key) for key in ("name", "mesh", "tied", "axis"))
     config = CONFIG.replace(tied_head=tied)
     accumulate = case.pop("accumulate", 1)

@@ -52,6 +52,16 @@ def test_fsdp_gathers_every_weight_at_most_twice(seen):
     assert scatters <= 7 * layers + 1
 
 
+def test_along_the_sides_of_a_slice_gradients_are_scattered_one_side_after_the_other(seen):
+    by_name, layers = {case["name"]: case for case in seen["cases"]}, seen["layers"]
+    scatters = {name: sum(case["message runs"].get("reduce-scatter", [0])) for name, case in by_name.items()}
+    assert scatters["FSDP"] == 7 * layers + 1  # the matrices' and the head's
+    assert scatters["FSDP 2 x 4"] == 2 * scatters["FSDP"] and scatters["FSDP 2 x 2 x 2"] == 3 * scatters["FSDP"]
+    # Small weights are gathered in as many stages; along one side none is.
+    gathers = {name: sum(case["message runs"].get("all-gather", [0])) for name, case in by_name.items()}
+    assert gathers["FSDP 2 x 4"] > 1.9 * (gathers["FSDP"] - 1)
+
+
 def test_bf16_weights_are_rounded_on_a_mesh_as_on_one_device(seen):
     assert seen["rounding"]["mesh"] < 1e-3 < 0.1 < seen["rounding"]["nearest"]
 

@@ -31,6 +31,16 @@ class Gpu:
 
 
 @dataclasses.dataclass(frozen=True)
+class InSlice(jax.sharding.AbstractDevice):
+    """What tracing sees of an absent chip, and the `sides` of its slice of TPUs, (16, 16) of v5e:16x16.
+
+    A field of what JAX compares meshes by: what is traced for one slice is not taken for another.
+    """
+
+    sides: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Chip:
     """A chip, or several equal ones: what their compiler calls them, what one holds and how fast one is.
 
@@ -84,7 +94,8 @@ class Chip:
         known = {field.name for field in dataclasses.fields(jax.sharding.AbstractDevice)}  # JAX 0.7 knows no platform
         device: dict = {"device_kind": self.device_kind, "num_cores": self.cores, "platform": self.platform}
         device = {name: value for name, value in device.items() if name in known}
-        abstract = jax.sharding.AbstractDevice(**device)
+        sides = self.topology.partition(":")[2]  # of a GPU's there are none
+        abstract = InSlice(**device, sides=tuple(int(side) for side in sides.split("x") if side))
         kinds = (jax.sharding.AxisType.Auto,) * len(axes)  # which JAX 0.12 no longer chooses by itself
         return jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), kinds, abstract_device=abstract)
 

@@ -89,10 +89,13 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Computations by name, the first one to run under `ENTRY`; and the tables that say which line made what."""
+    """Computations by name, the first one to run under `ENTRY`; the tables that say which line made what; for how many
+    devices it is one program.
+    """
 
     computations: dict[str, list[Instruction]]
     tables: dict[str, dict[int, str]]
+    devices: int = 1
 
     @cached_property
     def executions(self) -> dict[str, int] | None:
@@ -169,7 +172,8 @@ def parse(text: str) -> Program:
                 instructions.append(Instruction(operand, shape, "get-tuple-element", (whole,), f", index={place}"))
             types[name] = shapes
             instructions.append(Instruction(name, tuple(_shapes(shapes)), opcode, operands, rest))
-    return Program(computations, tables)
+    partitions = re.search(r"^HloModule .*\bnum_partitions=(\d+)", text)
+    return Program(computations, tables, int(partitions[1]) if partitions else 1)
 
 
 def aliased_arguments(text: str) -> list[Shape]:
@@ -298,11 +302,17 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One kind of messages between chips: "all-gather", how many, and the bytes of all their results on one chip."""
+    """One kind of messages between chips: "all-gather", how many, and the bytes of all their results on one chip.
+
+    `arriving`: the bytes that reach one chip, where they go round rings of the chips that take part. Of n chips that
+    gather a result of b bytes, b (n - 1) / n; that sum and scatter, of which b are left, b (n - 1); that sum, and all
+    have the whole, twice the first. None in an answer from where nobody counted it.
+    """
 
     operation: str
     times: int
     bytes: int
+    arriving: int | None = None
 
 
 def collectives(program: Program) -> list[Collective] | None:
@@ -313,9 +323,10 @@ def collectives(program: Program) -> list[Collective] | None:
     through one channel. None where some are there, and a loop does not say how often it runs.
     """
     times_of = program.executions
-    sent: dict[tuple[str, str], tuple[int, int]] = {}
+    sent: dict[tuple[str, str], tuple[int, int, int]] = {}
     for computation, instructions in program.computations.items():
         runs = 1 if times_of is None else times_of.get(computation, 0)
+        by_name = {instruction.name: instruction for instruction in instructions}
         for instruction in instructions:
             # In a pair of start and done the shape at the end is that of the result alone.
             kind = instruction.opcode.removesuffix("-done")
@@ -323,15 +334,35 @@ def collectives(program: Program) -> list[Collective] | None:
                 chain = re.search(r'\bchain_id="(\d+)"', instruction.rest)
                 line = f"{computation}/{instruction.name}"
                 channel = f"{instruction.named('channel_id')}, chain {chain[1]}" if chain else line
-                n_bytes = sum(shape.item_bytes * math.prod(shape.sizes) for shape in instruction.shapes)
-                sent[kind, channel] = max(sent.get((kind, channel), (0, 0)), (runs, int(runs * n_bytes)))
+                shapes, last = instruction.shapes, instructions[-1]
+                if kind == "all-reduce" and last.opcode == "dynamic-slice" and last.operands[0] == instruction.name:
+                    kind, shapes = "reduce-scatter", last.shapes  # a TPU's kernel: nothing but the slice is written
+                n_bytes = sum(shape.item_bytes * math.prod(shape.sizes) for shape in shapes)
+                start = by_name.get(instruction.operands[0]) if instruction.opcode.endswith("-done") else instruction
+                arriving = n_bytes * _share_arriving(kind, _chips_taking_part(start or instruction, program.devices))
+                found = runs, int(runs * n_bytes), int(runs * arriving)
+                sent[kind, channel] = max(sent.get((kind, channel), (0, 0, 0)), found)
     if times_of is None and sent:
         return None
     rows = []
     for kind in dict.fromkeys(kind for kind, _ in sent):
-        times, n_bytes = zip(*(row for (of_kind, _), row in sent.items() if of_kind == kind), strict=True)
-        rows.append(Collective(kind, sum(times), sum(n_bytes)))
+        columns = zip(*(row for (of_kind, _), row in sent.items() if of_kind == kind), strict=True)
+        rows.append(Collective(kind, *(sum(column) for column in columns)))
     return sorted(rows, key=lambda row: -row.bytes)
+
+
+def _share_arriving(kind: str, chips: int) -> float:
+    """Return the bytes that reach a chip for each byte of a collective's result on it."""
+    shares = {"all-reduce": 2 * (chips - 1) / chips, "reduce-scatter": chips - 1, "collective-permute": 1}
+    return shares.get(kind, (chips - 1) / chips)
+
+
+def _chips_taking_part(instruction: Instruction, all_of_them: int) -> int:
+    """Return how many chips a collective is among, which it writes as "{{0,1},{2,3}}", "[2,2]<=[4]" or "{}"."""
+    if first := re.search(r"replica_groups=\{\{([\d,]+)\}", instruction.rest):
+        return first[1].count(",") + 1
+    counts = re.search(r"replica_groups=\[\d+,(\d+)\]", instruction.rest)
+    return int(counts[1]) if counts else all_of_them
 
 
 def largest_buffers(program: Program, count: int) -> list[Buffer]:

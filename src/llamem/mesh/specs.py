@@ -8,6 +8,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from llamem.llama.plan import MeshShape
 from llamem.llama.weights import PARAMETERS, parameter_name
+from llamem.mesh.torus import laid_out
 from llamem.quantized.blocks import is_in_blocks
 
 # Whole on every device, but read for its own heads or its own part of F alone: gradients are summed over `tensor` too.
@@ -66,7 +67,7 @@ def device_mesh(mesh: MeshShape) -> Any:
     kinds = (AxisType.Auto,) * len(names)
     if jax.device_count() < mesh.devices:
         return AbstractMesh(sizes, names, kinds)
-    return jax.make_mesh(sizes, names, axis_types=kinds, devices=jax.devices()[: mesh.devices])
+    return jax.sharding.Mesh(laid_out(mesh, jax.devices()[: mesh.devices]), names, axis_types=kinds)
 
 
 def check_devices(mesh: MeshShape) -> None:

@@ -35,6 +35,7 @@ from llamem.layers.attention import (
 from llamem.llama.model import Attend, Llama
 from llamem.llama.plan import MeshShape
 from llamem.llama.weights import MATRICES, PARAMETERS, Matrix, Norm, Table
+from llamem.mesh.torus import Route, route_over
 from llamem.quantized.blocks import QuantizedMatrix
 
 
@@ -70,22 +71,22 @@ def _leave(x: Array, axis: str) -> Array:
 _leave.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, dx: (dx,))
 
 
-def gather(w: Float[Array, "..."], axes: tuple[str, ...], dim: int, dtype: Any) -> Float[Array, "..."]:
-    """Return a weight that is split along `dim` over the devices of `axes`, whole, in the type `dtype`.
+def gather(w: Float[Array, "..."], route: Route, dim: int, dtype: Any) -> Float[Array, "..."]:
+    """Return a weight that is split along `dim` over the devices of the `route`, whole, in the type `dtype`.
 
     It travels in `dtype`. Its gradients are summed over the devices in the type in which it is stored, and each device
     gets the part that it holds: a reduce-scatter.
     """
-    return _gather(w, axes, dim, jnp.dtype(dtype), w.dtype) if axes else w.astype(dtype)
+    return _gather(w, route, dim, jnp.dtype(dtype), w.dtype) if route.axes else w.astype(dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _gather(w: Array, axes: tuple[str, ...], dim: int, dtype: Any, stored: Any) -> Array:
-    return lax.all_gather(w.astype(dtype), axes, axis=dim, tiled=True)
+def _gather(w: Array, route: Route, dim: int, dtype: Any, stored: Any) -> Array:
+    return route.gather(w.astype(dtype), dim)
 
 
-def _gather_backward(axes: tuple[str, ...], dim: int, dtype: Any, stored: Any, _: None, dw: Array) -> tuple[Array]:
-    return (lax.psum_scatter(dw.astype(stored), axes, scatter_dimension=dim, tiled=True),)
+def _gather_backward(route: Route, dim: int, dtype: Any, stored: Any, _: None, dw: Array) -> tuple[Array]:
+    return (route.scatter(dw.astype(stored), dim),)
 
 
 _gather.defvjp(lambda w, *static: (_gather(w, *static), None), _gather_backward)
@@ -172,18 +173,18 @@ def _in_order(a: Array, devices: int) -> Array:
 
 
 class SplitMatrix(Matrix):
-    """A part along D, which is the axis `dim`, of what the devices of `axes` have together.
+    """A part along D, which is the axis `dim`, of what the devices of the `route` have together.
 
     Over `tensor_axis` each device has its heads, or its part of F.
     """
 
-    axes: tuple[str, ...]
+    route: Route
     dim: int
     tensor_axis: str | None
 
     def ready(self, dtype: Any) -> Matrix:
         """Return the matrix whole along D; its gradient is summed over the devices, and each gets its part."""
-        w = gather(self[...], self.axes, self.dim, dtype)
+        w = gather(self[...], self.route, self.dim, dtype)
         if self.tensor_axis is None:
             return Matrix(w, n_in=self.n_in)
         return SummandMatrix(w, n_in=self.n_in, tensor_axis=self.tensor_axis)
@@ -201,9 +202,9 @@ class SummandMatrix(Matrix):
 
 
 class SplitTable(Table):
-    """Some columns of what the devices of `axes` have together, and some rows over `tensor_axis`."""
+    """Some columns of what the devices of the `route` have together, and some rows over `tensor_axis`."""
 
-    axes: tuple[str, ...]
+    route: Route
     tensor_axis: str | None
 
     @property
@@ -213,11 +214,11 @@ class SplitTable(Table):
 
     def ready(self, dtype: Any) -> "SplitTable":
         """Return this device's rows, whole along D."""
-        return SplitTable(gather(self[...], self.axes, 1, dtype), axes=(), tensor_axis=self.tensor_axis)
+        return SplitTable(gather(self[...], self.route, 1, dtype), route=Route((), ()), tensor_axis=self.tensor_axis)
 
     def look_up(self, ids: Int[Array, "*N"], dtype: Any) -> Float[Array, "*N D"]:
         """Return rows for own ids; no device ever holds the table whole."""
-        return look_up(self[...].astype(dtype), ids.astype("int32"), self.axes, self.tensor_axis)
+        return look_up(self[...].astype(dtype), ids.astype("int32"), self.route.axes, self.tensor_axis)
 
 
 class EnteringNorm(Norm):
@@ -257,17 +258,17 @@ def split(model: Llama, mesh: MeshShape) -> Llama:
     Its arrays are this device's parts already. Raise ValueError outside of the mesh.
     """
     _check_inside(mesh)
-    axes, tensor_axis, blocks = mesh.over("d_model"), mesh.tensor_axis, model.blocks
+    route, tensor_axis, blocks = route_over(mesh, mesh.over("d_model")), mesh.tensor_axis, model.blocks
     for name in MATRICES:
         matrix, names = getattr(blocks, name), PARAMETERS[name]
         if isinstance(matrix, QuantizedMatrix):  # whole on every device
             continue
         summed = tensor_axis if names[-1] == "d_model" else None
-        part = SplitMatrix(matrix[...], n_in=matrix.n_in, axes=axes, dim=names.index("d_model"), tensor_axis=summed)
+        part = SplitMatrix(matrix[...], n_in=matrix.n_in, route=route, dim=names.index("d_model"), tensor_axis=summed)
         setattr(blocks, name, part)
     for name in ("embedding", "untied_head"):
         if hasattr(model, name):
-            setattr(model, name, SplitTable(getattr(model, name)[...], axes=axes, tensor_axis=tensor_axis))
+            setattr(model, name, SplitTable(getattr(model, name)[...], route=route, tensor_axis=tensor_axis))
     for name in ("attn_norm", "mlp_norm") if tensor_axis else ():
         norm = getattr(blocks, name)
         setattr(blocks, name, EnteringNorm(norm[...], eps=norm.eps, tensor_axis=tensor_axis))
