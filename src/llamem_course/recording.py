@@ -9,10 +9,12 @@ what goes in and comes out, and how often which operation runs.
 import datetime
 import json
 import lzma
+import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+import filelock
 import jax
 
 from jaxmem.answers import Question, digest
@@ -120,12 +122,14 @@ def add_keys(recorded: Path, file: Path) -> str:
 
     Of questions that are alike and are not asked as often as they were, none is added.
     """
-    held, (asked, _) = StoredAnswers(file).held, _read(recorded)
-    if not held.get("likenesses"):
-        return "no answers are stored, so that there are no keys to add"
-    often, now = Counter(held["likenesses"]), Counter(row["likeness"] for row in asked)
-    paired = [(row, row["answer"]) for row in asked if often[row["likeness"]] == now[row["likeness"]]]
-    _store(held, file, paired)
+    asked, _ = _read(recorded)
+    with filelock.FileLock(Path(tempfile.gettempdir(), f"{file.name}.lock")):  # two versions may run side by side
+        held = StoredAnswers(file).held
+        if not held.get("likenesses"):
+            return "no answers are stored, so that there are no keys to add"
+        often, now = Counter(held["likenesses"]), Counter(row["likeness"] for row in asked)
+        paired = [(row, row["answer"]) for row in asked if often[row["likeness"]] == now[row["likeness"]]]
+        _store(held, file, paired)
     missing = len(held["answers"]) - len(paired)
     return f"{len(paired)} keys for JAX {_VERSION} added, {missing} answers without one, {file.stat().st_size:,} bytes"
 
