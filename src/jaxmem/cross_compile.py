@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -44,12 +45,20 @@ def traced_for(chip: Chip, mesh: Any = None) -> contextlib.AbstractContextManage
 def export_for(
     chip: Chip, jitted: jax.stages.Wrapped, leaves: Sequence[jax.ShapeDtypeStruct], mesh: Any = None
 ) -> jax.export.Exported:
-    """Trace and lower `jitted(*leaves)` for the chip's platform."""
+    """Trace and lower `jitted(*leaves)` for the chip's platform. Raises ValueError for kernels of the user's own."""
     with traced_for(chip, mesh):
         # Not for keeping, but for a child process with the same JAX: what may change in a year may be exported.
         names = ("LayoutConstraint", "MoveToHost", "MoveToDevice", "__gpu$xla.gpu.triton")
         allowed = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
-        exported = jax.export.export(jitted, platforms=(chip.platform,), disabled_checks=allowed)(*leaves)
+        try:
+            exported = jax.export.export(jitted, platforms=(chip.platform,), disabled_checks=allowed)(*leaves)
+        except ValueError as error:
+            if not (calls := sorted(set(re.findall(r"custom_call @([^\s(]+)\(", str(error))))):
+                raise
+            raise ValueError(
+                f"the program calls {', '.join(calls)}, and the compiler for {chip.name} runs in a process that does "
+                "not have it: leave such kernels out, by a function of the same shapes, or compile for chip='local'."
+            ) from None
     # A `checkify.debug_check` that is switched off leaves an effect behind, without a serialised form or a meaning.
     return dataclasses.replace(exported, ordered_effects=(), unordered_effects=())
 

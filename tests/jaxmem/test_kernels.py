@@ -43,3 +43,11 @@ def test_kernels_for_an_absent_gpu_are_answered(fn, sizes, expected):
         pytest.skip("no compiler for the H100 here")
     report = jaxmem.compile_report(fn, jax.ShapeDtypeStruct(sizes, jnp.float32), chip="h100", cache=False)
     assert abs(report.peak_bytes - expected) < 64 * 2**10 and report.kernels == 1
+
+
+def test_a_kernel_of_the_users_own_is_refused_in_a_sentence():
+    def called(x):
+        return jax.ffi.ffi_call("mine", jax.typeof(x))(x) + 1
+
+    with pytest.raises(ValueError, match=r"^the program calls mine, and the compiler for h100 .*chip='local'\.$"):
+        jaxmem.compile_report(called, jax.ShapeDtypeStruct((3, 5), jnp.float32), chip="h100")
