@@ -19,13 +19,12 @@ FLOORS = (
     {"llamem.train": "the plain step, data, snapshots"},
     {"llamem.quantized": "frozen matrices in few bits"},
     {"llamem.mesh": "a device's part of a step", "llamem.host": "what waits in the host's memory"},
-    {"llamem.runs.places": "which of them a plan asks for"},
     {"llamem.adapters": "low-rank adapters, many at once"},
     {"llamem.files": "open models in and out"},
     {"llamem.runs": "one run, as a plan says"},
     {"llamem.planner": "before a run: what will it cost, what is best"},
+    {"llamem": "the package's own door, and its command"},
     {"llamem_course": "what only notebooks use"},
-    {"llamem.__main__": "the command"},
 )
 CORE = ("llamem.layers", "llamem.losses", "llamem.llama", "llamem.text", "llamem.train")
 FLOOR_OF = {room: i for i, floor in enumerate(FLOORS) for room in floor}
@@ -39,13 +38,14 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for package in PACKAGES for path in sorted((SOURCE / package).rglob("*.py"))}
-# Doors import a folder's public names when they are asked for: they stand on no floor, and no module goes through them.
+# Doors are a folder's public names. They stand on its floor, and no module goes through them.
 DOORS = {module for module, path in MODULES.items() if path.name == "__init__.py"}
 
 
 def room(module: str) -> str:
-    """The folder of a module of llamem, the whole package of the others; a module that has a floor of its own."""
-    return module if module in FLOOR_OF else ".".join(module.split(".")[: 2 if module.startswith("llamem.") else 1])
+    """The folder of a module of llamem, the whole package of the others."""
+    folder = ".".join(module.split(".")[:2])
+    return folder if folder in DOORS and folder.startswith("llamem.") else module.split(".")[0]
 
 
 def imports(text: str, modules: Collection[str] = MODULES) -> set[str]:
@@ -66,8 +66,8 @@ def imports(text: str, modules: Collection[str] = MODULES) -> set[str]:
 
 
 def graph() -> dict[str, set[str]]:
-    """Every module that is no door, and what it imports of the three packages."""
-    return {module: imports(path.read_text()) for module, path in MODULES.items() if module not in DOORS}
+    """Every module, doors among them, and what it imports of the three packages."""
+    return {module: imports(path.read_text()) for module, path in MODULES.items()}
 
 
 def closure(module: str, edges: dict[str, set[str]]) -> set[str]:
@@ -102,7 +102,7 @@ def circle(edges: dict[str, set[str]]) -> list[str]:
 def picture() -> str:
     """The folders and their imports as a Mermaid diagram, which GitHub draws; the ground floor last."""
     arrows = {(room(module), room(other)) for module, others in graph().items() for other in others - DOORS}
-    rooms = {room(module) for module in MODULES if module not in DOORS}
+    rooms = {room(module) for module in MODULES}
     lines = ["```mermaid", "flowchart TD"]
     for i, floor in reversed(list(enumerate(FLOORS))):
         names = [name for name in floor if name in rooms]

@@ -9,7 +9,6 @@ from jaxmem.common.lazy import lazy_names
 
 if TYPE_CHECKING:
     from llamem.adapters.lora import Adapters, LoraConfig, merge_adapter
-    from llamem.adapters.lora_step import abstract_lora_step
     from llamem.files.peft import load_adapters, save_adapter
     from llamem.files.pretrained import load_pretrained, save_pretrained
     from llamem.layers.remat import POLICIES, Policy
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from llamem.losses.token_loss import tiled_token_loss
     from llamem.planner.estimates import estimate
     from llamem.planner.search import find_plan, longest_context
-    from llamem.runs.step_of_plan import abstract_step
+    from llamem.runs.step_of_plan import abstract_lora_step, abstract_step
     from llamem.text.completion import generate_text
     from llamem.train.settings import TrainSettings
 

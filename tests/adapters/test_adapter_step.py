@@ -17,6 +17,8 @@ from jaxmem.compiling import matmul_flops
 from llamem import Adapters, Llama, LoraConfig, Plan, TrainSettings, abstract_lora_step
 from llamem.adapters import IN_LAYERS, TARGET_MODULES, init_lora_state, make_lora_step
 from llamem.adapters.lora_step import losses_and_grads
+from llamem.runs import place_of
+from llamem.train.place import ONE_DEVICE
 
 CONFIG = SMALL.replace(n_layers=1)
 SETTINGS = TrainSettings(steps=9, batch_size=4, seq_len=8, learning_rate=1e-2, warmup_steps=2, clip_norm=0.5)
@@ -25,7 +27,7 @@ RATE = dataclasses.replace(SETTINGS, learning_rate=1e-3)
 
 def stepper(model, settings=SETTINGS):
     base = nnx.state(model)
-    step = jax.jit(make_lora_step(model.config, settings, model.plan))
+    step = jax.jit(make_lora_step(model.config, settings, place_of(model.plan)))
     return lambda state, tokens, ids, targets=None: step(
         state, base, (tokens[:, :-1], tokens[:, 1:] if targets is None else targets, jnp.asarray(ids))
     )
@@ -157,7 +159,7 @@ def test_gradients_in_16_bits_are_as_good_as_their_numbers():
         graphdef, state = nnx.split(Llama(of_type, rngs=nnx.Rngs(0)))
         state = jax.tree.map(lambda mine, same: same.astype(mine.dtype), state, exact)
         settings = TrainSettings(batch_size=B, seq_len=T)
-        return jax.jit(lambda base: losses_and_grads(Plan(), graphdef, settings, base, adapters, batch))(state)[1]
+        return jax.jit(lambda base: losses_and_grads(ONE_DEVICE, graphdef, settings, base, adapters, batch))(state)[1]
 
     wanted = gradients("float32")
     for dtype, most in (("bfloat16", 0.04), ("float16", 0.01)):

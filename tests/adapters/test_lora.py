@@ -21,6 +21,7 @@ from llamem import TrainSettings
 from llamem.adapters import IN_LAYERS, TARGET_MODULES
 from llamem.adapters.lora_step import losses_and_grads
 from llamem.runs import loss_fn
+from llamem.runs.step_of_plan import place_of
 from llamem.train.plain_step import summed_loss
 
 # Without their types: some of what is passed is wrong on purpose.
@@ -41,7 +42,9 @@ def gradients(config, adapters, tokens, ids=IDS, accumulate=1, model=None, **pla
     model = model_of(config, **plan) if model is None else model
     graphdef, base = nnx.split(model)
     settings = TrainSettings(batch_size=len(ids), seq_len=tokens.shape[1] - 1, accumulate=accumulate)
-    return jax.jit(partial(losses_and_grads, model.plan, graphdef, settings))(base, adapters, batch_of(tokens, ids))
+    return jax.jit(partial(losses_and_grads, place_of(model.plan), graphdef, settings))(
+        base, adapters, batch_of(tokens, ids)
+    )
 
 
 @pytest.mark.quick

@@ -10,6 +10,7 @@ from make_golden import make, tokens_of
 import llamem
 from llamem import TrainSettings
 from llamem.adapters.lora_step import losses_and_grads
+from llamem.runs.step_of_plan import place_of
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
@@ -63,7 +64,7 @@ def test_outputs_gradients_and_folders_of_peft(tmp_path, name, kind):
 
     graphdef, base = nnx.split(mine)
     batch = jnp.asarray(tokens[:, :-1]), jnp.asarray(tokens[:, 1:]), jnp.zeros(2, jnp.int32)
-    gradients = jax.jit(lambda *args: losses_and_grads(mine.plan, graphdef, TrainSettings(), *args))
+    gradients = jax.jit(lambda *args: losses_and_grads(place_of(mine.plan), graphdef, TrainSettings(), *args))
     metrics, grads = gradients(base, adapters, batch)
     assert abs(metrics["loss"][0] - out.loss.item()) < 1e-5 * out.loss.item()
     # Written as an adapter, gradients get the names of the tensors that they belong to.

@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxmem
 import llamem
-from llamem.layers import remat
+from llamem.layers import host_memory
 
 needs_gpu_compiler = pytest.mark.skipif(not jaxmem.available("a100-40"), reason="needs the CUDA plugin and ptxas")
 L, N, D = 5, 384, 256
@@ -43,8 +43,8 @@ def test_what_is_offloaded_lies_on_the_host():
 @pytest.mark.parametrize("version", ["0.10.2", "0.11.0", "0.10.1", "0.11.1"])
 def test_offloading_on_a_gpu_at_hand_is_refused_where_it_would_be_read_back_wrongly(monkeypatch, version):
     shapes = jax.ShapeDtypeStruct((L, D, D), jnp.float32), jax.ShapeDtypeStruct((N, D), jnp.float32)
-    monkeypatch.setattr(remat.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(remat.jaxlib, "__version__", version)
+    monkeypatch.setattr(host_memory.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(host_memory.jaxlib, "__version__", version)
     if version in ("0.10.1", "0.11.1"):
         jax.eval_shape(gradient, *shapes)
         return

@@ -12,7 +12,9 @@ from norms import relative_errors
 
 import jaxmem
 import llamem
-from llamem.layers.attention import KEY_TILE, QUERY_TILE, SPLASH_BLOCK, causal_attention, flash_attention
+from llamem.layers.attention import causal_attention
+from llamem.layers.attention_splash import SPLASH_BLOCK
+from llamem.layers.attention_tiles import KEY_TILE, QUERY_TILE, flash_attention
 from llamem.layers.remat import checkpoint
 
 pytestmark = pytest.mark.accelerator
@@ -220,7 +222,7 @@ def test_splash_equals_the_reference_where_a_cpu_interprets_it(monkeypatch, pack
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
 
     monkeypatch.setattr(kernels, "make_splash_mha", functools.partial(kernels.make_splash_mha, interpret=True))
-    monkeypatch.setattr("llamem.layers.attention.compiling_for", lambda: "TPU")
+    monkeypatch.setattr("llamem.layers.attention_splash.compiling_for", lambda: "TPU")
     q, k, v, weights = arrays(SPLASH_BLOCK, H=4, K=2, size=128)
     segments = jnp.broadcast_to(jnp.arange(SPLASH_BLOCK) // 200, (2, SPLASH_BLOCK)) if packed else None
 

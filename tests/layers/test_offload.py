@@ -9,7 +9,7 @@ import jaxmem
 import llamem
 from jaxmem.tracing.arguments import on_host
 from jaxmem.tracing.jaxprs import equations, names_in, scan_parts
-from llamem.layers.remat import name_in_pieces
+from llamem.layers.host_memory import name_in_pieces
 from llamem.layers.stack import group_count
 
 

@@ -43,8 +43,7 @@ from llamem.mesh.mesh_step import (  # noqa: E402
 from llamem.mesh.specs import parameter_specs, shardings  # noqa: E402
 from llamem.mesh.split_weights import context_attention, local_positions  # noqa: E402
 from llamem.runs.loop import train  # noqa: E402
-from llamem.runs.places import place_of  # noqa: E402
-from llamem.runs.step_of_plan import loss_fn  # noqa: E402
+from llamem.runs.step_of_plan import loss_fn, place_of  # noqa: E402
 from llamem.train.data import Corpus  # noqa: E402
 from llamem.train.optimizers import make_optimizer, make_update, split_counters  # noqa: E402
 from llamem.train.plain_step import make_model, weights_loss_and_grads  # noqa: E402
@@ -221,7 +220,7 @@ def check_rounding():
 
         def update(params, state):  # by gradients that are the weights themselves
             counters, moments = split_counters(state)
-            rule = make_update(settings, jnp.int32(3), counters, OnMesh(mesh).start_of_part)
+            rule = make_update(settings, jnp.int32(3), counters, OnMesh(Plan(mesh=mesh)).start_of_part)
             return rule(params, moments, params)[0]
 
         specs = parameter_specs(params, mesh), parameter_specs(state, mesh)
@@ -285,8 +284,8 @@ def interpreted_splash():
     make = partial(kernels.make_splash_mha, interpret=True)
     with (
         unittest.mock.patch.object(kernels, "make_splash_mha", make),
-        unittest.mock.patch("llamem.layers.attention.SPLASH_BLOCK", 128),
-        unittest.mock.patch("llamem.layers.attention.compiling_for", lambda: "TPU"),
+        unittest.mock.patch("llamem.layers.attention_splash.SPLASH_BLOCK", 128),
+        unittest.mock.patch("llamem.layers.attention_splash.compiling_for", lambda: "TPU"),
     ):
         yield
 

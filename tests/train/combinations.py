@@ -23,6 +23,7 @@ from llamem.mesh.mesh_step import batch_spec  # noqa: E402
 from llamem.mesh.specs import shardings  # noqa: E402
 from llamem.quantized import dequantize, quantize  # noqa: E402
 from llamem.quantized.blocks import BlockKind  # noqa: E402
+from llamem.runs.step_of_plan import place_of  # noqa: E402
 from llamem.runs.weights_or_adapters import trained_adapters, trained_weights  # noqa: E402
 from llamem.train.settings import Clip  # noqa: E402
 
@@ -53,10 +54,10 @@ def stepped(row: Row, *, plain: bool) -> tuple[Any, dict[str, Any]]:
     tokens = np.asarray(tokens_of(config, T=T + 1, B=B))
     batch = tokens[:, :-1], tokens[:, 1:]
     if row.trained == "weights":
-        trained = trained_weights(config, settings, plan, model)
+        trained = trained_weights(config, settings, place_of(plan), model)
     else:
         # Larger adapters' attention would multiply every rounding a hundredfold.
-        trained = trained_adapters(config, settings, plan, model, adapters_of(config, MIXED, size=0.03))
+        trained = trained_adapters(config, settings, place_of(plan), model, adapters_of(config, MIXED, size=0.03))
         batch = *batch, IDS
     if plan.mesh.devices > 1:
         batch = jax.device_put(batch, shardings(batch_spec(plan.mesh), plan.mesh))

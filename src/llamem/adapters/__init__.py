@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from jaxmem.common.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from llamem.adapters.adapted_weights import IN_LAYERS, adapted_head
+    from llamem.adapters.adapted_weights import IN_LAYERS
     from llamem.adapters.lora import TARGET_MODULES, Adapters, LoraConfig, merge_adapter
-    from llamem.adapters.lora_step import abstract_lora_step, init_lora_state, lora_losses, make_lora_step
+    from llamem.adapters.lora_step import init_lora_state, lora_losses, make_lora_step
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -116,7 +116,7 @@ class AdaptedTable(_Adapted):
         return self.base.look_up(ids, dtype)
 
     def beside(self, x: Float[Array, "B T D"]) -> tuple[Float[Array, "B T W"], tuple[Float[Array, "V _"], ...]]:
-        """Return hidden states and head of the adapted model, as `adapted_head`."""
+        """Return hidden states and the matrices that side by side are the adapted head."""
         x, (head_VD,) = self.base.beside(x)
         return beside(x, head_VD, *self.parts) if self.is_adapted else (x, (head_VD,))
 
@@ -169,21 +169,6 @@ def project_in(
     """
     a_BrI = chosen(a_ArI, adapter_B) * chosen(scale_A, adapter_B)[:, None, None]
     return jnp.einsum("BTI,BrI->BTr", x_BTI, a_BrI.astype(x_BTI.dtype))
-
-
-def adapted_head(
-    x_BTD: Float[Array, "B T D"],
-    head_VD: Float[Array, "V D"],
-    adapters: Any,
-    adapter_B: Int[Array, " B"] | None,
-) -> tuple[Float[Array, "B T W"], tuple[Float[Array, "V _"], ...]]:
-    """Return hidden states and head of the adapted model: `tiled_cross_entropy(*adapted_head(...), targets)`.
-
-    Without adapters of the head both are as they were, the head alone in a tuple. See `beside`.
-    """
-    if adapters is None or adapter_B is None or "head" not in adapters.a:
-        return x_BTD, (head_VD,)
-    return beside(x_BTD, head_VD, adapters.a["head"], adapters.b["head"], adapters.scale["head"], adapter_B)
 
 
 def beside(

@@ -9,57 +9,42 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from llamem.adapters.adapted_weights import IN_LAYERS, put_on
 from llamem.adapters.lora import Adapters, LoraConfig, check_adapters
-from llamem.host.memory import host_sharding, of_matrices
-from llamem.layers.remat import is_on_host
 from llamem.llama.config import LlamaConfig
-from llamem.llama.plan import MeshShape, Plan
-from llamem.mesh.mesh_step import batch_spec, check_sizes, on_mesh, placed_shapes, sum_over
-from llamem.mesh.specs import parameter_specs
+from llamem.llama.plan import Plan
 from llamem.quantized.blocks import BlockKind, check_kinds, with_blocks
 from llamem.quantized.quantized_model import graphdef_of
-from llamem.runs.places import place_of
 from llamem.train.optimizers import make_optimizer, norm_of, within
-from llamem.train.plain_step import IGNORED, OneDevice, TrainState, loss_and_grads, make_model, summed_loss
+from llamem.train.place import ONE_DEVICE, Place
+from llamem.train.plain_step import IGNORED, TrainState, loss_and_grads, make_model, summed_loss
 from llamem.train.settings import TrainSettings
 
 
 @dataclasses.dataclass(frozen=True)
 class OwnPart:
-    """Cuts out, inside `shard_map`, what of one target's A or B a device of `axis` meets.
+    """Cuts out, inside a place's program, what of one target's A or B a device meets.
 
     Of A of "o" and "down", and of B of all others, that is its heads, its part of F or its rows: a part of the last
     axis.
     """
 
-    axis: str
-    cuts_a: bool
+    place: Place
+    target: str
 
     def __call__(self, a: Array, b: Array) -> tuple[Array, Array]:
         """Return both, one of them cut."""
-        return (self._own(a), b) if self.cuts_a else (a, self._own(b))
-
-    def _own(self, array: Array) -> Array:
-        size = array.shape[-1] // lax.axis_size(self.axis)
-        return lax.dynamic_slice_in_dim(array, lax.axis_index(self.axis) * size, size, axis=-1)
+        return (self.place.own_part(a), b) if self.target in ("o", "down") else (a, self.place.own_part(b))
 
 
-def own_part_of(mesh: MeshShape) -> Callable[[str], OwnPart | None]:
-    """Return what cuts out a target's part, by the target; None where every device meets all."""
-    return lambda target: OwnPart(mesh.tensor_axis, target in ("o", "down")) if mesh.tensor_axis else None
-
-
-def summed_over(path: tuple[Any, ...], mesh: MeshShape) -> tuple[str, ...]:
-    """Return the mesh axes whose devices have summands of this gradient each: on the others all have the same."""
+def summed(place: Place, path: tuple[Any, ...], grad: Array) -> Array:
+    """Return a gradient of adapters summed over the devices that have summands of it: on the others it is the same."""
     part, target = (entry.key for entry in path[-2:])
-    # In a layer devices of "tensor" compute for their heads and their part of F, and B of the head meets their rows.
+    # In a layer devices compute for their heads and their part of F, and B of the head meets their rows.
     in_parts = target in IN_LAYERS or (part, target) == ("b", "head")
-    return mesh.over("batch", "sequence") + ((mesh.tensor_axis,) if in_parts and mesh.tensor_axis else ())
+    return place.sum_parts(grad) if in_parts else place.sum_tokens(grad)
 
 
 # inputs [B, T], targets [B, T], the adapter of each sequence [B], perhaps segments [B, T]
@@ -78,7 +63,7 @@ def init_lora_state(adapters: Adapters, settings: TrainSettings) -> TrainState:
 
 
 def make_lora_step(
-    config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()
+    config: LlamaConfig, settings: TrainSettings, place: Place = ONE_DEVICE
 ) -> Callable[[TrainState, Any, AdapterBatch], tuple[TrainState, dict[str, Array]]]:
     """Return `step(state, base, (inputs_BT, targets_BT, adapter_B)) -> state, metrics`, to be jitted, state donated.
 
@@ -86,15 +71,15 @@ def make_lora_step(
     gradient of them is computed. Every adapter is trained as if its sequences were alone in the batch: its loss is the
     mean over its own tokens, its gradient's norm is clipped by itself, and warm-up, decay and AdamW's bias corrections
     follow its own number of updates. An adapter without a token that counts (targets of -100 do not) stays as it is,
-    bit by bit, with its moments and its count.
+    bit by bit, with its moments and its count. `place`: where it runs, that of a plan by `llamem.runs.place_of`.
 
     A fourth array in the batch, `segments_BT`, numbers documents that are packed into one sequence. On a mesh adapters
     are whole on every device, and lie as `abstract_lora_step` says. Metrics, each `[A]`: `loss` (mean over the
     adapter's tokens, nats; NaN where it has none, and for all where an id in `adapter_B` is none), `grad_norm`,
     `tokens`.
     """
-    check_adapter_plan(settings, plan)
-    mesh, optimizer = plan.mesh, make_optimizer(settings)
+    check_adapter_plan(settings, place.plan)
+    optimizer = make_optimizer(settings)
 
     def update_one(grads: Any, moments: Any, weights: Any) -> tuple[Any, Any, Array]:
         norm = norm_of(grads)
@@ -102,8 +87,8 @@ def make_lora_step(
         return optax.apply_updates(weights, updates), moments, norm
 
     def step_on_device(state: TrainState, base: Any, batch: AdapterBatch) -> tuple[TrainState, dict[str, Array]]:
-        graphdef = graphdef_of(config, plan, base)
-        metrics, grads = losses_and_grads(plan, graphdef, settings, base, state.params, batch)
+        graphdef = graphdef_of(config, place.plan, base)
+        metrics, grads = losses_and_grads(place, graphdef, settings, base, state.params, batch)
         old = state.params.weights, state.opt_state
         axes = _axis_of_adapters(old[0]), _axis_of_adapters(old[1])
         each = jax.vmap(update_one, in_axes=(axes[0], axes[1], axes[0]), out_axes=(*axes, 0))
@@ -115,87 +100,78 @@ def make_lora_step(
         state = TrainState(state.step + present_A, state.params.with_weights(weights), moments)
         return state, metrics | {"grad_norm": norm_A}
 
+    program = place.program(step_on_device, ("same", "parameters", "batch"), "same")
+
     def step(state: TrainState, base: Any, batch: AdapterBatch) -> tuple[TrainState, dict[str, Array]]:
-        base = of_matrices(base, is_on_host) if plan.weights == "host" else base
-        specs = (PartitionSpec(), parameter_specs(base, mesh), batch_spec(mesh))
-        return on_mesh(step_on_device, mesh, specs, PartitionSpec())(state, base, tuple(batch))
+        return program(state, place.told(base), tuple(batch))
 
     return step
 
 
-def abstract_lora_step(
-    config: LlamaConfig, settings: TrainSettings, plan: Plan, lora: LoraConfig, *, quantize: BlockKind | None = None
+def abstract_lora_step_at(
+    place: Place, config: LlamaConfig, settings: TrainSettings, lora: LoraConfig, quantize: BlockKind | None
 ) -> tuple[Callable[..., Any], TrainState, Any, AdapterBatch]:
-    """Return the step of adapters over a model that is never built, with the shapes of its arguments.
-
-    `(step, state, base, batch)` are for `jaxmem.compile_report(step, state, base, batch, donate_argnums=(0,),
-    chip=...)`. With a mesh in the plan the shapes say how they lie on it. `quantize`: the kind of blocks that the
-    frozen matrices are in, such as `"q4_0"`. Raise ValueError for sizes that do not divide.
-    """
+    """Return `llamem.abstract_lora_step` of a place."""
     kinds = {} if quantize is None else check_kinds(config, quantize)
-    mesh, base = plan.mesh, jax.eval_shape(lambda: nnx.state(with_blocks(make_model(config, settings), kinds)))
-    check_sizes(mesh, settings)
-    if plan.weights == "host":
-        base = of_matrices(base, lambda leaf: leaf.update(sharding=host_sharding()))
+    base = jax.eval_shape(lambda: nnx.state(with_blocks(make_model(config, settings), kinds)))
+    place.check(settings)
     state = jax.eval_shape(lambda: init_lora_state(Adapters.create(config, lora, rngs=nnx.Rngs(0)), settings))
     tokens_BT = jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), jnp.int32)
     batch = (tokens_BT, tokens_BT, jax.ShapeDtypeStruct((settings.batch_size,), jnp.int32))
     return (
-        make_lora_step(config, settings, plan),
-        placed_shapes(state, PartitionSpec(), mesh),
-        placed_shapes(base, parameter_specs(base, mesh), mesh),
-        placed_shapes(batch, batch_spec(mesh), mesh),
+        make_lora_step(config, settings, place),
+        place.abstract(state, "same"),
+        place.abstract(base, "parameters"),
+        place.abstract(batch, "batch"),
     )
 
 
 def losses_and_grads(
-    plan: Plan, graphdef: nnx.GraphDef, settings: TrainSettings, base: Any, adapters: Adapters, batch: AdapterBatch
+    place: Place, graphdef: nnx.GraphDef, settings: TrainSettings, base: Any, adapters: Adapters, batch: AdapterBatch
 ) -> tuple[dict[str, Array], Any]:
     """Return every adapter's mean loss and number of tokens, `[A]`, and the gradients of the sum of the losses.
 
     On a mesh, inside `shard_map`, from this device's part of the batch; the results are the same on all devices.
     """
-    weights_B, tokens_A, mean = _of_adapters(adapters.count, place_of(plan), batch)
+    weights_B, tokens_A, mean = _of_adapters(adapters.count, place, batch)
 
     def divided(path: tuple[Any, ...], grad: Array, axis: int) -> Array:
         counts = _along(axis, grad, jnp.maximum(tokens_A, 1).astype(grad.dtype))
-        return sum_over(grad, summed_over(path, plan.mesh)) / counts
+        return summed(place, path, grad) / counts
 
     # Of the sum over tokens, divided at the end, in the adapters' own f32: one over the number of tokens would push
     # what flows back through the layers below the smallest numbers of float16, whose loss scale this is.
-    loss = _loss_of(plan, graphdef, base, adapters)
+    loss = _loss_of(place, graphdef, base, adapters)
     losses_B, grads = loss_and_grads(loss, adapters.weights, jnp.ones_like(weights_B), batch, settings.accumulate)
     grads = jax.tree.map_with_path(divided, grads, _axis_of_adapters(grads))
     return {"loss": mean(losses_B), "tokens": tokens_A}, grads
 
 
 def lora_losses(
-    plan: Plan, graphdef: nnx.GraphDef, base: Any, adapters: Adapters, batch: AdapterBatch
+    place: Place, graphdef: nnx.GraphDef, base: Any, adapters: Adapters, batch: AdapterBatch
 ) -> Float[Array, " A"]:
     """Return every adapter's mean loss over its own tokens, `[A]`, without gradients; NaN where it has none."""
-    mesh = plan.mesh
 
     def losses(base: Any, adapters: Adapters, batch: AdapterBatch) -> Array:
-        weights_B, _, mean = _of_adapters(adapters.count, place_of(plan), batch)
-        return mean(jax.grad(_loss_of(plan, graphdef, base, adapters), 1)(adapters.weights, weights_B, *batch))
+        weights_B, _, mean = _of_adapters(adapters.count, place, batch)
+        return mean(jax.grad(_loss_of(place, graphdef, base, adapters), 1)(adapters.weights, weights_B, *batch))
 
-    specs = (parameter_specs(base, mesh), PartitionSpec(), batch_spec(mesh))
-    return on_mesh(losses, mesh, specs, PartitionSpec())(base, adapters, batch)
+    return place.program(losses, ("parameters", "same", "batch"), "same")(base, adapters, batch)
 
 
-def _loss_of(plan: Plan, graphdef: nnx.GraphDef, base: Any, adapters: Adapters) -> Callable[..., Array]:
+def _loss_of(place: Place, graphdef: nnx.GraphDef, base: Any, adapters: Adapters) -> Callable[..., Array]:
     """Return `loss(weights, weights_B, *batch)` of adapters' weights; linear in `weights_B`, as `summed_loss` is."""
 
     def loss(weights: Any, weights_B: Array, inputs_BT: Array, targets_BT: Array, adapter_B: Array, *rest: Any) -> Any:
-        model = place_of(plan).put(nnx.merge(graphdef, base))
+        model = place.put(nnx.merge(graphdef, base))
         adapter_B = check_adapters(adapters, adapter_B, model.config)
-        model = put_on(model, adapters.with_weights(weights), adapter_B, own_part_of(plan.mesh))
+        model = put_on(model, adapters.with_weights(weights), adapter_B, partial(OwnPart, place))
         return summed_loss(model, weights_B, inputs_BT, targets_BT, *rest)
 
     return loss
 
 
-def _of_adapters(count: int, place: OneDevice, batch: AdapterBatch) -> tuple[Array, Array, Callable[[Array], Array]]:
+def _of_adapters(count: int, place: Place, batch: AdapterBatch) -> tuple[Array, Array, Callable[[Array], Array]]:
     """Return one over the tokens of each sequence's adapter `[B]`, the tokens of each adapter `[A]`, and what
     makes the mean losses `[A]` of the summed losses of sequences `[B]`.
     """

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from llamem.layers.custom_rules import combine, partition
-from llamem.layers.remat import to_device, to_host
+from llamem.layers.host_memory import to_device, to_host
 from llamem.llama.plan import Plan
 from llamem.llama.weights import PARAMETERS, parameter_name
 from llamem.train.optimizers import UpdateRule, is_stacked

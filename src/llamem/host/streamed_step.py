@@ -21,8 +21,8 @@ from llamem.host.memory import update_by_rows
 from llamem.host.streaming import backward, forward, put_back, take
 from llamem.host.waiting_weights import tables_wait_on_host
 from llamem.layers.custom_rules import combine, partition
+from llamem.layers.host_memory import to_device, to_host
 from llamem.layers.partial_sums import order_gradients
-from llamem.layers.remat import to_device, to_host
 from llamem.layers.stack import group_count
 from llamem.llama.checked_inputs import check_length, check_tokens
 from llamem.llama.model import Llama

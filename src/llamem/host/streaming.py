@@ -5,8 +5,8 @@ gradient to a function that may use it up at once: then no two layers' gradients
 in a nested scan, only what entered each group of layers is kept, and a group is run again before it is gone back over.
 
 What a TPU's compiler (libtpu 0.0.51) cannot do decides some details. A matrix meets the host row-major, and no copy has
-4 GiB (`llamem.layers.remat`). Vectors stay on the device: one row of a bf16 `[L, D]` cannot be cut out of the host's
-memory.
+4 GiB (`llamem.layers.host_memory`). Vectors stay on the device: one row of a bf16 `[L, D]` cannot be cut out of the
+host's memory.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PyTree
 
-from llamem.layers.remat import (
+from llamem.layers.host_memory import (
     from_stack_on_host,
     in_pieces,
     refuse_wrong_offload,

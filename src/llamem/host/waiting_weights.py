@@ -4,17 +4,18 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from llamem.host.memory import update_by_parts
+from llamem.host.memory import host_place, host_sharding, of_matrices, update_by_parts
 from llamem.host.streaming import fetch
-from llamem.layers.remat import to_device
+from llamem.layers.host_memory import is_on_host, to_device
 from llamem.llama.model import Llama
-from llamem.llama.plan import Plan
 from llamem.llama.weights import MATRICES, Matrix, Table
 from llamem.quantized.blocks import QuantizedMatrix, RowMatrix
-from llamem.train.plain_step import OneDevice
+from llamem.train.place import Kind, Place
+from llamem.train.plain_step import TrainState
 
 
 class HostMatrix(Matrix):
@@ -73,10 +74,8 @@ def tables_wait_on_host(model: Llama) -> Llama:
 
 
 @dataclasses.dataclass(frozen=True)
-class OnHost(OneDevice):
+class OnHost(Place):
     """One device, and beside it what the plan leaves on the host."""
-
-    plan: Plan
 
     def put(self, model: Llama) -> Llama:
         """Return the model with weights that are fetched where they are used."""
@@ -87,3 +86,31 @@ class OnHost(OneDevice):
         if self.plan.moments == "device":
             return rule(grads, moments, params)
         return update_by_parts(rule, self.plan, grads, moments, params)
+
+    def told(self, tree: Any) -> Any:
+        """Return parameters, or a state, with what waits on the host said to lie there."""
+        return self._there(tree, is_on_host)
+
+    def abstract(self, tree: Any, kind: Kind) -> Any:
+        """Return shapes; those of what waits on the host say so."""
+        return self._there(tree, lambda leaf: leaf.update(sharding=host_sharding())) if kind == "parameters" else tree
+
+    def arrays(self, tree: Any, kind: Kind) -> Any:
+        """Return arrays, on the host what waits there."""
+        return self._there(tree, lambda leaf: jax.device_put(leaf, host_place())) if kind == "parameters" else tree
+
+    def begin(self, make: Callable[[Any], Any], params: Any, shapes: Callable[[], Any]) -> Any:
+        """Return the state `make(params)`. Weights that wait on the host never are on the device: a CPU makes them."""
+        device, host = jax.devices()[0], host_place()
+        first = jax.devices("cpu")[0] if self.plan.weights == "host" else device
+        with jax.default_device(first):
+            state = self.arrays(make(jax.device_put(params, first, may_alias=False)), "parameters")
+        return jax.tree.map(lambda leaf: leaf if leaf.sharding == host else jax.device_put(leaf, device), state)
+
+    def _there(self, tree: Any, put: Callable[[Any], Any]) -> Any:
+        """Return parameters, or a state, with `put` of what waits on the host."""
+        if not isinstance(tree, TrainState):
+            return of_matrices(tree, put) if self.plan.weights == "host" else tree
+        homes = {"params": self.plan.weights, "opt_state": self.plan.moments}
+        there = [name for name, home in homes.items() if home == "host"]
+        return dataclasses.replace(tree, **{name: of_matrices(getattr(tree, name), put) for name in there})

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from jaxmem.common.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from llamem.layers.attention import Implementation, causal_attention, flash_attention
+    from llamem.layers.attention import Implementation, causal_attention
+    from llamem.layers.attention_tiles import flash_attention
     from llamem.layers.partial_sums import sum_parts
     from llamem.layers.remat import POLICIES, Policy, checkpoint
     from llamem.layers.stack import Mode, apply_stack, stack_layers, unstack_layers

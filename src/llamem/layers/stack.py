@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxmem.common.checks import check_one_of, show
 from llamem.layers.custom_rules import combine, partition
+from llamem.layers.host_memory import name_in_pieces, refuse_wrong_offload
 from llamem.layers.module_state import (
     Watch,
     changed_by,
@@ -25,9 +26,7 @@ from llamem.layers.remat import (
     check_names,
     check_policy,
     checkpoint,
-    name_in_pieces,
     offloads,
-    refuse_wrong_offload,
 )
 
 

@@ -10,6 +10,5 @@ if TYPE_CHECKING:
     from llamem.llama.plan import ACTIVATIONS, MeshShape, Plan
     from llamem.llama.sample import generate
     from llamem.llama.weights import rms_norm
-    from llamem.text.completion import generate_text
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -16,8 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from llamem.layers.attention import Implementation, causal_attention
+from llamem.layers.host_memory import name_in_pieces
 from llamem.layers.partial_sums import order_gradients
-from llamem.layers.remat import name_in_pieces
 from llamem.layers.stack import apply_stack
 from llamem.llama.checked_inputs import check_cache, check_inputs, check_length, check_model
 from llamem.llama.config import LlamaConfig

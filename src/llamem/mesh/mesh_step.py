@@ -13,15 +13,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from llamem.llama.model import Llama
 from llamem.llama.plan import MeshShape
 from llamem.llama.weights import PARAMETERS, parameter_name
-from llamem.mesh.specs import READ_IN_PARTS, device_mesh, shardings
+from llamem.mesh.specs import READ_IN_PARTS, device_mesh, parameter_specs, shardings
 from llamem.mesh.split_weights import split
-from llamem.train.plain_step import OneDevice
+from llamem.train.place import Kind, OneDevice, Place
 from llamem.train.settings import TrainSettings
 
 
@@ -40,14 +40,6 @@ def on_mesh(fn: Callable[..., Any], mesh: MeshShape, in_specs: Any, out_specs: A
 def batch_spec(mesh: MeshShape) -> PartitionSpec:
     """Return how token ids `[B, T]` lie: sequences apart, each whole, for every device picks its own positions."""
     return PartitionSpec(mesh.over("batch") or None)
-
-
-def placed_shapes(shapes: Any, specs: Any, mesh: MeshShape) -> Any:
-    """Return shapes that say how they lie on a mesh: by a tree of `PartitionSpec`s, or by one for all of them."""
-    if mesh.devices == 1:
-        return shapes
-    specs = jax.tree.map(lambda _: specs, shapes) if isinstance(specs, PartitionSpec) else specs
-    return jax.tree.map(lambda shape, where: shape.update(sharding=where), shapes, shardings(specs, mesh))
 
 
 def check_sizes(mesh: MeshShape, settings: TrainSettings) -> None:
@@ -126,10 +118,13 @@ def global_norm(grads: Any, mesh: MeshShape = MeshShape()) -> Float[Array, ""]:
 
 
 @dataclasses.dataclass(frozen=True)
-class OnMesh(OneDevice):
-    """One device of a mesh: it has its part of weights and tokens."""
+class OnMesh(Place):
+    """The devices of a mesh. Each has its part of weights and tokens, and inside the step it is the one that asks."""
 
-    mesh: MeshShape
+    @property
+    def mesh(self) -> MeshShape:
+        """How many devices lie along each axis."""
+        return self.plan.mesh
 
     def put(self, model: Llama) -> Llama:
         """Return the model of this device's parts."""
@@ -142,6 +137,18 @@ class OnMesh(OneDevice):
     def sum_tokens(self, x: Array) -> Array:
         """Return the sum over devices with different tokens."""
         return sum_over(x, self.mesh.over("batch", "sequence"))
+
+    def sum_parts(self, x: Array) -> Array:
+        """Return the sum over devices with different tokens, and with different heads, parts of F or rows."""
+        tensor = (self.mesh.tensor_axis,) if self.mesh.tensor_axis else ()
+        return sum_over(x, self.mesh.over("batch", "sequence") + tensor)
+
+    def own_part(self, array: Array) -> Array:
+        """Return this device's part of the last axis, where devices have different heads, parts of F or rows."""
+        if (axis := self.mesh.tensor_axis) is None:
+            return array
+        size = array.shape[-1] // lax.axis_size(axis)
+        return lax.dynamic_slice_in_dim(array, lax.axis_index(axis) * size, size, axis=-1)
 
     def sum_gradients(self, grads: Any) -> Any:
         """Return gradients summed over devices with the same part of a weight that read it differently."""
@@ -157,5 +164,59 @@ class OnMesh(OneDevice):
         start: list[Any] = [0] * (param.ndim - len(names))
         for name, size in zip(names, param.shape[len(start) :], strict=True):
             over = self.mesh.over(name) if name else ()
-            start.append(jax.lax.axis_index(over) * size if over else 0)
+            start.append(lax.axis_index(over) * size if over else 0)
         return start
+
+    @property
+    def of_batch(self) -> NamedSharding:
+        """How token ids `[B, T]` lie."""
+        return shardings(batch_spec(self.mesh), self.mesh)
+
+    def check(self, settings: TrainSettings) -> None:
+        """Raise ValueError for batches and sequences that cannot be shared out evenly."""
+        check_sizes(self.mesh, settings)
+
+    def program(self, fn: Callable[..., Any], given: tuple[Kind, ...], returned: Any) -> Callable[..., Any]:
+        """Return `fn`, the program of each device, as one of all. Parameters come back as they were given."""
+
+        def of_all(*args: Any) -> Any:
+            specs = tuple(self._specs(tree, kind) for tree, kind in zip(args, given, strict=True))
+            of_kind = dict(zip(given, specs, strict=True))
+            out_specs = jax.tree.map(lambda kind: of_kind.get(kind, PartitionSpec()), returned)
+            return on_mesh(fn, self.mesh, specs, out_specs)(*args)
+
+        return of_all
+
+    def outside(self, params: Any) -> Any:
+        """Return parameters for a loss inside of `program` that is differentiated outside of it."""
+        return for_gradients_outside(params, self.mesh)
+
+    def abstract(self, tree: Any, kind: Kind) -> Any:
+        """Return shapes that say where they lie. Raise ValueError where something does not divide."""
+        return jax.tree.map(lambda shape, where: shape.update(sharding=where), tree, self._shardings(tree, kind))
+
+    def arrays(self, tree: Any, kind: Kind) -> Any:
+        """Return arrays, on each device its part."""
+        return jax.device_put(tree, self._shardings(tree, kind))
+
+    def begin(self, make: Callable[[Any], Any], params: Any, shapes: Callable[[], Any]) -> Any:
+        """Return the state `make(params)`, of which every device makes its own part."""
+        where = jax.tree.map(lambda leaf: leaf.sharding, shapes())
+        if params is None:
+            return jax.jit(make, out_shardings=where)(None)
+        own = jax.tree.unflatten(jax.tree.structure(where.params), jax.tree.leaves(params))
+        return jax.jit(make, out_shardings=where)(jax.device_put(own, where.params))
+
+    def alone(self) -> Place:
+        """Return the place of a model that anybody calls: its plan has no mesh, and JAX shares the work out."""
+        return OneDevice(self.plan.replace(mesh={}))
+
+    def _specs(self, tree: Any, kind: Kind) -> Any:
+        """Return how each leaf lies, or one `PartitionSpec` for all."""
+        if kind == "parameters":
+            return parameter_specs(tree, self.mesh)
+        return batch_spec(self.mesh) if kind == "batch" else PartitionSpec()
+
+    def _shardings(self, tree: Any, kind: Kind) -> Any:
+        specs = self._specs(tree, kind)
+        return shardings(jax.tree.map(lambda _: specs, tree) if isinstance(specs, PartitionSpec) else specs, self.mesh)

@@ -23,15 +23,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxmem.chips.chip import compiling_for
-from llamem.layers.attention import (
-    SPLASH_BLOCK,
-    Implementation,
-    causal_attention,
-    choose_attention,
-    flash_attention,
-    splash_attention,
-    visible_pairs,
-)
+from llamem.layers.attention import Implementation, causal_attention, choose_attention
+from llamem.layers.attention_splash import SPLASH_BLOCK, check_splash, splash_kernel, through_kernel
+from llamem.layers.attention_tiles import KEY_TILE, attend_in_tiles, visible_pairs
 from llamem.llama.model import Attend, Llama
 from llamem.llama.plan import MeshShape
 from llamem.llama.weights import MATRICES, PARAMETERS, Matrix, Norm, Table
@@ -151,12 +145,32 @@ def context_attention(
         implementation = choose_attention(t, tpu="TPU" in compiling_for(), block=2 * SPLASH_BLOCK)
     places = _zigzag(t * devices, devices)
     if implementation == "splash":
-        return splash_attention(q_BTHh, k_BSKh, v_BSKh, places=places, axis=axis)
+        check_splash(t)
+        return through_kernel(_own_rows(splash_kernel(q_BTHh.shape[2], places), axis), q_BTHh, k_BSKh, v_BSKh)
     positions_BT = jnp.broadcast_to(jnp.asarray(places)[lax.axis_index(axis)], q_BTHh.shape[:2])
     if implementation == "tiled":
-        pairs = jnp.asarray(visible_pairs(places, t * devices))[lax.axis_index(axis)]
-        return flash_attention(q_BTHh, k_BSKh, v_BSKh, positions_BT, pairs=pairs)
+        pairs = jnp.asarray(_pairs_of_devices(places))[lax.axis_index(axis)]
+        return attend_in_tiles(q_BTHh, k_BSKh, v_BSKh, positions_BT, None, pairs)
     return causal_attention(q_BTHh, k_BSKh, v_BSKh, q_positions=positions_BT, implementation=implementation)
+
+
+def _pairs_of_devices(places: Int[np.ndarray, "devices t"]) -> Int[np.ndarray, "devices P 2"]:
+    """Return each device's visible pairs of tiles, as many as the others': the rest, beyond all keys, nobody sees."""
+    lists = [visible_pairs(places_T, places.size) for places_T in places]
+    beyond = [(0, -(-places.size // KEY_TILE))]
+    return np.array([pairs + beyond * (max(map(len, lists)) - len(pairs)) for pairs in lists], np.int32)
+
+
+def _own_rows(kernel: Any, axis: str) -> Any:
+    """Return Splash's kernel for this device's queries: of its tables, which are in devices' order, the own rows."""
+    devices = lax.axis_size(axis)
+
+    def rows(table: Array) -> Array:
+        dim = 1 if table.ndim == 3 else 0  # [heads, queries, keys] in blocks, or the places of queries
+        count = table.shape[dim] // devices
+        return lax.dynamic_slice_in_dim(table, lax.axis_index(axis) * count, count, dim)
+
+    return jax.tree.map(rows, kernel)
 
 
 def _zigzag(length: int, devices: int) -> np.ndarray:

@@ -10,8 +10,9 @@ from jaxmem.common.checks import check_number, show
 from jaxmem.compiling import compile_report
 from jaxmem.report import Depth, Report
 from llamem.adapters.lora import LoraConfig, shape_of
-from llamem.adapters.lora_step import abstract_lora_step, check_adapter_plan
-from llamem.layers.attention import SPLASH_BLOCK, choose_attention
+from llamem.adapters.lora_step import check_adapter_plan
+from llamem.layers.attention import choose_attention
+from llamem.layers.attention_splash import SPLASH_BLOCK
 from llamem.layers.remat import Policy, check_policy
 from llamem.layers.stack import group_count
 from llamem.layers.tiling import tile_size
@@ -20,7 +21,7 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import ACTIVATIONS, MeshShape, Plan
 from llamem.losses.tile_choice import resolve_tiles
 from llamem.quantized.blocks import BlockKind, check_kinds
-from llamem.runs.step_of_plan import abstract_step
+from llamem.runs.step_of_plan import abstract_lora_step, abstract_step
 from llamem.train.optimizers import check_trained_type
 from llamem.train.settings import Clip, TrainSettings
 

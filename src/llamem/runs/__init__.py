@@ -6,6 +6,14 @@ from jaxmem.common.lazy import lazy_names
 
 if TYPE_CHECKING:
     from llamem.runs.loop import Run, train
-    from llamem.runs.step_of_plan import abstract_state, abstract_step, init_state, loss_fn, make_train_step
+    from llamem.runs.step_of_plan import (
+        abstract_lora_step,
+        abstract_state,
+        abstract_step,
+        init_state,
+        loss_fn,
+        make_train_step,
+        place_of,
+    )
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, __file__)

@@ -30,16 +30,17 @@ from llamem.host.memory import host_place
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.mesh.mesh_step import batch_spec, check_sizes
-from llamem.mesh.specs import check_devices, shardings
+from llamem.mesh.specs import check_devices
 from llamem.quantized.quantized_model import dequantize, is_quantized
 from llamem.runs.progress import OnStep, showing
+from llamem.runs.step_of_plan import place_of
 from llamem.runs.weights_or_adapters import Trained, trained_adapters, trained_weights
 from llamem.text.tokenizer import Tokenizer
 from llamem.train.chats import Chats
 from llamem.train.data import AdapterBatches, BatchSource, Corpus
 from llamem.train.hosts import agreed, place_batch
 from llamem.train.optimizers import make_schedule, rounding_of
+from llamem.train.place import Place
 from llamem.train.plain_step import TrainState
 from llamem.train.settings import Rounding, TrainSettings
 from llamem.train.snapshots import OnChange, Snapshots
@@ -194,7 +195,8 @@ def train(
     or a parameter is not finite; what is not finite is never a snapshot to resume from. The snapshot from which it came
     is set aside as `snapshots/diverged-STEP`, unless it is the only one or another process wrote it.
     """
-    _check_sizes(config, settings, plan)
+    place = place_of(plan)
+    _check_sizes(config, settings, place)
     corpora: list[Any] = list(corpus) if isinstance(corpus, list | tuple) else [corpus]
     if other := [data for data in corpora if not isinstance(data, Corpus | Chats)]:
         raise TypeError(f"train(corpus={show(other[0])}): expected what load_corpus or load_chats returns.")
@@ -204,9 +206,9 @@ def train(
         config = config.replace(generation_config=init.config.generation_config)
     batches, heldout = _batches(config, corpora, settings, lora)
     if lora is None:
-        trained = trained_weights(config, settings, plan, init)
+        trained = trained_weights(config, settings, place, init)
     else:
-        trained = trained_adapters(config, settings, plan, init, lora)
+        trained = trained_adapters(config, settings, place, init, lora)
     rounding = rounding_of(settings, jnp.float32 if lora else config.param_dtype)
     model, decides = _identity(config, settings, corpora)
     decides |= {"rounding": rounding, **trained.identity}
@@ -215,13 +217,13 @@ def train(
     if lora is None:
         described["types"] = _types_in_words(config, rounding)
     with agreed(same), Snapshots(output_dir, model, decides) as snapshots:
-        return _train(trained, settings, plan, batches, heldout, snapshots, described, progress, on_step, on_change)
+        return _train(trained, settings, place, batches, heldout, snapshots, described, progress, on_step, on_change)
 
 
 def _train(
     trained: Trained,
     settings: TrainSettings,
-    plan: Plan,
+    place: Place,
     batches: BatchSource,
     heldout: BatchSource | None,
     snapshots: Snapshots,
@@ -232,27 +234,26 @@ def _train(
 ) -> Run:
     done, state = _first_state(trained, settings, batches, snapshots, on_change)
     first, metrics = done, snapshots.cut_metrics(up_to=done)
-    where = shardings(batch_spec(plan.mesh), plan.mesh) if plan.mesh.devices > 1 else None
 
     def validation_loss(state: TrainState) -> dict[str, Any]:
         if heldout is None:
             return {}
         count = min(settings.eval_batches, max(1, heldout.num_sequences // settings.batch_size))
         losses = [
-            np.asarray(trained.losses(state.params, *trained.frozen, place_batch(heldout, i, where)))
+            np.asarray(trained.losses(state.params, *trained.frozen, place_batch(heldout, i, place.of_batch)))
             for i in range(count)
         ]
         return _numbers("val_loss", np.mean(losses, axis=0))
 
     # Compiled before the clock starts, so that the first step's speed is a step's speed.
-    step, peak = trained.compile(state, place_batch(batches, done, where))
+    step, peak = trained.compile(state, place_batch(batches, done, place.of_batch))
     described |= _on_chip(peak)
     snapshots.describe(described)
     rate_after = jax.jit(make_schedule(settings))
     with interruptible() as interrupted, showing(first, settings.steps, progress, on_step) as show:
         while done < settings.steps and not interrupted(done):
             start = time.perf_counter()
-            state, values = step(state, place_batch(batches, done, where))
+            state, values = step(state, place_batch(batches, done, place.of_batch))
             done += 1
             row = {"step": done, **_numbers("loss", values["loss"]), **_numbers("grad_norm", values["grad_norm"])}
             row["tokens_per_second"] = settings.batch_size * settings.seq_len / (time.perf_counter() - start)
@@ -392,13 +393,13 @@ def _diverged(what: str, done: int, snapshots: Snapshots) -> FloatingPointError:
     return FloatingPointError(f"{what} at step {done}. {where}")
 
 
-def _check_sizes(config: LlamaConfig, settings: TrainSettings, plan: Plan) -> None:
+def _check_sizes(config: LlamaConfig, settings: TrainSettings, place: Place) -> None:
     if settings.seq_len > config.max_seq_len:
         raise ValueError(
             f"seq_len={settings.seq_len} is longer than the model's max_seq_len={config.max_seq_len}: RoPE was not "
             "set up for such positions. Shorten the sequences or choose a model with a longer context."
         )
-    mesh = plan.mesh
+    mesh = place.plan.mesh
     check_devices(mesh)
     if jax.process_count() > 1 and mesh.devices != jax.device_count():
         raise ValueError(
@@ -406,7 +407,7 @@ def _check_sizes(config: LlamaConfig, settings: TrainSettings, plan: Plan) -> No
             f"{jax.device_count()} together: some would have nothing to do. Choose a mesh of all of them, such as "
             f"Plan(mesh={{'fsdp': {jax.device_count()}}})."
         )
-    check_sizes(mesh, settings)
+    place.check(settings)
 
 
 def _types_in_words(config: LlamaConfig, rounding: Rounding) -> str:

@@ -1,27 +1,36 @@
-"""Training steps as a plan says, on one device, on a mesh or with parts of them on the host; or their shapes alone."""
+"""Training steps as a plan says, on one device, on a mesh or with parts of them on the host; or their shapes alone.
 
-import dataclasses
+The place where a step runs is made once, by `place_of`; what is called `.._at` is handed it.
+"""
+
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from llamem.host.memory import host_place, host_sharding, of_matrices
+from llamem.adapters.lora import LoraConfig
+from llamem.adapters.lora_step import AdapterBatch, abstract_lora_step_at
 from llamem.host.streamed_step import make_streamed_step
-from llamem.layers.remat import is_on_host
+from llamem.host.waiting_weights import OnHost
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
-from llamem.mesh.mesh_step import batch_spec, check_sizes, for_gradients_outside, on_mesh, placed_shapes
-from llamem.mesh.specs import parameter_specs
-from llamem.runs.places import place_of
+from llamem.mesh.mesh_step import OnMesh
+from llamem.quantized.blocks import BlockKind
 from llamem.train.optimizers import make_optimizer
+from llamem.train.place import OneDevice, Place
 from llamem.train.plain_step import TrainState, make_model, make_step, mean_weights, summed_loss
 from llamem.train.settings import TrainSettings
+
+
+def place_of(plan: Plan) -> Place:
+    """Return where a step of this plan runs."""
+    if plan.mesh.devices > 1:
+        return OnMesh(plan)
+    return OnHost(plan) if "host" in (plan.weights, plan.moments) else OneDevice(plan)
 
 
 def init_state(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan(), *, params: Any = None) -> TrainState:
@@ -31,28 +40,19 @@ def init_state(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()
     Without them those of a fresh model, of which every device of a mesh makes its own part. Weights that wait on the
     host are never on the device: the CPU makes them.
     """
+    return init_state_at(place_of(plan), config, settings, params)
 
-    def begin(params: Any = params) -> TrainState:
+
+def init_state_at(place: Place, config: LlamaConfig, settings: TrainSettings, params: Any) -> TrainState:
+    """Return `init_state` of a place."""
+
+    def begin(params: Any) -> TrainState:
         own = abstract_params(config, settings)
         params = nnx.state(make_model(config, settings), nnx.Param) if params is None else params
         params = jax.tree.unflatten(jax.tree.structure(own), jax.tree.leaves(params))  # plain weights, whatever waited
         return TrainState(jnp.zeros((), jnp.int32), params, make_optimizer(settings).init(params))
 
-    if plan.mesh.devices > 1:
-        where = jax.tree.map(lambda leaf: leaf.sharding, abstract_state(config, settings, plan))
-        if params is None:
-            return jax.jit(begin, out_shardings=where)()
-        own = jax.tree.unflatten(jax.tree.structure(where.params), jax.tree.leaves(params))
-        return jax.jit(begin, out_shardings=where)(jax.device_put(own, where.params))
-    device, cpu = jax.devices()[0], jax.devices("cpu")[0]
-    if plan.weights == "device":
-        state = begin(jax.device_put(params, device, may_alias=False))
-    else:
-        with jax.default_device(cpu):
-            state = begin(jax.device_put(params, cpu, may_alias=False))
-    state = _on_host(state, plan, lambda leaf: jax.device_put(leaf, host_place()))
-    host = host_place()
-    return jax.tree.map(lambda leaf: leaf if leaf.sharding == host else jax.device_put(leaf, device), state)
+    return place.begin(begin, params, lambda: abstract_state_at(place, config, settings))
 
 
 def abstract_step(
@@ -64,9 +64,22 @@ def abstract_step(
     mesh in the plan the shapes say how they lie on it. Raise ValueError for sizes that do not divide, and as
     `make_train_step`.
     """
-    step, state = make_train_step(config, settings, plan), abstract_state(config, settings, plan)
+    place = place_of(plan)
+    step, state = make_train_step_at(place, config, settings), abstract_state_at(place, config, settings)
     tokens_BT = jax.ShapeDtypeStruct((settings.batch_size, settings.seq_len), jnp.int32)
-    return step, state, placed_shapes((tokens_BT, tokens_BT), batch_spec(plan.mesh), plan.mesh)
+    return step, state, place.abstract((tokens_BT, tokens_BT), "batch")
+
+
+def abstract_lora_step(
+    config: LlamaConfig, settings: TrainSettings, plan: Plan, lora: LoraConfig, *, quantize: BlockKind | None = None
+) -> tuple[Callable[..., Any], TrainState, Any, AdapterBatch]:
+    """Return the step of adapters over a model that is never built, with the shapes of its arguments.
+
+    `(step, state, base, batch)` are for `jaxmem.compile_report(step, state, base, batch, donate_argnums=(0,),
+    chip=...)`. With a mesh in the plan the shapes say how they lie on it. `quantize`: the kind of blocks that the
+    frozen matrices are in, such as `"q4_0"`. Raise ValueError for sizes that do not divide.
+    """
+    return abstract_lora_step_at(place_of(plan), config, settings, lora, quantize)
 
 
 def abstract_state(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()) -> TrainState:
@@ -74,12 +87,15 @@ def abstract_state(config: LlamaConfig, settings: TrainSettings, plan: Plan = Pl
 
     Raise ValueError where weights, batch or sequence do not divide among the devices of the plan's mesh.
     """
+    return abstract_state_at(place_of(plan), config, settings)
+
+
+def abstract_state_at(place: Place, config: LlamaConfig, settings: TrainSettings) -> TrainState:
+    """Return `abstract_state` of a place."""
+    place.check(settings)
     params = abstract_params(config, settings)
     opt_state = jax.eval_shape(make_optimizer(settings).init, params)
-    state = TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state)
-    check_sizes(plan.mesh, settings)
-    state = _on_host(state, plan, lambda leaf: leaf.update(sharding=host_sharding()))
-    return placed_shapes(state, parameter_specs(state, plan.mesh), plan.mesh)
+    return place.abstract(TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state), "parameters")
 
 
 def abstract_params(config: LlamaConfig, settings: TrainSettings) -> Any:
@@ -103,17 +119,22 @@ def make_train_step(
     on the host, JAX 0.7 wants `out_shardings=same_places(state)` as well: else they come home with the first result.
     Raise ValueError where plan and settings exclude each other.
     """
-    check_update(plan, settings, config.param_dtype)
-    graphdef, mesh = plain_graphdef(config, plan), plan.mesh
-    if plan.layer_by_layer:
-        step_on_device = make_streamed_step(graphdef, settings)
-    else:
-        step_on_device = make_step(graphdef, settings, place_of(plan))
+    return make_train_step_at(place_of(plan), config, settings)
+
+
+def make_train_step_at(
+    place: Place, config: LlamaConfig, settings: TrainSettings
+) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
+    """Return `make_train_step` of a place."""
+    check_update(place.plan, settings, config.param_dtype)
+    graphdef = plain_graphdef(config, place.plan)
+    on_device = (
+        make_streamed_step(graphdef, settings) if place.plan.layer_by_layer else make_step(graphdef, settings, place)
+    )
+    program = place.program(on_device, ("parameters", "batch"), ("parameters", "same"))
 
     def step(state: TrainState, batch: tuple[Array, ...]) -> tuple[TrainState, dict[str, Array]]:
-        # JAX does not know of shapes where they lie: a program is told so of its arguments.
-        state, specs = _on_host(state, plan, is_on_host), parameter_specs(state, mesh)
-        return on_mesh(step_on_device, mesh, (specs, batch_spec(mesh)), (specs, PartitionSpec()))(state, tuple(batch))
+        return program(place.told(state), tuple(batch))
 
     return step
 
@@ -158,23 +179,14 @@ def loss_fn(
     To be called, and differentiated, outside of `shard_map`, whatever the plan's mesh.
     """
     batch = inputs_BT, targets_BT, *(() if segments_BT is None else (segments_BT,))
-    return mean_loss(nnx.merge(graphdef, params).plan, graphdef, params, batch)
+    return mean_loss(place_of(nnx.merge(graphdef, params).plan), graphdef, params, batch)
 
 
-def mean_loss(plan: Plan, graphdef: nnx.GraphDef, params: Any, batch: tuple[Array, ...]) -> Float[Array, ""]:
-    """Return the loss of `loss_fn` for a model whose plan is at hand."""
-    place, mesh = place_of(plan), plan.mesh
+def mean_loss(place: Place, graphdef: nnx.GraphDef, params: Any, batch: tuple[Array, ...]) -> Float[Array, ""]:
+    """Return the loss of `loss_fn` for a model whose place is at hand."""
 
-    def share(params: Any, *batch: Array) -> Array:
-        model = place.put(nnx.merge(graphdef, for_gradients_outside(params, mesh)))
+    def share(params: Any, batch: tuple[Array, ...]) -> Array:
+        model = place.put(nnx.merge(graphdef, place.outside(params)))
         return place.sum_tokens(summed_loss(model, mean_weights(batch[1], place), *batch))
 
-    specs = (parameter_specs(params, mesh), *(batch_spec(mesh) for _ in batch))
-    return on_mesh(share, mesh, specs, PartitionSpec())(params, *batch)
-
-
-def _on_host(state: TrainState, plan: Plan, put: Callable[[Any], Any]) -> TrainState:
-    """Return the state with `put` of what waits on the host."""
-    homes = {"params": plan.weights, "opt_state": plan.moments}
-    there = [name for name, home in homes.items() if home == "host"]
-    return dataclasses.replace(state, **{name: of_matrices(getattr(state, name), put) for name in there})
+    return place.program(share, ("parameters", "batch"), "same")(params, batch)

@@ -7,19 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
 from llamem.adapters.lora import Adapters, LoraConfig
 from llamem.adapters.lora_step import init_lora_state, lora_losses, make_lora_step
-from llamem.host.memory import host_place, of_matrices, same_places
+from llamem.host.memory import same_places
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
-from llamem.llama.plan import Plan
-from llamem.mesh.mesh_step import placed_shapes
-from llamem.mesh.specs import device_mesh, parameter_specs, shardings
 from llamem.quantized.quantized_model import check_trainable, graphdef_of, plain_params
-from llamem.runs.places import place_of
-from llamem.runs.step_of_plan import abstract_state, init_state, make_train_step, mean_loss, plain_graphdef
+from llamem.runs.step_of_plan import abstract_state_at, init_state_at, make_train_step_at, mean_loss, plain_graphdef
+from llamem.train.place import Place
 from llamem.train.plain_step import TrainState
 from llamem.train.settings import TrainSettings
 from llamem.train.snapshots import checksum
@@ -63,25 +59,25 @@ def compiled_peak(compiled: jax.stages.Compiled) -> int | None:
     return int(kept + sizes.temp_size_in_bytes)
 
 
-def trained_weights(config: LlamaConfig, settings: TrainSettings, plan: Plan, init: Llama | None) -> Trained:
+def trained_weights(config: LlamaConfig, settings: TrainSettings, place: Place, init: Llama | None) -> Trained:
     """Return every weight as what is trained, of a fresh model or from `init` on."""
-    graphdef, params = plain_graphdef(config, plan), None
+    graphdef, params = plain_graphdef(config, place.plan), None
     if init is not None:
         check_trainable(init)
         _check_same_model(config, init)
         params = plain_params(init)
     return Trained(
         {} if init is None else {"begun from": "given weights"},
-        abstract_state(config, settings, plan),
-        lambda: init_state(config, settings, plan, params=params),
-        make_train_step(config, settings, plan),
-        jax.jit(lambda params, batch: mean_loss(plan, graphdef, params, batch)),
-        lambda state: (_off_the_mesh(config, plan, state.params), None),
+        abstract_state_at(place, config, settings),
+        lambda: init_state_at(place, config, settings, params),
+        make_train_step_at(place, config, settings),
+        jax.jit(lambda params, batch: mean_loss(place, graphdef, params, batch)),
+        lambda state: (_model_of(config, place.alone(), state.params), None),
     )
 
 
 def trained_adapters(
-    config: LlamaConfig, settings: TrainSettings, plan: Plan, init: Llama | None, lora: LoraConfig | Adapters
+    config: LlamaConfig, settings: TrainSettings, place: Place, init: Llama | None, lora: LoraConfig | Adapters
 ) -> Trained:
     """Return adapters as what is trained, new ones or given ones, over the frozen weights of `init`."""
     if init is None:
@@ -90,26 +86,24 @@ def trained_adapters(
             "init=llamem.load_pretrained(...)."
         )
     _check_same_model(config, init)
-    step = make_lora_step(config, settings, plan)
-    base = _placed(plain_params(init), plan)
-    graphdef = graphdef_of(config, plan, base)
+    step = make_lora_step(config, settings, place)
+    base = place.arrays(plain_params(init), "parameters")
+    graphdef = graphdef_of(config, place.plan, base)
 
     def begin() -> TrainState:
         first = lora if isinstance(lora, Adapters) else Adapters.create(config, lora, rngs=nnx.Rngs(settings.seed))
-        state = init_lora_state(jax.tree.map(jnp.copy, first), settings)
-        mesh = plan.mesh
-        return state if mesh.devices == 1 else jax.device_put(state, NamedSharding(device_mesh(mesh), PartitionSpec()))
+        return place.arrays(init_lora_state(jax.tree.map(jnp.copy, first), settings), "same")
 
     return Trained(
         {
             "weights under the adapters": checksum(base),
             "adapters": repr(lora if isinstance(lora, LoraConfig) else "given"),
         },
-        placed_shapes(jax.eval_shape(begin), PartitionSpec(), plan.mesh),
+        place.abstract(jax.eval_shape(begin), "same"),
         begin,
         step,
-        jax.jit(lambda adapters, base, batch: lora_losses(plan, graphdef, base, adapters, batch)),
-        lambda state: (_off_the_mesh(config, plan, base), state.params),
+        jax.jit(lambda adapters, base, batch: lora_losses(place, graphdef, base, adapters, batch)),
+        lambda state: (_model_of(config, place.alone(), base), state.params),
         (base,),
     )
 
@@ -124,14 +118,6 @@ def _check_same_model(config: LlamaConfig, init: Llama) -> None:
         )
 
 
-def _placed(tree: Any, plan: Plan) -> Any:
-    """Return parameters where the plan says: on their part of a mesh, or on the host."""
-    if plan.mesh.devices > 1:
-        return jax.device_put(tree, shardings(parameter_specs(tree, plan.mesh), plan.mesh))
-    return of_matrices(tree, lambda a: jax.device_put(a, host_place())) if plan.weights == "host" else tree
-
-
-def _off_the_mesh(config: LlamaConfig, plan: Plan, params: Any) -> Llama:
-    """Return the model, its parameters where they are: JAX shares out the work of whoever calls it."""
-    plan = plan.replace(mesh={})
-    return place_of(plan).put(nnx.merge(graphdef_of(config, plan, params), params))
+def _model_of(config: LlamaConfig, place: Place, params: Any) -> Llama:
+    """Return the model of these parameters, which are where they are."""
+    return place.put(nnx.merge(graphdef_of(config, place.plan, params), params))

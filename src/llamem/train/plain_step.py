@@ -1,4 +1,4 @@
-"""One update of a model's parameters: where it runs, the loss of a batch and its gradients, the step.
+"""One update of a model's parameters: the loss of a batch and its gradients, the step.
 
 The loss is a sum over tokens of cross-entropy times a weight of the token's sequence. With weights of one over the
 number of tokens that count it is the mean; with those of each adapter's own tokens, the sum of the adapters' means.
@@ -22,48 +22,14 @@ from llamem.llama.model import Llama
 from llamem.llama.plan import Plan
 from llamem.llama.weights import whole_logits
 from llamem.losses.cross_entropy import tiled_cross_entropy
-from llamem.train.optimizers import clip, make_update, norm_of, split_counters, start_of_whole
+from llamem.train.optimizers import clip, make_update, split_counters
+from llamem.train.place import ONE_DEVICE, Place
 from llamem.train.settings import TrainSettings
 
 IGNORED = -100  # a target that does not count
 
 
-class OneDevice:
-    """Nothing is elsewhere: weights are plain, sums are complete."""
-
-    def put(self, model: Llama) -> Llama:
-        """Return the model with the weights of this place in the place of plain ones; it may be changed."""
-        return model
-
-    def sum_sequences(self, x: Array) -> Array:
-        """Return the sum of what was computed from different whole sequences."""
-        return x
-
-    def sum_tokens(self, x: Array) -> Array:
-        """Return the sum of what was computed from different tokens."""
-        return x
-
-    def sum_gradients(self, grads: Any) -> Any:
-        """Return the gradients of all weights, complete."""
-        return grads
-
-    def norm(self, grads: Any) -> Float[Array, ""]:
-        """Return the norm of all gradients, in f32."""
-        return norm_of(grads)
-
-    def start_of_part(self, path: tuple[Any, ...], param: Array) -> list[Any]:
-        """Return where what is here of a parameter begins in the whole one, along each axis."""
-        return start_of_whole(path, param)
-
-    def update(self, rule: Callable[..., Any], grads: Any, moments: Any, params: Any) -> tuple[Any, Any]:
-        """Return new parameters and moments: `rule(grads, moments, params)`."""
-        return rule(grads, moments, params)
-
-
-ONE_DEVICE = OneDevice()
-
-
-def mean_weights(targets_BT: Int[Array, "B T"], place: OneDevice = ONE_DEVICE) -> Float[Array, " B"]:
+def mean_weights(targets_BT: Int[Array, "B T"], place: Place = ONE_DEVICE) -> Float[Array, " B"]:
     """Return the weight of each sequence with which `summed_loss` is the mean over all tokens that count."""
     counted = place.sum_sequences(jnp.sum(targets_BT != IGNORED).astype(jnp.float32))
     return jnp.broadcast_to(1 / jnp.maximum(counted, 1), targets_BT.shape[:1])
@@ -171,7 +137,7 @@ def make_model(config: LlamaConfig, settings: TrainSettings, plan: Plan = Plan()
     return Llama(config, rngs=nnx.Rngs(settings.seed), plan=plan)
 
 
-def make_step(graphdef: nnx.GraphDef, settings: TrainSettings, place: OneDevice = ONE_DEVICE) -> Step:
+def make_step(graphdef: nnx.GraphDef, settings: TrainSettings, place: Place = ONE_DEVICE) -> Step:
     """Return `step(state, (inputs_BT, targets_BT)) -> state, metrics`: one update of the parameters of `graphdef`.
 
     A third array in the batch, `segments_BT`, numbers documents that are packed into one sequence.
@@ -190,7 +156,7 @@ def make_step(graphdef: nnx.GraphDef, settings: TrainSettings, place: OneDevice 
 
 
 def weights_loss_and_grads(
-    graphdef: nnx.GraphDef, settings: TrainSettings, place: OneDevice, params: Any, batch: tuple[Array, ...]
+    graphdef: nnx.GraphDef, settings: TrainSettings, place: Place, params: Any, batch: tuple[Array, ...]
 ) -> tuple[Float[Array, ""], Any]:
     """Return the mean loss of a batch and the gradients of all weights, of one device their parts."""
 

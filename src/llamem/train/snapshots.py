@@ -23,7 +23,7 @@ from jax.experimental import multihost_utils
 from jaxmem.common.checks import few, import_extra
 from jaxmem.common.files import locked, write_whole
 from jaxmem.tracing.arguments import on_host
-from llamem.layers.remat import to_device
+from llamem.layers.host_memory import to_device
 from llamem.train.hosts import check_folder
 
 OnChange = Literal["refuse", "continue"]
