@@ -1,9 +1,11 @@
 """The project's own promises: one address, agreeing versions, modules on floors, a light import, a README that runs."""
 
 import ast
+import importlib
 import itertools
 import json
 import os
+import py_compile
 import re
 import subprocess
 import sys
@@ -108,8 +110,8 @@ def test_public_names_are_found_when_they_are_asked_for_and_load_what_they_need(
     code = """
 import sys
 import llamem.layers.stack
-few = [name for name in sys.modules if name.split(".")[0] in ("llamem", "jaxmem")]
-assert len(few) < 20 and "llamem.llama.model" not in sys.modules, few
+loaded = {name for name in sys.modules if name.split(".")[0] in ("llamem", "jaxmem")}
+assert len(loaded) < 30 and not loaded & {"llamem.llama", "llamem.losses", "jaxmem.compiling"}, loaded
 import importlib, jaxmem, llamem
 assert llamem.losses.choose_tiles and llamem.runs.train and llamem.text.Tokenizer  # folders, too, without an import
 for package in ("jaxmem", "llamem", *(f"llamem.{name}" for name in sys.argv[1:])):
@@ -118,9 +120,34 @@ for package in ("jaxmem", "llamem", *(f"llamem.{name}" for name in sys.argv[1:])
     assert set(door.__all__) <= set(dir(door)) and not hasattr(door, "nothing_of_the_kind")
 """
     folders = sorted(door.removeprefix("llamem.") for door in floors.DOORS if door.startswith("llamem."))
-    shown = [name for name in folders if "TYPE_CHECKING" in floors.MODULES[f"llamem.{name}"].read_text()]
+    shown = [name for name in folders if "__all__" in floors.MODULES[f"llamem.{name}"].read_text()]
     result = subprocess.run([sys.executable, "-c", code, *shown], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("package", ["jaxmem", "llamem"])
+def test_the_table_of_public_names_is_what_type_checkers_see(package):
+    (block,) = (node for node in ast.parse(floors.MODULES[package].read_text()).body if isinstance(node, ast.If))
+    seen = {node.module: tuple(name.name for name in node.names) for node in block.body}
+    assert seen == vars(importlib.import_module(package))["_NAMES"]
+
+
+@pytest.mark.quick
+def test_packages_are_imported_where_their_sources_are_not(tmp_path):
+    """As in an application that is frozen: the compiled files alone."""
+    for package in ("jaxmem", "llamem"):
+        for path in [path for path in floors.MODULES.values() if path.is_relative_to(floors.SOURCE / package)]:
+            py_compile.compile(path, tmp_path / path.relative_to(floors.SOURCE).with_suffix(".pyc"), doraise=True)
+    code = "import jaxmem, llamem; print(jaxmem.GiB, llamem.apply_stack.__name__, jaxmem.__file__)"
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert "apply_stack" in run.stdout and str(tmp_path) in run.stdout
 
 
 def test_conda_and_binder_install_the_locked_versions():

@@ -19,5 +19,19 @@ if TYPE_CHECKING:
     from jaxmem.verify.comparisons import Proof, Title
     from jaxmem.verify.verification import Verification, assert_remat, verify_remat
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+# The same for whoever runs: a name is imported when it is asked for.
+_NAMES = {
+    "jaxmem.chips.chip": ("CHIPS", "Chip", "compiling_for", "host_memory_limit"),
+    "jaxmem.chips.compilers": ("fetch_compilers",),
+    "jaxmem.chips.names": ("available", "chip_called", "find_chip"),
+    "jaxmem.compiling": ("compile_report", "matmul_flops"),
+    "jaxmem.fitting": ("Fitting", "NothingFits", "find_fitting", "keep_what_fits", "largest", "options"),
+    "jaxmem.reading.hlo": ("Buffer", "Collective"),
+    "jaxmem.report": ("Comparison", "GiB", "Report", "compare"),
+    "jaxmem.tracing.residuals": ("Residuals", "saved_residuals"),
+    "jaxmem.verify.comparisons": ("Proof", "Title"),
+    "jaxmem.verify.verification": ("Verification", "assert_remat", "verify_remat"),
+}
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)
 __version__ = metadata.version("llamem")

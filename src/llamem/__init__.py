@@ -32,5 +32,32 @@ if TYPE_CHECKING:
     from llamem.text.completion import generate_text
     from llamem.train.settings import TrainSettings
 
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+# The same for whoever runs: a name is imported when it is asked for.
+_NAMES = {
+    "llamem.adapters.lora": ("Adapters", "LoraConfig", "merge_adapter"),
+    "llamem.files.peft": ("load_adapters", "save_adapter"),
+    "llamem.files.pretrained": ("load_pretrained", "save_pretrained"),
+    "llamem.layers.remat": ("POLICIES", "Policy"),
+    "llamem.layers.stack": ("apply_stack", "stack_layers", "unstack_layers"),
+    "llamem.layers.tiling": ("tiled_map", "tiled_sum"),
+    "llamem.llama.config": ("PRESETS", "LlamaConfig"),
+    "llamem.llama.model": ("Llama",),
+    "llamem.llama.plan": ("Plan",),
+    "llamem.llama.sample": ("generate",),
+    "llamem.losses.cross_entropy": ("tiled_cross_entropy", "tiled_logprobs"),
+    "llamem.losses.rewards_and_preferences": (
+        "PolicyObjective",
+        "group_advantages",
+        "tiled_dpo_loss",
+        "tiled_policy_loss",
+    ),
+    "llamem.losses.token_loss": ("tiled_token_loss",),
+    "llamem.planner.estimates": ("estimate",),
+    "llamem.planner.search": ("find_plan", "longest_context"),
+    "llamem.runs.step_of_plan": ("abstract_lora_step", "abstract_step"),
+    "llamem.text.completion": ("generate_text",),
+    "llamem.train.settings": ("TrainSettings",),
+}
+
+__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)
 __version__ = metadata.version("llamem")

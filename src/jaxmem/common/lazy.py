@@ -1,20 +1,19 @@
 """Public names that are imported when they are asked for (PEP 562): an import runs what it needs and no more."""
 
-import ast
+import importlib
 import importlib.util
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
-def lazy_names(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return a package's `__getattr__`, `__dir__` and `__all__`: the names that its `if TYPE_CHECKING:` block imports.
+def lazy_names(
+    package: str, names: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return a package's `__getattr__`, `__dir__` and `__all__`, by the names that each of its modules gives.
 
-    There type checkers and editors find them, written once, as in any other module.
+    Type checkers and editors find the same names in the package's `if TYPE_CHECKING:` block.
     """
-    blocks = [node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.If)]
-    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
-    module_of = {alias.name: node.module for node in imports for alias in node.names if node.module}
+    module_of = {name: module for module, given in names.items() for name in given}
 
     def get(name: str) -> Any:
         if name in module_of:

@@ -1,12 +1,15 @@
 """Open models and adapters in and out: Hugging Face's folders, GGUF, PEFT."""
 
-from typing import TYPE_CHECKING
+from llamem.files.hf_config import config_from_hf, config_to_hf
+from llamem.files.peft import load_adapters, save_adapter
+from llamem.files.pretrained import load_pretrained, save_pretrained, smollm2_file
 
-from jaxmem.common.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from llamem.files.hf_config import config_from_hf, config_to_hf
-    from llamem.files.peft import load_adapters, save_adapter
-    from llamem.files.pretrained import load_pretrained, save_pretrained, smollm2_file
-
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+__all__ = [
+    "config_from_hf",
+    "config_to_hf",
+    "load_adapters",
+    "load_pretrained",
+    "save_adapter",
+    "save_pretrained",
+    "smollm2_file",
+]

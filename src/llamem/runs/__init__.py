@@ -1,19 +1,24 @@
 """One run, as a plan says: on one device, on a mesh, with parts of it on the host; of a model or of adapters."""
 
-from typing import TYPE_CHECKING
+from llamem.runs.loop import Run, train
+from llamem.runs.step_of_plan import (
+    abstract_lora_step,
+    abstract_state,
+    abstract_step,
+    init_state,
+    loss_fn,
+    make_train_step,
+    place_of,
+)
 
-from jaxmem.common.lazy import lazy_names
-
-if TYPE_CHECKING:
-    from llamem.runs.loop import Run, train
-    from llamem.runs.step_of_plan import (
-        abstract_lora_step,
-        abstract_state,
-        abstract_step,
-        init_state,
-        loss_fn,
-        make_train_step,
-        place_of,
-    )
-
-__getattr__, __dir__, __all__ = lazy_names(__name__, __file__)
+__all__ = [
+    "Run",
+    "abstract_lora_step",
+    "abstract_state",
+    "abstract_step",
+    "init_state",
+    "loss_fn",
+    "make_train_step",
+    "place_of",
+    "train",
+]
