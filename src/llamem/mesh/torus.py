@@ -23,7 +23,7 @@ from llamem.llama.plan import MeshShape
 # Seen in programs for 8B and 70B on 8 to 512 chips.
 _SMALL = 128 * 1024  # bytes of a part: along two sides smaller ones are gathered by a sum, and larger ones are not
 _FEW = 256  # columns of a part, which lie along 128 lanes: fewer are not scattered
-_HUGE = 2**30  # bytes of a whole table, for which stages along three sides would take more room
+_HUGE = 2**29  # bytes of a whole table, for which more than two stages would take more room
 _LARGE = 64 * 2**20  # bytes: what is as large is left to be summed, since another form of it would take more room
 
 
@@ -50,7 +50,7 @@ class Route:
     def gather(self, x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
         """Return what is split along `dim` whole, on every device: an all-gather."""
         whole = x.nbytes * math.prod(stage.parts for stage in self.stages)
-        if self.sides == 1 or (self.sides == 2 and x.nbytes >= _SMALL) or (self.sides > 2 and whole >= _HUGE):
+        if self.sides == 1 or (self.sides == 2 and x.nbytes >= _SMALL) or (len(self.stages) > 2 and whole >= _HUGE):
             return lax.all_gather(x, self.axes, axis=dim, tiled=True)
         for stage in reversed(self.stages):
             x = lax.all_gather(x, stage.axes, axis=dim, axis_index_groups=stage.groups, tiled=True)
@@ -58,7 +58,7 @@ class Route:
 
     def scatter(self, x: Float[Array, "..."], dim: int) -> Float[Array, "..."]:
         """Return this device's part, along `dim`, of the sum over the devices: a reduce-scatter."""
-        if self.sides > 2 and x.nbytes >= _HUGE:
+        if len(self.stages) > 2 and x.nbytes >= _HUGE:
             return lax.psum_scatter(x, self.axes, scatter_dimension=dim, tiled=True)
         for stage in self.stages:
             how: dict[str, Any] = {"axis_name": stage.axes, "axis_index_groups": stage.groups}

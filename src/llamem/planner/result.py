@@ -11,8 +11,7 @@ from jaxmem.common.printing import Shown, Table
 from jaxmem.report import GiB, Report
 from llamem.layers.remat import Policy
 from llamem.llama.plan import Plan
-from llamem.planner.estimates import Estimate, estimate_plan
-from llamem.planner.sizes import has_cudnn
+from llamem.planner.estimates import Estimate
 
 SPEEDS = ("s a step, estimated", "tokens/s", "hours for 1e9 tokens")
 ALIKE = 1.02  # times within 2 %: of plans as fast as that the plainest is taken
@@ -102,7 +101,8 @@ class Found(Shown):
     def _row(self, e: Estimate) -> tuple[str, ...]:
         verdict = "fits" if e.fits else f"{(e.peak_bytes - (e.capacity_bytes or 0)) / GiB:.2f} too many"
         if e is self.estimate and self.report is not None:
-            verdict = f"compiled: {self.report.peak_bytes / GiB:.2f}"
+            plain = ", attention in plain JAX" if e.question.stands_in(e.plan) else ""
+            verdict = f"compiled: {self.report.peak_bytes / GiB:.2f}{plain}"
         return repr(e.plan), f"{e.peak_bytes / GiB:.2f}", verdict, f"{e.host_bytes / GiB:.2f}", *speeds_shown(e)
 
     def plot(self) -> Any:
@@ -165,14 +165,11 @@ def explain(chosen: Estimate, report: Report | None, tried: Sequence[Estimate], 
             f"The link to the host takes {seconds.host_link:.2f} of these seconds, more than the arithmetic: more "
             "tokens in a step would share it."
         )
-    if chosen.plan.attention == "auto" and chosen.plan.mesh.context == 1 and has_cudnn(question.config, chosen.chip):
-        kernel = estimate_plan(question, chosen.plan.replace(attention="cudnn")).seconds.total
-        if kernel < 0.9 * seconds.total:
-            lines.append(
-                "Attention is plain JAX in these seconds. With NVIDIA's own kernel, attention='cudnn', they would be "
-                f"{kernel:.2f} (estimated). Its library comes with the GPU: on the GPU, compile that plan with "
-                "chip='local'."
-            )
+    if chosen.plan.attention == "cudnn" and chosen.chip.absent:
+        lines.append(
+            "Attention is NVIDIA's own kernel in these seconds. Its library comes with the GPU: what is compiled for "
+            "one that is not here has attention in plain JAX, attention='tiled', and the memory that this needs."
+        )
     others: list[Estimate] = []
     for e in sorted(tried, key=lambda e: (round(e.seconds.total, 6), e.peak_bytes)):
         if not others or e.peak_bytes < others[-1].peak_bytes:
@@ -193,6 +190,7 @@ def in_words(plan: Plan) -> str:
         f"keeps what the policy {plan.remat!r} says": not saved and plan.remat not in (None, "nothing"),
         "keeps the inputs of groups of layers only": plan.mode == "nested",
         f"sends {' and '.join(plan.offload)} to the host and back": plan.offload,
+        "computes attention in NVIDIA's kernel": plan.attention == "cudnn",
         f"computes attention in {plan.head_groups} groups of heads": plan.head_groups > 1,
         f"computes feed-forwards in {plan.mlp_tiles} tiles of tokens": plan.mlp_tiles > 1,
         "makes all logits at once": plan.loss_tiles is None,

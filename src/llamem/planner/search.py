@@ -16,12 +16,13 @@ from jaxmem.chips.names import chip_called, find_chip
 from jaxmem.fitting import Answer, NothingFits, Progress, ask
 from jaxmem.report import GiB, Report
 from llamem.adapters.lora import LoraConfig
+from llamem.layers.attention import Implementation
 from llamem.layers.remat import Policy
 from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import MeshShape, Plan
 from llamem.planner.estimates import Estimate, estimate_plan
 from llamem.planner.result import ALIKE, Found, explain
-from llamem.planner.sizes import Question
+from llamem.planner.sizes import Question, has_cudnn
 from llamem.quantized.blocks import BlockKind
 from llamem.train.settings import Clip
 
@@ -57,7 +58,9 @@ def all_estimates(question: Question, streamed: bool = False) -> tuple[Estimate,
         return ()
     estimates, why = [], None
     for mesh in _meshes(question):
-        for plan in _plans(question.config, mesh, question.lora is None, streamed):
+        # Nothing is faster than NVIDIA's own kernel; what splits sequences has none.
+        attention = "cudnn" if has_cudnn(question.config, question.chip) and mesh.context == 1 else "auto"
+        for plan in _plans(question.config, mesh, attention, question.lora is None, streamed):
             try:
                 estimates.append(estimate_plan(question, plan))
             except ValueError as error:  # a mesh that does not divide the sizes
@@ -83,7 +86,9 @@ def _meshes(question: Question) -> Iterator[MeshShape]:
 
 
 @functools.lru_cache(maxsize=32)
-def _plans(config: LlamaConfig, mesh: MeshShape, trained: bool, streamed: bool) -> tuple[Plan, ...]:
+def _plans(
+    config: LlamaConfig, mesh: MeshShape, attention: Implementation, trained: bool, streamed: bool
+) -> tuple[Plan, ...]:
     """Return the plans with all combinations of a few settings of each tool, but those that exclude each other.
 
     Adapters' moments are too small to move, and where the head is frozen tiles of tokens are the fastest.
@@ -101,7 +106,8 @@ def _plans(config: LlamaConfig, mesh: MeshShape, trained: bool, streamed: bool) 
         settings = [KEPT, groups, rows, OFFLOADS, [{}, {"moments": "host"}] if trained else [{}], losses]
     plans = []
     for choice in product(*settings):
-        fields: dict[str, Any] = {"mesh": mesh} | {name: value for setting in choice for name, value in setting.items()}
+        chosen = {name: value for setting in choice for name, value in setting.items()}
+        fields: dict[str, Any] = {"mesh": mesh, "attention": attention, **chosen}
         if fields.get("remat", "") is None and (fields["head_groups"], fields["mlp_tiles"]) != (1, 1):
             continue
         try:

@@ -82,8 +82,18 @@ class Question:
         """The settings of the step."""
         return TrainSettings(batch_size=self.batch_size, seq_len=self.seq_len, clip=self.clip)
 
+    def stands_in(self, plan: Plan) -> bool:
+        """Whether plain JAX's attention is compiled in the place of NVIDIA's, for a GPU that is not here."""
+        return plan.attention == "cudnn" and self.chip.absent
+
     def compile(self, plan: Plan, depth: Depth = "memory") -> Report:
-        """Return what the chip's compiler says of the step under a plan, its state donated."""
+        """Return what the chip's compiler says of the step under a plan, its state donated.
+
+        NVIDIA's attention is in a library that comes with the GPU: for one that is not here the same step is compiled
+        with attention in plain JAX, see `stands_in`.
+        """
+        if self.stands_in(plan):
+            plan = plan.replace(attention="tiled")
         if self.lora is None:
             step, *shapes = abstract_step(self.config, self.settings, plan)
         else:
@@ -177,7 +187,7 @@ def _loss_tiles(described: Chip | None, *question: Any, **facts: Any) -> tuple[s
 
 def has_cudnn(config: LlamaConfig, chip: Chip) -> bool:
     """Return whether NVIDIA's own attention computes this model on this chip: see `llamem.layers.causal_attention`."""
-    ampere = chip.platform == "cuda" and chip.has_bf16
+    ampere = chip.device_kind.startswith("NVIDIA") and chip.has_bf16  # XLA's "cuda" is AMD's platform, too
     return ampere and config.compute_dtype.itemsize == 2 and config.head_dim <= 128 and config.head_dim % 8 == 0
 
 
