@@ -20,7 +20,7 @@ from compilers_used import compilers_used
 import jaxmem
 import llamem
 from llamem.llama import MeshShape
-from llamem.mesh.mesh_step import batch_spec, placed_shapes
+from llamem.mesh.mesh_step import batch_spec
 from llamem.mesh.specs import parameter_specs, shardings
 
 TABLE = Path(__file__).with_suffix(".md")
@@ -68,7 +68,10 @@ def by_gspmd(config: llamem.LlamaConfig, settings: llamem.TrainSettings, mesh: d
         state, metrics = step(state, batch)
         return jax.lax.with_sharding_constraint(state, shardings(specs, shape)), metrics
 
-    return placed, placed_shapes(state, specs, shape), placed_shapes(batch, batch_spec(shape), shape)
+    def lying(shapes: Any, specs: Any) -> Any:
+        return jax.tree.map(lambda leaf, where: leaf.update(sharding=where), shapes, shardings(specs, shape))
+
+    return placed, lying(state, specs), lying(batch, (batch_spec(shape),) * 2)
 
 
 def report(model: str, chip: str, mesh: dict[str, int], batch_size: int, seq_len: int, way: Way = ours) -> Any:
