@@ -65,6 +65,10 @@ def test_moments_without_a_sharding_are_named_with_what_to_do():
     assert not notes(step, weights, placed, x, words="lies whole", **options)
     assert not notes(step, weights, placed, x, words="not used again", **options)
 
+    before, after = (jaxmem.compile_report(step, weights, m, x, **options) for m in (MOMENTS, placed))
+    (remedy,) = (one for one in before.advice if "cut over the mesh" in one.cause)
+    assert remedy.compiled and remedy.bytes == before.peak_bytes - after.peak_bytes > 2**22
+
     def replicated(p, m, x):
         everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         return jax.lax.with_sharding_constraint(step(p, m, x), everywhere)
