@@ -50,23 +50,23 @@ def transformer(
 ) -> Callable[..., Any]:
     """Return the maker of a step: a list of layers and all logits, or what its keywords say."""
 
-    def make(*, stacked: bool = scanned, remat: str | None = None, tiled: bool = False) -> tuple[Any, ...]:
+    def make(*, remat: bool = False, tiled: bool = False) -> tuple[Any, ...]:
         def init() -> Any:
             sizes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width)}
             sizes |= {"down": (4 * width, width), "first": (width,), "second": (width,)}
             rows = [{name: jnp.ones(size) for name, size in sizes.items()} for _ in range(layers)]
-            blocks = llamem.stack_layers(rows) if stacked else rows
+            blocks = llamem.stack_layers(rows) if scanned else rows
             return {"embedding": jnp.ones((words, width)), "blocks": blocks, "last": jnp.ones(width)}
 
         layer = functools.partial(block, heads=width // 64, causal=causal)
 
         def loss(params: Any, ids: Any) -> Any:
             x = params["embedding"][ids[:, :-1]].astype(jnp.bfloat16)
-            if stacked:
-                x = llamem.apply_stack(layer, params["blocks"], x, remat=remat)
+            if scanned:
+                x = llamem.apply_stack(layer, params["blocks"], x, remat="nothing" if remat else None)
             else:
                 for one in params["blocks"]:
-                    x = layer(one, x)
+                    x = (jax.checkpoint(layer) if remat else layer)(one, x)
             x, head = normalised(x, params["last"]), params["embedding"].astype(jnp.bfloat16)
             if tiled:
                 return llamem.tiled_cross_entropy(x, head, ids[:, 1:])
@@ -102,9 +102,7 @@ OWN = {
 
 def own(name: str, followed: str = "") -> tuple[Any, ...]:
     make = OWN[name]
-    if "logits" in followed:
-        return make(tiled=True)
-    return make(stacked=True, remat="nothing") if "keeps what each" in followed else make()
+    return make(tiled="logits" in followed, remat="keeps what" in followed)
 
 
 def untiled(hidden: Any, head_VD: Any, targets: Any) -> Any:
@@ -112,19 +110,22 @@ def untiled(hidden: Any, head_VD: Any, targets: Any) -> Any:
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def looped(layer: Any, layers: Any, x: Any, *inputs: Any, remat: Any = None) -> Any:
+def looped(layer: Any, layers: Any, x: Any, *inputs: Any, remat: Any = None, checkpointed: bool) -> Any:
     for i, one in enumerate(layers):
-        x = layer(one, x, *(jax.tree.map(lambda leaf, i=i: leaf[i], given) for given in inputs))
+        x = (jax.checkpoint(layer) if checkpointed else layer)(
+            one, x, *(jax.tree.map(lambda leaf, i=i: leaf[i], given) for given in inputs)
+        )
     return x
 
 
 @contextmanager
 def half_of_it(followed: str) -> Iterator[None]:
-    """Within it, the lines of a public case do the one thing that was advised: stack and remat, or tile."""
+    """Within it, the lines of a public case do the one thing that was advised: checkpoint their layers, or tile."""
     kept = {name: getattr(llamem, name) for name in ("tiled_cross_entropy", "stack_layers", "apply_stack")}
-    other: dict[str, Any] = {"tiled_cross_entropy": untiled}
-    if "logits" in followed:
-        other = {"stack_layers": lambda layers: layers, "apply_stack": looped}
+    tiled = "logits" in followed
+    other = {"stack_layers": lambda layers: layers, "apply_stack": functools.partial(looped, checkpointed=not tiled)}
+    if not tiled:
+        other["tiled_cross_entropy"] = untiled
     try:
         for name, value in other.items():
             setattr(llamem, name, value)
@@ -154,7 +155,16 @@ def row(name: str, chip: str) -> str:
     gib = [f"{size / 2**30:.2f}" for size in (report.peak_bytes, first.bytes, saved)]
     known = "compiled" if first.compiled else "estimated"
     rest = ", ".join(f"{one.bytes / 2**30:.2f} {one.cause}" for one in report.advice.remedies[1:])
-    cells = (name, chip, gib[0], first.cause, f"{gib[1]} ({known})", gib[2], f"{first.bytes / saved - 1:+.0%}", rest)
+    cells = (
+        name,
+        chip,
+        gib[0],
+        first.cause,
+        f"{gib[1]} ({known})",
+        gib[2],
+        f"{first.bytes / saved - 1:+.0%}" if saved else "not followed",
+        rest,
+    )
     return f"| {' | '.join(cells)} |"
 
 

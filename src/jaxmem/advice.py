@@ -236,14 +236,20 @@ def checkpoint_list(study: Study) -> Remedy | None:
     start, end = next(((a, b) for name, a, b in timeline.passes if name == "backward"), (0, 0))
     gradients = timeline.by_category().get("gradients", np.zeros(timeline.steps))
     more = np.full(timeline.steps, float(inputs))
-    # In a loop all layers' gradients have their place from its beginning.
-    all_gradients = sum(leaf.bytes for leaf in study.of("weights"))
-    more[start:end] += size / layers + np.maximum(all_gradients - gradients[start:end], 0)
-    saved = study.saved_without(lambda span: float(id(span) in kept), more)
-    code = (
-        'layers = llamem.stack_layers(layers); x = llamem.apply_stack(layer, layers, x, remat="nothing"). Both lines: '
+    more[start:end] += size / layers
+    stacked = (
+        'layers = llamem.stack_layers(layers); x = llamem.apply_stack(layer, layers, x, remat="nothing"), both lines: '
         "a scan without remat keeps more than the list"
     )
+    code = (
+        f"layer = jax.checkpoint(layer) before the loop; or, quicker to compile, with all gradients at once, {stacked}"
+    )
+    if study.report.chip.platform == "cpu":  # whose compiler undoes checkpoints outside of loops
+        code = stacked
+        # In a scan all layers' gradients have their place from its beginning.
+        all_gradients = sum(leaf.bytes for leaf in study.of("weights"))
+        more[start:end] += np.maximum(all_gradients - gradients[start:end], 0)
+    saved = study.saved_without(lambda span: float(id(span) in kept), more)
     cause = f"a list of {layers} layers keeps what each of them computes for the backward pass"
     return Remedy(cause, saved, False, _rows(span for group in stacks for span in group), code)
 
@@ -282,7 +288,8 @@ def attend_in_a_kernel(study: Study) -> Remedy | None:
     code = kernel.get(study.report.chip.platform, "a kernel on the accelerator (Splash, cuDNN)")
     saved = study.saved_without(lambda span: float(is_scores(span)))
     cause = "attention writes the scores of all pairs of tokens"
-    return Remedy(cause, saved, False, _rows(scores), f"{code}, or llamem.layers.attention's flash_attention")
+    code += ", or llamem.layers.attention.flash_attention; a kernel keeps its output, and pads heads to 128 on a TPU"
+    return Remedy(cause, saved, False, _rows(scores), code)
 
 
 def _path(leaf: Leaf) -> str:
