@@ -130,7 +130,12 @@ def main() -> None:
         if set(only) <= {row[0], row[1]}:
             add(lines, [line(*row)], write=not only)
     header = " | ".join(("model", "chips", "tokens", "gradients", "peak", *KINDS, "arriving", "s"))
-    titles = ["", "## The same step, its gradients summed in three ways", "", f"| {header} |", "|---" * 12 + "|"]
+    about = (
+        "GSPMD knows how arguments and results lie, and has the plain loss and tiled attention: it splits the stream "
+        "along D, too."
+    )
+    titles = ["", "## The same step, its gradients summed in three ways", "", about]
+    titles += ["", f"| {header} |", "|---" * 12 + "|"]
     add(lines, titles, write=not only)
     for row in THREE_WAYS:
         if set(only) <= {row[0], row[1]}:
