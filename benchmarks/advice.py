@@ -112,9 +112,9 @@ def untiled(hidden: Any, head_VD: Any, targets: Any) -> Any:
 
 def looped(layer: Any, layers: Any, x: Any, *inputs: Any, remat: Any = None, checkpointed: bool) -> Any:
     for i, one in enumerate(layers):
-        x = (jax.checkpoint(layer) if checkpointed else layer)(
-            one, x, *(jax.tree.map(lambda leaf, i=i: leaf[i], given) for given in inputs)
-        )
+        call = functools.partial(layer, one)  # closed over: equinox's modules hold more than arrays
+        given = [jax.tree.map(lambda leaf, i=i: leaf[i], rows) for rows in inputs]
+        x = (jax.checkpoint(call) if checkpointed else call)(x, *given)
     return x
 
 

@@ -242,7 +242,8 @@ def checkpoint_list(study: Study) -> Remedy | None:
         "a scan without remat keeps more than the list"
     )
     code = (
-        f"layer = jax.checkpoint(layer) before the loop; or, quicker to compile, with all gradients at once, {stacked}"
+        "layer = jax.checkpoint(layer) before the loop (nnx.remat, nn.remat, eqx.filter_checkpoint of modules); or, "
+        f"quicker to compile, with all gradients at once, {stacked}"
     )
     if study.report.chip.platform == "cpu":  # whose compiler undoes checkpoints outside of loops
         code = stacked
