@@ -95,8 +95,8 @@ def line(model: str, chip: str, mesh: dict[str, int], batch_size: int, seq_len: 
 def messages(seen: Any, kinds: tuple[str, ...]) -> str:
     """The cells of messages by kind, of all that arrives, and of the compiler's seconds."""
     sent = {row.operation: f"{row.times} / {row.bytes / 2**30:.1f}" for row in seen.collectives}
-    arriving = sum(row.arriving for row in seen.collectives) / 2**30
-    return " | ".join((*(sent.get(kind, "") for kind in kinds), f"{arriving:.1f}", f"{seen.compile_seconds:.0f}"))
+    arriving = f"{sum(row.arriving for row in seen.collectives) / 2**30:.1f}" if sent else "not counted"
+    return " | ".join((*(sent.get(kind, "") for kind in kinds), arriving, f"{seen.compile_seconds:.0f}"))
 
 
 def in_three_ways(model: str, chip: str, mesh: dict[str, int], batch_size: int, seq_len: int) -> list[str]:
