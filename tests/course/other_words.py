@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from llamem_course.exercises import vocabulary_tiling, where_the_memory_goes
+import llamem
+from llamem_course.exercises import (
+    checkpoint_basics,
+    checkpoint_policies,
+    scale_out,
+    vocabulary_tiling,
+    where_the_memory_goes,
+)
 
 
 def every_step(schedule):
@@ -46,6 +53,51 @@ def of_x_alone(sweep):
     return loss_of_x
 
 
+def loop(layer, w, x):
+    for one in w:
+        x = layer(one, x)
+    return x
+
+
+def by_hand(layer):
+    once = jax.custom_vjp(layer)
+    once.defvjp(lambda w, x: (layer(w, x), (w, x)), lambda kept, g: jax.vjp(layer, *kept)[1](g))
+    return once
+
+
+def nested(layer, w, x, size):
+    def scan(layer, w, x):
+        return jax.lax.scan(lambda x, one: (layer(one, x), None), x, w)[0]
+
+    group = jax.checkpoint(lambda w, x: scan(jax.checkpoint(layer, prevent_cse=False), w, x), prevent_cse=False)
+    return scan(group, w.reshape(-1, size, *w.shape[1:]), x)
+
+
+def last_of_a_group_free(layer, w, x, size):
+    def group(w, x):
+        return layer(w[-1], loop(jax.checkpoint(layer), w[:-1], x))
+
+    for start in range(0, len(w), size):
+        x = jax.checkpoint(group)(w[start : start + size], x)
+    return x
+
+
+def halves(w1, w2, w3, x):
+    narrow = jax.checkpoint(lambda w1, w2, x: jnp.tanh(x @ w1) @ w2)(w1, w2, x)
+    return jax.checkpoint(lambda narrow, w3: jnp.sin(narrow) @ w3)(narrow, w3)
+
+
+def with_logsumexp(config, tokens, names):
+    extra = 4 * config.n_layers * tokens * config.n_heads * ("attn" in names)
+    return checkpoint_policies.check_residual_bytes.right(config, tokens, names) + extra
+
+
+def a_range(step, batch_size, hosts_from, host):
+    hosts = [hosts for first, hosts in sorted(hosts_from.items()) if first <= step][-1]
+    share = batch_size // hosts
+    return range(step * batch_size + host * share, step * batch_size + (host + 1) * share) if host < hosts else ()
+
+
 OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (where_the_memory_goes.check_peak_and_operation, every_step),
     (where_the_memory_goes.check_peak_and_operation, lambda s: np.array(every_step(s))),
@@ -55,7 +107,22 @@ OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
         where_the_memory_goes.check_step_schedule,
         lambda *sizes: np.array(where_the_memory_goes.check_step_schedule.right(*sizes))[::-1],
     ),
+    (checkpoint_basics.check_rematerialised_stack, lambda layer, w, x: loop(by_hand(layer), w, x)),
+    (
+        checkpoint_basics.check_rematerialised_stack,
+        lambda layer, w, x: llamem.apply_stack(layer, w, x, mode="unroll", remat="nothing"),
+    ),
+    (
+        checkpoint_basics.check_rematerialised_stack,
+        lambda layer, w, x: layer(w[-1], loop(jax.checkpoint(layer), w[:-1], x)),
+    ),
+    (checkpoint_basics.check_grouped_stack, nested),
+    (checkpoint_basics.check_grouped_stack, last_of_a_group_free),
+    (checkpoint_policies.check_residual_bytes, with_logsumexp),
+    (checkpoint_policies.check_thrifty, halves),
     (vocabulary_tiling.check_crossing, lambda d, v, n: jnp.array(2 * d * n / (n - 2))),
     (vocabulary_tiling.check_smoothed_gradient, vocabulary_tiling.check_smoothed_gradient.right),
     (vocabulary_tiling.check_frozen_loss, of_x_alone),
+    (scale_out.check_tokens_at_par, lambda flops, link, n, remat: -(-3 * n / link * flops // (8 if remat else 6))),
+    (scale_out.check_my_sequences, a_range),
 ]

@@ -261,4 +261,5 @@ def test_right_answers_pass(capsys):
     ROWS(written_into_one_array)
     LEDGER(lines)
     BETTER(lambda: Plan(offload=("block_in",)))
+    BETTER(lambda: Plan(offload=("block_in",), moments="host"))
     assert "not yet" not in capsys.readouterr().out

@@ -126,6 +126,11 @@ def blocks(values, scale, dtype, way="right", minus=8, low=15):
 WRONG: Answers = {
     "what the adapter adds": (lora.check_merged_weight, lambda w, d, u, s: s * d @ u, "what the adapter adds"),
     "the weight as it was": (lora.check_merged_weight, lambda w, d, u, s: w, "with a scale of 1"),
+    "a scale that is alpha": (
+        lora.check_merged_weight,
+        lambda w, d, u, s: merged_weight(w, d, u, s / d.shape[1]),
+        "already alpha / r",
+    ),
     "no scale in the merge": (lora.check_merged_weight, lambda w, d, u, s: merged_weight(w, d, u, 1.0), "not with 2.5"),
     "all of it scaled": (lora.check_merged_weight, lambda w, d, u, s: s * merged_weight(w, d, u, 1.0), "not with 2.5"),
     "a scale without its sign": (

@@ -29,6 +29,9 @@ def check_merged_weight(fn: Callable[..., Any]) -> None:
         assert not np.allclose(found, down_DR @ up_RF, rtol=1e-3, atol=1e-4), (
             "this is what the adapter adds. What becomes of the weights that it is added to?"
         )
+        assert not np.allclose(found, right(*arrays, 1 / R), rtol=1e-3, atol=1e-4), (
+            f"what you add is divided by the rank, {R}. Is `scale` LoRA's alpha, or is it already alpha / r?"
+        )
         _close(found, right(*arrays, 1.0), "with a scale of 1, x times your matrix must be x W + (x down) up")
         _close(
             fn(*arrays, 2.5),

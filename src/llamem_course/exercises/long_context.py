@@ -222,10 +222,11 @@ def check_better_plan(fn: Callable[[], Plan]) -> None:
                 f"{plan} needs {found.peak_bytes / GiB:.2f} of {(found.capacity_bytes or 0) / GiB:.2f} GiB. The "
                 f"largest line beside weights is {largest.name!r}. Which tool makes that one smaller?"
             )
-        if found.seconds.total > 6 / 7 * given.seconds.total:
+        allowed = 1.01 * 6 / 7 * given.seconds.total  # an estimate is not known to a hundredth
+        if found.seconds.total > allowed:
             raise AssertionError(
-                f"it fits, in {found.seconds.total:.2f} s. {6 / 7 * given.seconds.total:.2f} s are allowed, a seventh "
-                f"less than the {given.seconds.total:.2f} s of the given plan. Compare the parts of both, "
+                f"it fits, in {found.seconds.total:.2f} s. {allowed:.2f} s are allowed, about a "
+                f"seventh less than the {given.seconds.total:.2f} s of the given plan. Compare the parts of both, "
                 "str(llamem.estimate(...)). Which part is still there because of a tool that you can spare?"
             )
         saved = 1 - found.seconds.total / given.seconds.total

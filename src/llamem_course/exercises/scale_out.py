@@ -1,8 +1,7 @@
-"""Checks of the exercises of notebook 11."""
+"""The exercises of notebook 11."""
 
-import itertools
 import operator
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,116 +14,229 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import MeshShape, Plan
 from llamem.runs import abstract_step
 from llamem.train import TrainSettings
-from llamem_course.exercises import grade
+from llamem_course.exercises.exercise import Answer, Exercise
 
 
-def check_my_sequences(fn: Callable[..., Any]) -> None:
-    """Exercise 2: which sequences a host reads at a step of a run whose number of hosts changes."""
-
-    def body() -> str:
-        runs = ((12, {0: 4, 100: 2}), (12, {0: 2, 7: 3, 50: 6}), (8, {0: 8}), (6, {5: 1, 0: 3}))
-        for batch_size, hosts_from in runs:
-            changes = {step + near for step in hosts_from for near in (-1, 0, 1)}
-            for step in sorted(step for step in changes | {3, 200} if step >= 0):
-                hosts = hosts_from[max(first for first in hosts_from if first <= step)]
-                everybody = range(max(hosts_from.values()))
-                answers = [fn(step, batch_size, dict(hosts_from), host) for host in everybody]
-                assert not any(answer is None for answer in answers), "return numbers in order; an empty list for none"
-                parts = [[operator.index(number) for number in answer] for answer in answers]
-                _compare(parts, step, batch_size, hosts, hosts_from)
-        return "Every sequence once, in the order of one host, whoever is there to read it."
-
-    grade(2, body)
+def _at_par(
+    flops: float, link: float, n_bytes: float, remat: bool, *, journeys: float = 3, forward: int = 2, backward: int = 4
+) -> float:
+    return (journeys * n_bytes / link) / ((backward + forward * (1 + remat)) / flops)
 
 
-def _compare(parts: list[list[int]], step: int, batch_size: int, hosts: int, hosts_from: dict[int, int]) -> None:
-    whole, wanted = list(itertools.chain(*parts)), list(range(step * batch_size, (step + 1) * batch_size))
-    where = f"At step {step} of a run with hosts {hosts_from}, for batches of {batch_size},"
-    gone = [host for host, part in enumerate(parts) if part and host >= hosts]
-    assert not gone, f"{where} there are {hosts} hosts: who is host {gone[0]}?"
-    assert len(set(whole)) == len(whole), f"{where} two hosts read the same sequence."
-    assert len(whole) >= batch_size, f"{where} some sequence of the batch is read by nobody."
-    assert len(whole) <= batch_size, f"{where} the hosts read more than the batch: who divides it?"
-    assert min(whole) >= step * batch_size, f"{where} a sequence of an earlier step is read again."
-    assert set(whole) == set(wanted), f"{where} the batch is not that of one host: does its place depend on the hosts?"
-    assert whole == wanted, f"{where} the rows lie in another order than on one host."
-    sizes = {len(part) for part in parts[:hosts]}
-    assert len(sizes) == 1, f"{where} hosts read {sorted(sizes)} sequences: each is to read as many as the others."
+def _tokens(answer: Answer, *given: Any) -> Any:
+    found = answer(*given)
+    assert found is not None and np.ndim(found) == 0, "return one number of tokens."
+    right = _at_par(*given)
+    assert 1e-3 < found / right < 1e3, (
+        f"{found:.3g} tokens? Messages take bytes / link, products FLOPs / flops. Set them equal for one weight: how "
+        f"many there are cancels."
+    )
+    return found
 
 
-def check_tokens_at_par(fn: Callable[..., float]) -> None:
-    """Exercise 1: tokens on each chip from which on products take as long as messages, under FSDP."""
-
-    def body() -> str:
-        for flops, link, n_bytes, remat in (
-            (275e12, 600e9, 4, False),  # the order tells apart what is four thirds of the answer, by the hints below
+check_tokens_at_par = Exercise(
+    1,
+    _at_par,
+    {
+        f"Products {case[0]:.3g} FLOP/s, link {case[1]:.3g} bytes/s, {case[2]} bytes, remat={case[3]}": case
+        for case in (
+            (275e12, 600e9, 4, False),
             (593e12, 450e9, 2, False),
             (275e12, 600e9, 2, True),
             (118e12, 200e9, 4, True),
-        ):
-            found = fn(flops, link, n_bytes, remat)
-            assert found is not None and np.ndim(found) == 0, "return one number of tokens"
-            right = (3 * n_bytes / link) / ((8 if remat else 6) / flops)
-            again = (
-                "Which FLOPs are done once more with remat, and only then? That work uses weights that the "
-                "backward pass has gathered."
-            )
-            four_thirds = {
-                (4, False): "Four journeys? A gradient is summed once, and nobody asks for it whole.",
-                (2, False): "Is it a gradient in float32? It has n_bytes a number, as the weights have.",
-            }
-            hints = {
-                1 / 3: "One journey of the weights? In which passes are they needed, and what travels in the last?",
-                n_bytes: "A number has more than one byte: how many travel?",
-                1 / n_bytes: "A number has more than one byte: how many travel?",
-                4 / 3: four_thirds.get((n_bytes, remat), again),
-                (8 if remat else 6) / 2: "That is the forward pass alone. How many FLOPs has a whole step?",
-            }
-            if not remat:
-                hints[2.0] = (
-                    "Six journeys? Count how often all weights come to a chip, or leave it, in one step. Or three "
-                    "operations? A multiplication and an addition are two FLOPs."
-                )
-                hints[2 / 3] = "The weights arrive twice. What travels in the backward pass as well?"
-            if n_bytes == 4:
-                hints[3 / 4] = again
-            case = f"products {flops:.3g} FLOP/s, link {link:.3g} bytes/s, {n_bytes} bytes, remat={remat}"
-            assert 1e-3 < found / right < 1e3, (
-                f"{case}: {found:.3g} tokens? Messages take bytes / link, products FLOPs / flops. Set them equal "
-                "for one weight: how many there are cancels"
-            )
-            for ratio, hint in hints.items():
-                assert not np.isclose(found, ratio * right, rtol=1e-3), f"{case}: {hint}"
-            assert abs(found - right) <= 1, (  # rounded to a whole token
-                f"{case}: {found:,.0f} tokens are not it. Count both sides for one weight"
-            )
-        return "Neither the model's size nor the number of chips came up: only the tokens on each."
-
-    grade(1, body)
-
-
-def check_mesh(fn: Callable[..., Any]) -> None:
-    """Exercise 3: Llama 3.1 70B on 64 v5e chips, by their compiler."""
-
-    def body() -> str:
-        mesh = MeshShape.of(fn())
-        assert mesh.devices == 64, f"The slice has 64 chips; your mesh has {mesh.devices}."
-        batch = mesh.data * mesh.fsdp
-        assert batch >= 16, (
-            f"Your mesh has {batch} parts of the batch, so {batch} sequences: at least 16 are asked for."
         )
-        settings = TrainSettings(batch_size=batch, seq_len=8192)
-        config = LlamaConfig.from_name("llama3.1-70b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
-        step, state, shapes = abstract_step(config, settings, Plan(mesh=mesh))
-        if not available("v5e:8x8"):
-            raise AssertionError("It was not checked: the peak is the TPU compiler's word, and there is none here.")
-        report = compile_report(step, state, shapes, donate_argnums=(0,), chip="v5e:8x8")
-        sizes = f"{report.peak_bytes / GiB:.1f} GiB a chip, of {(report.capacity_bytes or 0) / GiB:.2f}"
-        copies = " Along data= weights and moments are held whole by each part." if mesh.data > 1 else ""
-        assert report.fits, (
-            f"The peak is {sizes}.{copies} Weights and moments can be split as far as there are chips: what else does "
-            "a chip hold, and which axis splits that?"
-        )
-        return f"Peak {sizes}."
+    },
+    "Neither the model's size nor the number of chips came up: only the tokens on each.",
+    {
+        "return one number of tokens": lambda *given: [1.0, 2.0],
+        "Set them equal for one weight": [
+            lambda *given: 8e9 * _at_par(*given),
+            lambda flops, link, n_bytes, remat: 3 * n_bytes * link / flops,
+        ],
+        "One journey of the weights? In which passes are they needed, and what travels in the last?": (
+            partial(_at_par, journeys=1)
+        ),
+        "The weights arrive twice. What travels in the backward pass as well?": partial(_at_par, journeys=2),
+        "Four journeys? A gradient is summed once, and nobody asks for it whole.": partial(_at_par, journeys=4),
+        "Six journeys? Count how often all weights come to a chip, or leave it, in one step. Or three operations? A "
+        "multiplication and an addition are two FLOPs.": partial(_at_par, journeys=6),
+        "Is it a gradient in float32? It has n_bytes a number, as the weights have.": (
+            lambda flops, link, n_bytes, remat: _at_par(flops, link, 2 * n_bytes + 4, remat, journeys=1)
+        ),
+        "That is the forward pass alone. How many FLOPs has a whole step?": (
+            lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, False, backward=0)
+        ),
+        "A number has more than one byte: how many travel?": [
+            lambda flops, link, n_bytes, remat: _at_par(flops, link, 1, remat),
+            lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes**2, remat),
+            lambda flops, link, n_bytes, remat: _at_par(flops, link, 8 * n_bytes, remat),
+            lambda flops, link, n_bytes, remat: _at_par(flops, link, 2, remat),
+        ],
+        "Which FLOPs are done once more with remat, and only then? That work uses weights that the backward pass has "
+        "gathered.": [
+            lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, False),
+            lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, True),
+            lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, not remat),
+            lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, remat, journeys=3 + remat),
+        ],
+        "Is a speed of one chip written into your answer?": [
+            lambda flops, link, n_bytes, remat: _at_par(275e12, link, n_bytes, remat),
+            lambda flops, link, n_bytes, remat: _at_par(flops, 600e9, n_bytes, remat),
+        ],
+    },
+    otherwise="Count both sides for one weight.",
+    ask=_tokens,
+    told=lambda got, *_: f"{got:,.0f} tokens are not it.",
+    rtol=1e-4,
+    accepts=lambda got, right: abs(got - right) <= 1,  # rounded to a whole token
+)
 
-    grade(3, body)
+
+def _hosts_at(step: int, hosts_from: dict[int, int]) -> int:
+    return hosts_from[max(first for first in hosts_from if first <= step)]
+
+
+def _block(
+    step: int,
+    batch: int,
+    hosts_from: dict[int, int],
+    host: int,
+    *,
+    hosts_of: Answer = _hosts_at,
+    first: Answer = lambda step, batch, hosts, host: step * batch + host * (batch // hosts),
+    count: Answer = lambda batch, hosts: batch // hosts,
+    who: Answer = lambda host, hosts: host < hosts,
+) -> list[int]:
+    """Return a host's sequences, right but for what is given."""
+    hosts = hosts_of(step, hosts_from)
+    begins = first(step, batch, hosts, host)
+    return list(range(begins, begins + count(batch, hosts))) if who(host, hosts) else []
+
+
+def _parts(answer: Answer, step: int, batch: int, hosts_from: dict[int, int]) -> list[np.ndarray]:
+    answers = [answer(step, batch, dict(hosts_from), host) for host in range(max(hosts_from.values()))]
+    assert not any(one is None for one in answers), "return numbers in order; an empty list for none."
+    return [np.array([operator.index(number) for number in one], int) for one in answers]
+
+
+def _what_is_wrong(parts: list[np.ndarray], right: list[np.ndarray], step: int, batch: int, _: Any) -> str:
+    """Say in a sentence what anybody sees who compares the parts with the batch."""
+    hosts = sum(map(len, right)) // max(map(len, right))
+    whole, wanted = [number for part in parts for number in part], [number for part in right for number in part]
+    gone = [host for host, part in enumerate(parts) if len(part) and host >= hosts]
+    sizes = sorted({len(part) for part in parts[:hosts]})
+    seen = {
+        f"there are {hosts} hosts: who is host {gone[0] if gone else 0}?": bool(gone),
+        "two hosts read the same sequence.": len(set(whole)) < len(whole),
+        "some sequence of the batch is read by nobody.": len(whole) < batch,
+        "the hosts read more than the batch: who divides it?": len(whole) > batch,
+        "a sequence of an earlier step is read again.": min(whole, default=0) < step * batch,
+        "the batch is not that of one host: does its place depend on the hosts?": set(whole) != set(wanted),
+        "the rows lie in another order than on one host.": whole != wanted,
+    }
+    return next(
+        (words for words, holds in seen.items() if holds), f"hosts read {sizes} sequences, and not as many each."
+    )
+
+
+def _runs() -> dict[str, tuple[Any, ...]]:
+    cases = {}
+    for batch, hosts_from in ((12, {0: 4, 100: 2}), (12, {0: 2, 7: 3, 50: 6}), (8, {0: 8}), (6, {5: 1, 0: 3})):
+        near = {step + by for step in hosts_from for by in (-1, 0, 1)} | {3, 200}
+        for step in sorted(step for step in near if step >= 0):
+            told = f"At step {step} of a run with hosts {hosts_from}, for batches of {batch}"
+            cases[told] = (step, batch, hosts_from)
+    return cases
+
+
+def _in_turns(step: int, batch: int, hosts_from: dict[int, int], host: int) -> list[int]:
+    hosts = _hosts_at(step, hosts_from)
+    return list(range(step * batch + host, (step + 1) * batch, hosts)) if host < hosts else []
+
+
+def _but(**mistake: Answer) -> Answer:
+    return partial(_block, **mistake)
+
+
+check_my_sequences = Exercise(
+    2,
+    _block,
+    _runs(),
+    "Every sequence once, in the order of one host, whoever is there to read it.",
+    {
+        "an empty list for none": lambda *given: _block(*given) or None,
+        "two hosts read the same": [
+            _but(first=lambda step, batch, hosts, host: step * batch, count=lambda batch, hosts: batch),
+            _but(first=lambda step, batch, hosts, host: step * batch),
+            _but(count=lambda batch, hosts: batch // hosts + 1),
+        ],
+        "read by nobody": _but(
+            first=lambda step, batch, hosts, host: step * batch + host, count=lambda batch, hosts: 1
+        ),
+        "more than the batch": _but(
+            first=lambda step, batch, hosts, host: (step * hosts + host) * batch, count=lambda batch, hosts: batch
+        ),
+        "an earlier step": [
+            _but(first=lambda step, batch, hosts, host: host * (batch // hosts)),
+            lambda step, batch, hosts_from, host: _block(
+                step - max(first for first in hosts_from if first <= step),
+                batch,
+                {0: _hosts_at(step, hosts_from)},
+                host,
+            ),
+        ],
+        "not that of one host": _but(
+            first=lambda step, batch, hosts, host: host * 9000 + step * batch // hosts,
+        ),
+        "another order": [
+            _but(first=lambda step, batch, hosts, host: step * batch + (hosts - 1 - host) * (batch // hosts)),
+            _in_turns,
+        ],
+        "who is host": [
+            _but(who=lambda host, hosts: True),
+            _but(hosts_of=lambda step, hosts_from: hosts_from[0]),
+            _but(hosts_of=lambda step, hosts_from: _hosts_at(max(step - 1, 0), hosts_from)),
+        ],
+        "Which number of hosts holds at this step?": [
+            _but(hosts_of=lambda step, hosts_from: list(hosts_from.values())[-1]),
+            _but(hosts_of=lambda step, hosts_from: min(hosts_from.values())),
+            _but(hosts_of=lambda step, hosts_from: hosts_from[min(hosts_from, key=lambda first: abs(first - step))]),
+            _but(hosts_of=lambda step, hosts_from: hosts_from[[first for first in hosts_from if first <= step][-1]]),
+        ],
+    },
+    otherwise="Which hosts are there, and which block of the batch is each one's?",
+    ask=_parts,
+    told=_what_is_wrong,
+)
+
+
+def _fits(answer: Answer) -> str:
+    mesh = MeshShape.of(answer())
+    assert mesh.devices == 64, f"the slice has 64 chips; your mesh has {mesh.devices}."
+    batch = mesh.data * mesh.fsdp
+    assert batch >= 16, f"your mesh has {batch} parts of the batch, so {batch} sequences: at least 16 are asked for."
+    assert available("v5e:8x8"), "it was not checked: the peak is the TPU compiler's word, and there is none here."
+    config = LlamaConfig.from_name("llama3.1-70b", param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    step, state, shapes = abstract_step(config, TrainSettings(batch_size=batch, seq_len=8192), Plan(mesh=mesh))
+    report = compile_report(step, state, shapes, donate_argnums=(0,), chip="v5e:8x8")
+    sizes = f"{report.peak_bytes / GiB:.1f} GiB a chip, of {(report.capacity_bytes or 0) / GiB:.2f}"
+    copies = " Along data= weights and moments are held whole by each part." if mesh.data > 1 else ""
+    assert report.fits, (
+        f"the peak is {sizes}.{copies} Weights and moments can be split as far as there are chips: what else does a "
+        f"chip hold, and which axis splits that?"
+    )
+    return f"Peak {sizes}."
+
+
+check_mesh = Exercise(
+    3,
+    lambda: {"fsdp": 16, "context": 4},
+    {},
+    _fits,
+    {
+        "the slice has 64 chips": [lambda: {"fsdp": 32}, lambda: {"fsdp": 128}, lambda: {}],
+        "at least 16 are asked for": [lambda: {"context": 64}, lambda: {"fsdp": 8, "context": 8}],
+        "expected axes and their sizes": lambda: [16, 4],
+        "no mesh axis": lambda: {"model": 64},
+    },
+)

@@ -61,6 +61,11 @@ def check_mean_over_devices(fn: Callable[..., Any]) -> None:
             f"right while every loss is a number, but it is {padded_E[0]:.3f} where the losses of tokens that do not "
             "count are NaN. What is NaN times 0, unless a compiler drops the product? Leave such a loss out"
         )
+        hidden_E = _on_devices(fn, losses_En.at[2, 1].set(jnp.nan), counts_En)
+        assert np.isnan(hidden_E).all(), (
+            f"a token that counts has a loss of NaN, and your mean is {hidden_E[0]:.3f}: a run that fails goes on "
+            f"unseen. Which losses may be left out, those that are NaN or those that do not count?"
+        )
         few, counts_few = losses_En[:2, :3], jnp.array([[True, False, True], [False, True, False]])
         assert np.allclose(_on_devices(fn, few, counts_few), few[counts_few].mean(), rtol=1e-5), (
             "right on 8 devices with 6 tokens each, wrong on 2 with 3: is a number written into your answer?"
@@ -112,6 +117,12 @@ def check_merge_devices(fn: Callable[..., Any]) -> None:
             "each device counted its exponentials from a maximum of its own; from which one does the sum of all count?"
         )
         assert np.allclose(lse_EN[0], lse_N, rtol=1e-5), hint
+        _, own_sum_EN, own_mix_END = found
+        of_means_ND = (own_mix_END / own_sum_EN[..., None]).mean(0)
+        assert not np.allclose(mean_END[0], of_means_ND, rtol=1e-4, atol=1e-5, equal_nan=True), (
+            "logsumexp is right, and the mean is that of the devices' means: each weighs as much as another, however "
+            "little of the softmax lies in its own rows. Which two sums make the mean of all rows?"
+        )
         hint = "logsumexp is right, the mean is not: numerator and denominator of this quotient count from one maximum"
         assert np.allclose(mean_END[0], mean_ND, rtol=1e-4, atol=1e-5), hint
         arriving, enough = _arriving(_traced(fn, *(a[0] for a in found))), ARRIVES["psum"] * 4 * (2 * N + N * D)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxmem.tracing.jaxprs import equations, inner_jaxprs
+from jaxmem.tracing.jaxprs import equations, inner_jaxprs, scan_parts
 
 L, N, D, F = 5, 6, 8, 12  # layers, tokens and widths of the stack that the answers are tried on
 _LOOPS = ("scan", "while")
@@ -25,7 +25,7 @@ def refuse_second_state(program: Any) -> None:
     """Raise AssertionError where anything but a loop's carry and updates in place is as large as all layers."""
     for eqn, _ in equations(program):
         shapes = {getattr(var.aval, "shape", ()) for var in eqn.outvars} & {(L, D, F), (L, F, D)}
-        stacked = eqn.outvars[eqn.params["num_carry"] :] if eqn.primitive.name == "scan" else []
+        stacked = eqn.outvars[scan_parts(eqn)[1] :] if eqn.primitive.name == "scan" else []
         if any(getattr(var.aval, "shape", ()) in shapes for var in stacked):
             raise AssertionError(
                 "the numbers are right, but the scan stacks up the new layers: a scan's outputs are a second stack "
