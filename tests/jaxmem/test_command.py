@@ -3,6 +3,7 @@
 import json
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -121,7 +122,7 @@ def test_the_magic_compiles_the_last_call_and_runs_what_stands_before_it():
     shell = InteractiveShell()
     shell.run_line_magic("load_ext", "jaxmem.magic")
     shell.run_cell("import jax.numpy as jnp")
-    asked = shell.run_cell_magic("peak", "cpu", "x = jnp.ones((300, 200))\nf = lambda x: x @ x.T\nf(x)")
+    asked: Any = shell.run_cell_magic("peak", "cpu", "x = jnp.ones((300, 200))\nf = lambda x: x @ x.T\nf(x)")
     assert asked.reports["cpu"].argument_bytes == 4 * 300 * 200
     with pytest.raises(ValueError, match="the call in the cell's last line"):
         shell.run_cell_magic("peak", "cpu", "x = 1")

@@ -61,7 +61,7 @@ def test_moments_without_a_sharding_are_named_with_what_to_do():
     def place(moment, weight):
         return jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=weight.sharding)
 
-    placed = optax.tree_map_params(TX, place, MOMENTS, weights)
+    placed = optax.tree_map_params(TX, place, MOMENTS, weights)  # pyrefly: ignore[bad-argument-type]
     assert not notes(step, weights, placed, x, words="lies whole", **options)
     assert not notes(step, weights, placed, x, words="not used again", **options)
 

@@ -150,7 +150,7 @@ class _AbsentTpu:
 
 def _places(mesh: MeshShape) -> Int[np.ndarray, "... sides"] | None:
     """Return where in its slice each device of the mesh is, `[*mesh axes, sides]`; None without such a slice."""
-    chip = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    chip: Any = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if sides := getattr(chip, "sides", ()):
         # As libtpu numbers them, along the first side first.
         corners = (corner[::-1] for corner in np.ndindex(*sides[::-1]))
