@@ -108,7 +108,7 @@ def copy_pages() -> None:
         "  chapters:",
         *(
             f"  - file: {name}"
-            for name in ("how_do_i", "memory_in_ci", "flax_nnx", "flax_linen", "equinox", "any_pytree")
+            for name in ("how_do_i", "memory_in_ci", "flax_nnx", "flax_linen", "equinox", "any_pytree", "pytorch")
         ),
         "- caption: Packages",
         "  chapters:",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jaxmem.fitting import Fitting, NothingFits, find_fitting, keep_what_fits, largest, options
     from jaxmem.reading.hlo import Buffer, Collective
     from jaxmem.report import Comparison, GiB, Report, compare
+    from jaxmem.torch_modules import from_torch
     from jaxmem.tracing.residuals import Residuals, saved_residuals
     from jaxmem.verify.comparisons import Proof, Title
     from jaxmem.verify.verification import Verification, assert_remat, verify_remat
