@@ -29,6 +29,7 @@ _NAMES = {
     "jaxmem.fitting": ("Fitting", "NothingFits", "find_fitting", "keep_what_fits", "largest", "options"),
     "jaxmem.reading.hlo": ("Buffer", "Collective"),
     "jaxmem.report": ("Comparison", "GiB", "Report", "compare"),
+    "jaxmem.torch_modules": ("from_torch",),
     "jaxmem.tracing.residuals": ("Residuals", "saved_residuals"),
     "jaxmem.verify.comparisons": ("Proof", "Title"),
     "jaxmem.verify.verification": ("Verification", "assert_remat", "verify_remat"),
