@@ -98,7 +98,8 @@ def _tokens(text: str) -> int:
 def _cells(result: Found) -> tuple[str, ...]:
     e = result.estimate
     sizes = (f"{size / GiB:.2f}" for size in (result.peak_bytes, e.capacity_bytes or 0, e.host_bytes))
-    return f"{e.question.batch_size} x {result.seq_len:,}", *sizes, *speeds_shown(e), repr(result.plan)
+    compiled_as = "; GiB are of attention='tiled'" if e.question.stands_in(result.plan) else ""
+    return f"{e.question.batch_size} x {result.seq_len:,}", *sizes, *speeds_shown(e), f"{result.plan!r}{compiled_as}"
 
 
 def _parser() -> argparse.ArgumentParser:
