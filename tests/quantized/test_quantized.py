@@ -20,6 +20,7 @@ from llamem.adapters.lora_step import losses_and_grads
 from llamem.files.gguf import GgufTensor
 from llamem.quantized import check_trainable, dequantize, quantize
 from llamem.quantized.blocks import KINDS, dequantize_rows, quantize_rows
+from llamem.runs import place_of
 from llamem.train import TrainSettings
 
 CONFIG = SMALL.replace(d_model=64, n_layers=3, n_heads=4, n_kv_heads=2, head_dim=16, d_ff=96)
@@ -104,7 +105,7 @@ def gradients(model, adapters, batch):
     """Loss and gradients of adapters over a model, by one program."""
     graphdef, base = nnx.split(model)
     settings = TrainSettings(batch_size=len(batch[0]), seq_len=batch[0].shape[1])
-    return jax.jit(lambda base: losses_and_grads(model.plan, graphdef, settings, base, adapters, batch))(base)
+    return jax.jit(lambda base: losses_and_grads(place_of(model.plan), graphdef, settings, base, adapters, batch))(base)
 
 
 @pytest.mark.usefixtures("as_a_user")
