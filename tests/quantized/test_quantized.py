@@ -184,9 +184,10 @@ def test_the_real_model_in_its_own_four_bits(smollm2, smollm2_blocks, smollm2_to
     given = problem(smollm2_tokenizer, smollm2.config)
     (metrics, grads), (expected, wanted) = gradients(smollm2_blocks, *given), gradients(smollm2, *given)
     assert expected["loss"][0] < 3 and expected["tokens"][0] == 8
-    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=1e-6)
+    # On some processors the two programs' products are summed in another order, through thirty layers.
+    np.testing.assert_allclose(metrics["loss"], expected["loss"], rtol=2e-5)
     errors = errors_by_name(grads, wanted)
-    assert max(errors.values()) <= 1e-6 and all(np.any(w) for w in jax.tree.leaves(wanted)), errors
+    assert max(errors.values()) <= 5e-5 and all(np.any(w) for w in jax.tree.leaves(wanted)), errors
     prompt = smollm2_tokenizer.apply_chat_template(CHAT[:1], add_generation_prompt=True)
     answer = llamem.generate(smollm2_blocks, jnp.asarray([prompt]), 8, temperature=0)[0]
     assert smollm2_tokenizer.decode(np.asarray(answer)) == "The capital of France is Paris.<|im_end|>"
