@@ -278,5 +278,5 @@ def test_threads_that_mean_special_tokens_and_threads_that_do_not(tmp_path):
 def test_half_a_surrogate_pair_is_refused(llama3, smollm2):
     for tokenizer in (llama3, smollm2):
         for call in (tokenizer.encode, tokenizer.apply_chat_template):
-            with pytest.raises(ValueError, match=r"character \d+ of a text is half of a surrogate pair"):
+            with pytest.raises(ValueError, match=r"half of a (surrogate pair|character)"):
                 call("a\ud83d")

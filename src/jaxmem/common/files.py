@@ -106,6 +106,8 @@ def locked(file: Path, why: str) -> Iterator[None]:
         raise BlockingIOError(
             f"{file.parent} is in use by {name or 'another process'}. {why} Wait for it, or choose another folder."
         ) from None
+    except (IsADirectoryError, PermissionError):
+        raise  # locks there are; this place is taken, or not ours
     except (OSError, NotImplementedError) as error:
         warnings.warn(
             f"the file system of {file.parent} has no locks ({error}): see to it that no other process uses this "
