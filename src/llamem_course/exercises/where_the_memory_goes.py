@@ -248,7 +248,7 @@ check_peak_in_parts = Exercise(
 def _schedule(
     inputs: Sequence[int],
     gradients: Sequence[int],
-    logits: int,
+    logits: float,
     tiles: int,
     state: int,
     workspace: int,
