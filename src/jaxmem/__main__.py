@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import importlib.util
 import re
 import sys
 from collections.abc import Callable, Sequence

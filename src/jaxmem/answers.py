@@ -160,19 +160,10 @@ def _keep_small() -> None:
 
 
 # What only says where answers come from, and where they go.
-_READS_NOTHING = (
-    "__main__",
-    "answers",
-    "checks",
-    "compilers",
-    "files",
-    "fitting",
-    "lazy",
-    "magic",
-    "notes",
-    "printing",
-)
-_READS_NOTHING += ("pytest_plugin", "report_files")
+_READS_NOTHING = {
+    *("__main__", "answers", "checks", "compilers", "files", "fitting", "lazy", "magic"),
+    *("notes", "printing", "pytest_plugin", "report_files"),
+}
 
 
 @functools.cache
