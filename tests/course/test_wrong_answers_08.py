@@ -237,7 +237,6 @@ WRONG: Answers = {
     "fewer groups": (BETTER, lambda: long_context.GIVEN.replace(head_groups=2, mlp_tiles=4), "that you can spare"),
     "groups and offload": (BETTER, lambda: Plan(head_groups=4, offload=("block_in",)), "that you can spare"),
     "nested, and moments away": (BETTER, lambda: Plan(mode="nested", moments="host"), "that you can spare"),
-    "a little too slow": (BETTER, lambda: long_context.GIVEN.replace(head_groups=1, mlp_tiles=4), "s are allowed"),
     "slower still": (BETTER, lambda: long_context.GIVEN.replace(mode="nested"), "that you can spare"),
 }
 

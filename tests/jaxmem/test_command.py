@@ -100,7 +100,7 @@ def test_the_fixture_keeps_a_peak_beside_the_test_and_holds_it(pytester):
 
     def run(layers, *options):
         pytester.makepyfile(
-            test_model=textwrap.dedent(STEP)
+            test_peak_of_a_step=textwrap.dedent(STEP)
             + f"\ndef test_peak(peak):\n    assert peak(*make_step({layers}), chip='cpu').peak_bytes > 0\n"
         )
         return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:nbval", *options)
@@ -111,7 +111,7 @@ def test_the_fixture_keeps_a_peak_beside_the_test_and_holds_it(pytester):
     grown = run(5)
     grown.assert_outcomes(failed=1)
     grown.stdout.fnmatch_lines(["*test_peak on cpu grew by more than 2 %*"])
-    file = pytester.path / "test_model.peaks.json"
+    file = pytester.path / "test_peak_of_a_step.peaks.json"
     file.write_text(file.read_text().replace(jax.__version__, "0.0.1"))
     run(5).assert_outcomes(skipped=1)
 
