@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import nbformat
@@ -24,6 +25,10 @@ def answers_taken_out(notebook):
             cell["outputs"] = []
         if "solution" not in tags(cell):
             cells.append(cell)
+    first = cells[0]["source"]
+    badges = [i for i, line in enumerate(first) if "colab-badge.svg" in line]
+    for i in badges:
+        del first[i : i + 2]  # and the empty line after it
     return notebook | {"cells": cells}
 
 
@@ -68,6 +73,13 @@ def test_a_hand_out_is_the_course_without_its_answers_whole_or_not_at_all(tmp_pa
     outputs = sum("predict" in tags(cell) and bool(cell["outputs"]) for cell in counted)
     assert f"without {solutions} solutions and {outputs} outputs to predict" in capsys.readouterr().out
 
+    assert main(["--hand-out", str(tmp_path / "one"), "--from", str(source), "--only", "04"]) == 0
+    (one,) = (tmp_path / "one").glob("*.ipynb")
+    assert one.name.startswith("04_")
+    links = re.findall(r"\]\(([^)#]*\.ipynb)", one.read_text())
+    assert links and all(link.startswith("https://github.com/") for link in links), "a link to what is not there"
+    capsys.readouterr()
+
     def refused(*arguments):
         before = sorted(path.name for path in tmp_path.rglob("*"))
         assert main([str(argument) for argument in arguments]) == 2
@@ -76,6 +88,9 @@ def test_a_hand_out_is_the_course_without_its_answers_whole_or_not_at_all(tmp_pa
 
     assert "exists and is not empty" in refused("--hand-out", out, "--from", source)
     assert {path.name: path.read_bytes() for path in out.iterdir()} == written
+    assert "begins with '77'. There are: 00_" in refused(
+        "--hand-out", tmp_path / "new", "--from", source, "--only", "77"
+    )
     assert "holds no notebooks" in refused("--hand-out", tmp_path / "new", "--from", tmp_path)
     assert "holds no notebooks" in refused("--hand-out", tmp_path / "new", "--from", tmp_path / "nowhere")
     (source / "zz_cut.ipynb").write_text('{"cells": [')
