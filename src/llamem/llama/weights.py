@@ -3,20 +3,24 @@
 A weight is an `nnx.Param` that knows how to multiply. The model never looks at the array of one: it asks. Whatever
 answers the same questions can stand in a plain weight's place, and the model does not know.
 
-| asked of | question | the plain answer |
-|---|---|---|
-| a matrix | `ready(dtype)`, once a layer, before all others | itself, cast |
-| | `linear(x, dtype)` | the product, which accumulates and comes in `dtype`, that of `x` unless told |
-| | `cut(n, axis)` and `together(matrices, x)`, for groups of heads | n parts of its heads; one product for several |
-| | `total(out)` and `is_whole`, for parts of a result | the result itself; True |
-| | `tells_sequences_apart`, for tiles of tokens | False |
-| a table | `ready(dtype)` | itself, cast |
-| | `look_up(ids, dtype)` | rows |
-| | `at_hand()`, for whoever wants the numbers | all of them, on the device |
-| | `beside(x)`, for the loss | `x`, and the matrices that stand side by side as the head |
-| | `vocab_axis`, for the loss | None: all rows are here |
-| both | `is_trained`, for the order of gradients and the loss | True |
-| a norm | `norm(x)` | `x / rms(x) * scale` |
+| asked of | question | the plain answer | who answers otherwise |
+|---|---|---|---|
+| a matrix | `ready(dtype)`, once a layer, before all others | itself, cast | all that follow |
+| | `linear(x, dtype)` | the product, summed in `dtype`, that of `x` unless told | all that follow |
+| | `cut(n, axis)`, `together(matrices, x)`: groups of heads | n parts of its heads; one product | four bits, adapters |
+| | `total(out)`, `is_whole`: summands | the result itself; True | a tensor axis of a mesh |
+| | `tells_sequences_apart`: tiles of tokens | False | many adapters at once |
+| a table | `ready(dtype)` | itself, cast | all that follow |
+| | `look_up(ids, dtype)` | rows | four-bit blocks, a mesh |
+| | `at_hand()`: whoever wants the numbers | all, on the device | the host's memory, adapters |
+| | `beside(x)`: the loss | `x`, and what stands side by side as the head | an adapted head |
+| | `vocab_axis`: the loss | None: all rows are here | a tensor axis of a mesh |
+| both | `is_trained`: the order of gradients, the loss | True | a base under adapters |
+| a norm | `norm(x)` | `x / rms(x) * scale` | |
+
+So the model asks what only a power needs: it alone knows the moment, between two products or before the loss, and a
+power that wrapped the model's functions would repeat them. A plain model without powers needs `ready`, `linear`,
+`look_up` and `beside`.
 """
 
 from collections.abc import Sequence
