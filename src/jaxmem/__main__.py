@@ -4,6 +4,7 @@ import argparse
 import importlib
 import re
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return given.run(given)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         print(error, file=sys.stderr)
+        return BAD_INPUT
+    except Exception:  # of the module that was named: Python's own exit code would say that a peak grew
+        traceback.print_exc()
         return BAD_INPUT
 
 

@@ -10,7 +10,7 @@ import functools
 import math
 import re
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -21,12 +21,13 @@ from jax.extend import core as jex_core
 from jaxmem.chips.chip import GLOBALS
 from jaxmem.common.checks import few
 from jaxmem.common.printing import Shown, Table, size_text
-from jaxmem.notes import argument_name, donated_with, not_donated, sums_of_gradients, whole_beside_cut
+from jaxmem.notes import argument_name, donated_with, not_donated, whole_beside_cut
 from jaxmem.reading.hlo import unnumbered
 from jaxmem.reading.provenance import Provenance
 from jaxmem.reading.timeline import Span, Timeline
 from jaxmem.report import Report
-from jaxmem.tracing.arguments import Leaf, shard_bytes
+from jaxmem.tracing.arguments import Leaf
+from jaxmem.tracing.flops import summed_over
 from jaxmem.tracing.jaxprs import Scan, control_flow, equations
 
 _MOST = 5  # remedies
@@ -136,7 +137,7 @@ def _rows(spans: Iterable[Span], most: int = 3) -> tuple[str, ...]:
     """Return the largest arrays in words, equal ones of layers as one."""
     groups: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in spans:
-        groups[span.shape, unnumbered(span.operation)].append(span)
+        groups[_kind(span)].append(span)
     rows = sorted(groups.values(), key=lambda group: -sum(span.bytes for span in group))[:most]
     return tuple(
         f"{len(group)} x {group[0].shape}, {size_text(sum(span.bytes for span in group))}: "
@@ -219,7 +220,7 @@ def checkpoint_list(study: Study) -> Remedy | None:
     groups: dict[tuple[str, str], list[Span]] = defaultdict(list)
     for span in timeline.buffers:
         if span.category == "residuals" and span.space == "device":
-            groups[span.shape, unnumbered(span.operation)].append(span)
+            groups[_kind(span)].append(span)
     stacks = [group for group in groups.values() if len(group) >= _FEW]
     size = sum(span.bytes for group in stacks for span in group)
     # Of a scan the residuals are stacked: what is there several times are queries, keys and values.
@@ -268,16 +269,14 @@ def tile_loss(study: Study) -> Remedy | None:
 
 def attend_in_a_kernel(study: Study) -> Remedy | None:
     """Find plain attention, which writes the scores of all pairs of tokens."""
+    widths = {size for leaf in study.of("weights") for size in leaf.shape.shape}
 
     def is_scores(span: Span) -> bool:
-        match = re.fullmatch(r"\w+\[([\d,]+)\]", span.shape)
-        sizes = [int(size) for size in match[1].split(",")] if match else []
+        axes = _axes(span)
         computed = span.argument is None and span.category not in ("logits", "gradients", "output")
         # Of three axes the last two may be tokens and a width that are equal by chance.
-        pairs = len(sizes) > 3 or (len(sizes) == 3 and sizes[-1] not in widths)
-        return computed and pairs and sizes[-1] == sizes[-2] >= 256
-
-    widths = {size for leaf in study.of("weights") for size in leaf.shape.shape}
+        pairs = len(axes) > 3 or (len(axes) == 3 and axes[-1] not in widths)
+        return computed and pairs and axes[-1] == axes[-2] >= 256
 
     scores = [span for span in study.schedule.at_peak() if is_scores(span)]
     if not scores:
@@ -286,11 +285,48 @@ def attend_in_a_kernel(study: Study) -> Remedy | None:
         "tpu": 'jax.experimental.pallas.ops.tpu.splash_attention, in Llama Plan(attention="splash")',
         "cuda": 'jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")',
     }
-    code = kernel.get(study.report.chip.platform, "a kernel on the accelerator (Splash, cuDNN)")
-    saved = study.saved_without(lambda span: float(is_scores(span)))
+    platform = study.report.chip.platform
+    code = kernel.get(platform, "a kernel on the accelerator (Splash, cuDNN)")
+    # In their place a kernel keeps a row of output and its logsumexp for each query, and a TPU's pads heads to 128.
+    width, item = _head(study.traced, tokens=_axes(scores[0])[-1])
+    lanes = -(-width // 128) * 128 if platform == "tpu" else width
+    a_query = item * (lanes + 3 * (lanes - width)) + 4
+    sizes: Counter[tuple[str, str]] = Counter()
+    for span in scores:
+        sizes[_kind(span)] += span.bytes
+    largest = sizes.most_common(1)[0][0]  # others are of the same pairs
+
+    def gone(span: Span) -> float:
+        if not is_scores(span):
+            return 0.0
+        kept = a_query * math.prod(_axes(span)[:-1]) if _kind(span) == largest else 0
+        return max(1 - kept / span.bytes, 0.0)
+
+    saved = study.saved_without(gone)
     cause = "attention writes the scores of all pairs of tokens"
-    code += ", or llamem.layers.attention.flash_attention; a kernel keeps its output, and pads heads to 128 on a TPU"
+    code += ", or llamem.layers.attention.flash_attention"
     return Remedy(cause, saved, False, _rows(scores), code)
+
+
+def _axes(span: Span) -> list[int]:
+    match = re.fullmatch(r"\w+\[([\d,]+)\]", span.shape)
+    return [int(size) for size in match[1].split(",")] if match else []
+
+
+def _kind(span: Span) -> tuple[str, str]:
+    """Return what a span and those of other layers have in common."""
+    return span.shape, unnumbered(span.operation)
+
+
+def _head(traced: jex_core.ClosedJaxpr, tokens: int) -> tuple[int, int]:
+    """Return the width of a head, and the bytes of one of its numbers: of products that make pairs of tokens."""
+    found = []
+    for eqn, _ in equations(traced.jaxpr):
+        out: Any = eqn.outvars[0].aval if eqn.outvars else None
+        width = summed_over(eqn)
+        if width and out.ndim > 2 and out.shape.count(tokens) > 1:
+            found.append((width, eqn.invars[0].aval.dtype.itemsize))  # pyrefly: ignore[missing-attribute]
+    return min(found, default=(128, 2))
 
 
 def _path(leaf: Leaf) -> str:
@@ -347,41 +383,6 @@ def fewer_copies(study: Study) -> Remedy | None:
     return Remedy("the optimizer keeps more than two moments of each weight", size, False, _arguments(extra), code)
 
 
-def one_part(study: Study) -> Remedy | None:
-    """Find a loop over parts of the batch that adds up their gradients."""
-    if not (sums := sums_of_gradients(study.traced, study.leaves)):
-        return None
-    size = sum(map(shard_bytes, sums))
-    code = "the whole batch as one part, with remat and a tiled loss: nothing is added up"
-    arrays = (f"{len(sums)} arrays in {sums[0].dtype.name}, {size_text(size)}",)
-    return Remedy("a loop adds up the gradients of parts of the batch", size, False, arrays, code)
-
-
-def whole_tiles(study: Study) -> Remedy | None:
-    """Find arrays that a TPU pads to whole tiles of 8 x 128."""
-    if study.report.chip.platform != "tpu":
-        return None
-    padded = [span for span in study.schedule.at_peak() if _padding(span) > max(span.bytes // 4, 2**20)]
-    if not padded:
-        return None
-    wrong = {(span.shape, span.operation) for span in padded}
-    saved = study.saved_without(
-        lambda span: _padding(span) / span.bytes if (span.shape, span.operation) in wrong else 0.0
-    )
-    code = "end arrays in a multiple of 128, and the axis before in one of 8 (16 in bfloat16): join axes, or swap them"
-    return Remedy("a TPU pads these arrays to whole tiles of 8 x 128", saved, False, _rows(padded), code)
-
-
-_BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "s32": 32, "u32": 32, "s8": 8, "u8": 8, "f64": 64, "s64": 64}
-
-
-def _padding(span: Span) -> int:
-    match = re.fullmatch(r"(\w+)\[([\d,]+)\]", span.shape)
-    if match is None or match[1] not in _BITS:
-        return 0
-    return max(span.bytes - math.prod(int(size) for size in match[2].split(",")) * _BITS[match[1]] // 8, 0)
-
-
 REMEDIES: tuple[Callable[[Study], Remedy | None], ...] = (
     donate,
     shard_like_weights,
@@ -392,6 +393,4 @@ REMEDIES: tuple[Callable[[Study], Remedy | None], ...] = (
     narrower_moments,
     narrower_weights,
     fewer_copies,
-    one_part,
-    whole_tiles,
 )

@@ -161,7 +161,7 @@ def _keep_small() -> None:
 
 # What only says where answers come from, and where they go.
 _READS_NOTHING = {
-    *("__main__", "answers", "checks", "compilers", "files", "fitting", "lazy", "magic"),
+    *("__main__", "advice", "answers", "checks", "compilers", "files", "fitting", "lazy", "magic"),
     *("notes", "printing", "pytest_plugin", "report_files"),
 }
 

@@ -28,6 +28,7 @@ def deeper(): return make_step(layers=5)
 def forgotten(): return make_step(layers=40, remat=False)
 def kept(): return make_step(layers=40)
 def no_tuple(): return make_step()[0]
+def misspelt(): return mke_step()
 """
 
 
@@ -78,6 +79,7 @@ def test_what_is_above_the_limit_ends_with_one_and_what_cannot_be_asked_with_two
         "absent_step:make_step": "No module named 'absent_step'",
         "some_step:absent": "has no function absent",
         "some_step:no_tuple": "return step, state, batch",
+        "some_step:misspelt": "name 'mke_step' is not defined",
     }.items():
         assert main(["report", wrong]) == 2
         assert says in capsys.readouterr().err

@@ -85,6 +85,14 @@ def convolution_flops(output: int, features: int, windows: Iterable[Window]) -> 
     return 2 * products
 
 
+def summed_over(eqn: jex_core.JaxprEqn) -> int | None:
+    """Return over how many numbers a matrix product sums for each of its results; None for what is none."""
+    if eqn.primitive.name != "dot_general":
+        return None
+    out: Any = eqn.outvars[0].aval
+    return _own_flops(eqn) // (2 * out.size) if out.size else None
+
+
 def _own_flops(eqn: jex_core.JaxprEqn) -> int:
     arrays: list[Any] = [var.aval for var in (*eqn.invars[:2], *eqn.outvars)]
     if eqn.primitive.name == "conv_general_dilated":
