@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem
-from llamem import LlamaConfig, Plan, Policy, TrainSettings, estimate
+from llamem import LlamaConfig, Plan, Policy, TrainSettings, estimate, find_plan
 from llamem.planner.sizes import Sizes
 from llamem.runs import abstract_state
 
@@ -146,6 +146,7 @@ def test_the_tables_say_what_is_estimated():
     for words in ("estimated", "not measured", "weights", "DOES NOT FIT"):
         assert words in str(found) and words in found._repr_html_()
     assert "estimated: fits" in str(estimate(ONE_B, chip="local", seq_len=512))  # by the default plan's own tiles
+    assert "by a roofline" in str(found) and "roofline" in str(find_plan(ONE_B, "v5e-1", seq_len=512, compiler=False))
 
 
 def test_a_chip_that_is_defined_again_is_another_chip(monkeypatch):

@@ -17,7 +17,7 @@ def test_a_table_has_a_line_for_each_model_and_chip_slices_included(capsys):
     arguments = ["plan", "qwen3-0.6b", "llama3.1-8b", "--chip", *chips, "--tokens", "4096", "--batch", "16"]
     assert main([*arguments, "--estimate"]) == NOTHING_FITS  # 8B on one v5e
     out = capsys.readouterr().out
-    assert "estimated" in out.splitlines()[0] and "tokens/s" in out.splitlines()[0]
+    assert "roofline" in out.splitlines()[0] and "tokens/s" in out.splitlines()[0]
     assert out.count("nothing fits") == 1 and out.count("TrainSettings") == 5 and "mesh={'fsdp': 16}" in out
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from jaxmem.chips.chip import Chip
 from jaxmem.chips.names import chip_called
 from jaxmem.common.printing import Shown, Table
-from jaxmem.report import GiB, Report
+from jaxmem.report import Depth, GiB, Report
 from llamem.adapters.lora import LoraConfig
 from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import Plan
@@ -262,9 +262,12 @@ class Estimate(Shown):
         """Tokens of the whole batch, on all chips, over the estimated seconds."""
         return self.question.batch_size * self.question.seq_len / self.seconds.total
 
-    def compile(self) -> Report:
-        """Return what the chip's own compiler says of this step. See `jaxmem.compile_report`."""
-        return self.question.compile(self.plan)
+    def compile(self, depth: Depth = "memory") -> Report:
+        """Return what the chip's own compiler says of this step; a TPU's with `depth="code"` also its own `seconds`.
+
+        See `jaxmem.compile_report`.
+        """
+        return self.question.compile(self.plan, depth)
 
     def parts_shown(self) -> Iterable[str | Table]:
         """Return the verdict, the lines at the peak, and the parts of the seconds."""

@@ -13,7 +13,7 @@ from llamem.layers.remat import Policy
 from llamem.llama.plan import Plan
 from llamem.planner.estimates import Estimate
 
-SPEEDS = ("s a step, estimated", "tokens/s", "hours for 1e9 tokens")
+SPEEDS = ("s a step, roofline", "tokens/s", "hours for 1e9 tokens")
 ALIKE = 1.02  # times within 2 %: of plans as fast as that the plainest is taken
 _FULL = 0.95  # of what a chip offers a program: more is said to be close
 
