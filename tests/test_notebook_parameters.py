@@ -20,7 +20,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
         {"tokens": 4096, "small_chip": "v6e-1", "other_chip": "l4"},
     ),
     "05": ({"chip": "v6e-8"}, {"chip": "v5p-16", "seed": 3}),
-    "06": ({"chips": '["v6e-1", "a100-40"]', "lengths": "[1024, 4096]"},),
+    "06": ({"model": "llama3.1-8b", "tokens": 2048}, {"seed": 3}),
     "07": (
         {"compile_for": "t4", "steps": 24, "chat_steps": 3},
         {"num_tiles": 8, "batch_size": 3, "seq_len": 100, "steps": 13},
@@ -44,7 +44,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "01": ({"depth": 6}, "groups of four"),
     "04": ({"tokens": 1000}, "multiple of 256"),
     "05": ({"chip": "v5e-1"}, "take eight chips"),
-    "06": ({"chips": ["v6e-1", "nonsense"]}, "no chip is called 'nonsense'"),
+    "06": ({"model": "nonsense"}, "nothing is known of 'nonsense'"),
     "07": ({"preset": "nonsense"}, "no preset is called 'nonsense'"),
     "08": ({"chip": "v5e-8"}, "about one"),
     "09": ({"colab_tokens": 1000}, "multiple of 256"),

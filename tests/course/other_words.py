@@ -1,5 +1,6 @@
 """Right answers that are written otherwise than the solutions: each check takes them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,8 @@ import llamem
 from llamem_course.exercises import (
     checkpoint_basics,
     checkpoint_policies,
+    n06_llama3,
+    n07_train_llama3,
     scale_out,
     vocabulary_tiling,
     where_the_memory_goes,
@@ -98,6 +101,29 @@ def a_range(step, batch_size, hosts_from, host):
     return range(step * batch_size + host * share, step * batch_size + (host + 1) * share) if host < hosts else ()
 
 
+@functools.cache
+def shuffled(seed, epoch, count):
+    return np.random.RandomState([seed, epoch]).permutation(count)
+
+
+def by_jax_keys(step, seed, count, size):
+    numbers = range(step * size, step * size + size)
+    epochs = {number // count for number in numbers}
+    keys = {epoch: jax.random.fold_in(jax.random.key(seed), epoch) for epoch in epochs}
+    orders = {epoch: jax.random.permutation(key, count) for epoch, key in keys.items()}
+    return jnp.stack([orders[number // count][number % count] for number in numbers])
+
+
+def whole_epochs(step, seed, count, size):
+    epochs = range(step * size // count, (step * size + size - 1) // count + 1)
+    numbers = np.concatenate([shuffled(seed, epoch, count) for epoch in epochs])
+    return numbers[step * size - count * epochs[0] :][:size]
+
+
+def as_lists(ids, wrote):
+    return [int(i) for i in ids[:-1]], [int(i) if own else -100 for i, own in zip(ids[1:], wrote[1:], strict=True)]
+
+
 OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (where_the_memory_goes.check_peak_and_operation, every_step),
     (where_the_memory_goes.check_peak_and_operation, lambda s: np.array(every_step(s))),
@@ -125,4 +151,8 @@ OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (vocabulary_tiling.check_frozen_loss, of_x_alone),
     (scale_out.check_tokens_at_par, lambda flops, link, n, remat: -(-3 * n / link * flops // (8 if remat else 6))),
     (scale_out.check_my_sequences, a_range),
+    (n06_llama3.check_weights_of_a_block, lambda D, H, K, h, F: jnp.asarray(D * (2 + 2 * h * (H + K) + 3 * F))),
+    (n07_train_llama3.check_inputs_and_targets, as_lists),
+    (n07_train_llama3.check_order, by_jax_keys),
+    (n07_train_llama3.check_order, whole_epochs),
 ]

@@ -6,7 +6,6 @@ import pytest
 import test_exercises
 import test_wrong_answers_03_04 as second
 import test_wrong_answers_05 as mesh
-import test_wrong_answers_06_07 as third
 import test_wrong_answers_08 as long
 import test_wrong_answers_09 as lora
 import test_wrong_answers_10 as fourth
@@ -20,7 +19,6 @@ def wrong_answers() -> Counter[str]:
     """How many wrong answers are tried on each check, by its name."""
     found: Counter[str] = Counter()
     for table in (
-        third.WRONG,
         lora.WRONG,
         policy.WRONG,
         long.WRONG,
