@@ -5,9 +5,8 @@ import math
 import sys
 from collections.abc import Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
-
-import jax.numpy as jnp
 
 from jaxmem.chips.chip import CHIPS
 from jaxmem.chips.names import chip_called
@@ -16,9 +15,11 @@ from jaxmem.fitting import NothingFits
 from jaxmem.report import GiB
 from llamem.adapters.lora import LoraConfig
 from llamem.files.hf_config import config_from_hf
-from llamem.llama.config import LlamaConfig
+from llamem.llama.config import PRESETS, LlamaConfig
+from llamem.planner.grid import MODELS, PLACES, TOKENS, WAYS, check, fill, grid
 from llamem.planner.result import SPEEDS, speeds_shown
 from llamem.planner.search import Found, find_plan, longest_context
+from llamem.planner.sizes import usual_types
 
 FITS, NOTHING_FITS, BAD_INPUT = 0, 1, 2
 _HEAD = ("model", "chip", "batch x tokens", "GiB", "of", "host GiB", *SPEEDS, "plan")
@@ -31,6 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.command is None:
         parser.print_help()
         return FITS
+    if given.command == "table":
+        return _table(given)
     if given.chip == ["all"]:  # of single ones for blocks, which are not split
         given.chip = [name for name, chip in CHIPS.items() if given.quantize is None or chip.devices == 1]
     short = {chip: f"{chip.lower()}-1" for chip in given.chip if f"{chip.lower()}-1" in CHIPS}
@@ -60,13 +63,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def _table(given: argparse.Namespace) -> int:
+    """Fill a file with a grid's answers, or ask some of its rows again; return 1 where one of these moved."""
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    try:
+        if given.check:
+            return NOTHING_FITS if check(given.out, given.check, given.seed, say) else FITS
+        unknown = [name for name in given.models if name not in PRESETS]
+        if unknown:
+            raise ValueError(f"no model of the table is called {unknown[0]!r}. There are: {', '.join(PRESETS)}.")
+        fill(given.out, grid(given.models, given.ways, given.chip, given.tokens), say)
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    return FITS
+
+
 def _find(model: str, chip: str, given: argparse.Namespace) -> Found:
     """Return what is found for a model, its weights in 16 bits that the chip has units for where they are frozen."""
     if given.host_gib is not None and not 0 <= given.host_gib < math.inf:
         raise ValueError(f"--host-gib {given.host_gib:g}: expected the GiB of memory that the host has, 0 or more.")
     lora = LoraConfig(ranks=tuple(given.lora)) if given.lora else None
-    products = jnp.bfloat16 if lora is None or chip_called(chip).has_bf16 else jnp.float16
-    types = {"param_dtype": given.param_dtype or products, "compute_dtype": products}
+    types = usual_types(chip_called(chip), lora)
+    if given.param_dtype:
+        types["param_dtype"] = given.param_dtype
     config = config_from_hf(model) if model.endswith(".json") else LlamaConfig.from_name(model)
     options: dict[str, Any] = {name: getattr(given, name) for name in ("batch_size", "clip", "quantize")}
     options["host_bytes"] = None if given.host_gib is None else int(given.host_gib * GiB)
@@ -130,4 +153,21 @@ def _parser() -> argparse.ArgumentParser:
     add("--clip", choices=("global", "layer"), default="global", help="gradients by the norm of all, or by layer")
     add("--save", metavar="FILE", help="write the plan as JSON, for scale/train.py --plan and llamem.Plan.load")
     add("--estimate", action="store_true", help="trust the estimate; ask no compiler")
+    table = commands.add_parser(
+        "table",
+        help="ask a grid of models, chips and lengths",
+        description="Asks the compilers of a grid of questions, and appends each answer to a file as a line of JSON. "
+        "Stopped and started again, it goes on.",
+        epilog="Exit status: 0 done, 1 an answer moved (--check), 2 bad input.",
+    )
+    add = table.add_argument
+    add("--out", type=Path, required=True, metavar="FILE", help="the file of rows")
+    add("--models", nargs="+", default=MODELS, metavar="MODEL", help=f"default {', '.join(MODELS)}")
+    add("--ways", nargs="+", default=[*WAYS], choices=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)}; default all")
+    add("--chip", nargs="+", default=PLACES, metavar="CHIP", help="default all, and slices that people rent")
+    add(
+        "--tokens", nargs="+", type=_tokens, default=TOKENS, metavar="N", help="default 2k to 128k, each twice the last"
+    )
+    add("--check", type=int, metavar="ROWS", help="ask so many of the file's rows again, drawn at random")
+    add("--seed", type=int, default=0, help="of what is drawn")
     return parser

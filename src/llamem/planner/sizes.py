@@ -5,6 +5,8 @@ import functools
 import math
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxmem.chips.chip import CHIPS, Chip
 from jaxmem.common.checks import check_number, show
 from jaxmem.compiling import compile_report
@@ -189,6 +191,12 @@ def has_cudnn(config: LlamaConfig, chip: Chip) -> bool:
     """Return whether NVIDIA's own attention computes this model on this chip: see `llamem.layers.causal_attention`."""
     ampere = chip.device_kind.startswith("NVIDIA") and chip.has_bf16  # XLA's "cuda" is AMD's platform, too
     return ampere and config.compute_dtype.itemsize == 2 and config.head_dim <= 128 and config.head_dim % 8 == 0
+
+
+def usual_types(chip: Chip, lora: LoraConfig | None) -> dict[str, Any]:
+    """Return the types of a model on a chip: bfloat16; where it is frozen, the 16 bits that the chip has units for."""
+    products = jnp.bfloat16 if lora is None or chip.has_bf16 else jnp.float16
+    return {"param_dtype": products, "compute_dtype": products}
 
 
 def _divided(name: str, size: int, parts: int, over: str) -> int:

@@ -1,0 +1,181 @@
+"""`python -m llamem table`: what fits where, for a whole grid of questions, each row by that chip's compiler."""
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from jaxmem.chips.chip import CHIPS
+from jaxmem.chips.names import chip_called
+from jaxmem.fitting import NothingFits
+from jaxmem.report import GiB
+from llamem.adapters.lora import LoraConfig
+from llamem.llama.config import PRESETS, LlamaConfig
+from llamem.planner.result import Found
+from llamem.planner.search import find_plan
+from llamem.planner.sizes import usual_types
+
+MODELS = (
+    "llama3.2-1b",
+    "llama3.2-3b",
+    "llama3.1-8b",
+    "llama3.1-70b",
+    "qwen3-0.6b",
+    "qwen3-1.7b",
+    "qwen3-4b",
+    "qwen3-8b",
+    "qwen3-14b",
+)
+WAYS: dict[str, dict[str, Any]] = {
+    "all parameters": {},
+    "adapters over 16 bits": {"lora": LoraConfig(ranks=(16,))},
+    "adapters over four bits": {"lora": LoraConfig(ranks=(16,)), "quantize": "q4_0"},
+}
+TOKENS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
+PLACES = (*CHIPS, "v5e:4x4", "v5e:16x16", "v6e:4x4", "v5p:4x4x4")  # chips, and slices that people rent
+HOST_BYTES = 512 * GiB  # what a rented machine has at most, where a plan needs the host
+_BEGIN = '{"model": '  # of a row
+MOVED = 0.01  # of a peak: more is told by `check`
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What a row answers."""
+
+    model: str
+    way: str
+    chip: str
+    tokens: int
+
+    @property
+    def batch_size(self) -> int:
+        """One sequence for each chip of a slice."""
+        return chip_called(self.chip).devices
+
+    @property
+    def can_be(self) -> bool:
+        """Whether the model reads so much, and can be trained so there at all: 70B alone on one chip is left out."""
+        single = self.batch_size == 1
+        if "quantize" in WAYS[self.way] and not single:  # blocks are not split
+            return False
+        return self.tokens <= PRESETS[self.model].max_seq_len and not (self.model == "llama3.1-70b" and single)
+
+
+def grid(models: Sequence[str], ways: Sequence[str], chips: Sequence[str], tokens: Sequence[int]) -> list[Question]:
+    """Return the questions of a grid, short ones of a model, a way and a chip before long ones."""
+    everything = (Question(m, w, c, n) for m in models for w in ways for c in chips for n in sorted(tokens))
+    return [question for question in everything if question.can_be]
+
+
+def fill(file: Path, questions: Sequence[Question], progress: Callable[[str], None]) -> int:
+    """Append a row to `file`, JSON in lines, for each question that has none; return how many were asked.
+
+    Stop it and start it again: what is there stays. After a question that nothing fits, longer ones of the same model,
+    way and chip are answered without a compiler.
+    """
+    rows = {_question(row): row for row in read(file)}
+    asked = 0
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("a+", encoding="utf-8") as out:
+        out.seek(0)
+        text = out.read()
+        out.truncate(len(text[: _end_of_rows(text)].encode()))
+        for number, question in enumerate(questions, 1):
+            if question in rows:
+                continue
+            if any(_is_longer(question, row) for row in rows.values() if not row["fits"]):
+                row = _row(question, None, "a shorter one does not fit")
+            else:
+                row, asked = ask(question), asked + 1
+            rows[question] = row
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+            progress(f"{number} of {len(questions)}: {_in_words(row)}")
+    return asked
+
+
+def check(file: Path, count: int, seed: int, progress: Callable[[str], None]) -> int:
+    """Ask `count` rows of a file again, drawn at random; return of how many the answer or the peak, by 1 %, moved."""
+    rows = [row for row in read(file) if row["by"]]
+    moved = 0
+    for row in random.Random(seed).sample(rows, min(count, len(rows))):
+        again = ask(_question(row))
+        near = abs(row["peak_bytes"] - again["peak_bytes"]) <= MOVED * row["peak_bytes"]
+        moved += not (near and row["fits"] == again["fits"])
+        progress(
+            f"{_in_words(row)}; again: {again['peak_bytes']:,} bytes, {again['peak_bytes'] - row['peak_bytes']:+,}"
+        )
+    return moved
+
+
+def ask(question: Question) -> dict[str, Any]:
+    """Return the row of a question: first with nothing but the chip's memory, then with a host's too."""
+    way, chip = WAYS[question.way], chip_called(question.chip)
+    config = LlamaConfig.from_name(question.model, **usual_types(chip, way.get("lora")))
+    options: dict[str, Any] = {
+        "seq_len": question.tokens,
+        "batch_size": chip.devices,
+        "progress": lambda _: None,
+        **way,
+    }
+    why = ""
+    clip = "global" if "lora" in way else "layer"  # layers that are updated one by one are clipped one by one
+    hosts: list[dict[str, Any]] = [{"host_bytes": 0}, {"host_bytes": HOST_BYTES, "clip": clip}]
+    for host in hosts:
+        try:
+            return _row(question, find_plan(config, question.chip, **options, **host), "")
+        except NothingFits as nothing:
+            why = str(nothing)
+    return _row(question, None, why)
+
+
+def read(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield a file's rows; what was cut off at its end is none. Raises ValueError for a line that is no row."""
+    text = file.read_text(encoding="utf-8") if file.exists() else ""
+    for number, line in enumerate(text[: _end_of_rows(text)].splitlines(), 1):
+        try:
+            row = json.loads(line)
+            _question(row)
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(
+                f"{file}, line {number}, is no row of a table: {line[:60]!r}. Name a file of rows."
+            ) from None
+        yield row
+
+
+def _end_of_rows(text: str) -> int:
+    """Return where the last whole line ends: what begins as a row, and is not written to its end, comes after."""
+    end = text.rfind("\n") + 1
+    return end if text[end:].startswith(_BEGIN[: len(text) - end]) else len(text)
+
+
+def _question(row: dict[str, Any]) -> Question:
+    return Question(row["model"], row["way"], row["chip"], row["tokens"])
+
+
+def _is_longer(question: Question, row: dict[str, Any]) -> bool:
+    """Whether a question is that of a row, for more tokens."""
+    return dataclasses.replace(question, tokens=row["tokens"]) == _question(row) and question.tokens > row["tokens"]
+
+
+def _in_words(row: dict[str, Any]) -> str:
+    asked = f"{row['model']}, {row['way']}, {row['chip']}, {row['tokens']:,}"
+    return f"{asked}: {row['peak_bytes']:,} bytes" if row["fits"] else f"{asked}: nothing fits"
+
+
+def _row(question: Question, found: Found | None, why: str) -> dict[str, Any]:
+    row: dict[str, Any] = {**dataclasses.asdict(question), "batch": question.batch_size, "fits": found is not None}
+    row |= {"peak_bytes": 0, "host_bytes": 0, "seconds": 0.0, "plan": "", "as_tiled": False, "by": "", "why": ""}
+    if found is None:
+        row["why"] = why
+    else:
+        row["peak_bytes"], row["host_bytes"] = found.peak_bytes, found.estimate.host_bytes
+        row["seconds"] = round(found.estimate.seconds.total, 3)
+        row["plan"] = repr(found.plan)
+        row["as_tiled"] = found.estimate.question.stands_in(found.plan)  # attention was compiled in plain JAX
+        row["by"] = found.report.compiler if found.report else ""
+    row["day"] = date.today().isoformat()
+    return row
