@@ -6,6 +6,7 @@ copied to build/site first, since Jupyter Book wants its pages in one folder.
 
 import importlib
 import inspect
+import json
 import re
 import shutil
 import subprocess
@@ -19,6 +20,8 @@ from urllib.parse import unquote, urlsplit
 
 import jaxmem
 import llamem
+from jaxmem.chips.names import chip_called
+from llamem.planner.grid import read
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "site"
@@ -117,6 +120,17 @@ def copy_pages() -> None:
     (SITE / "_toc.yml").write_text("\n".join(toc) + "\n", encoding="utf-8")
 
 
+def fits_page(rows: Path = ROOT / "docs" / "can_i_train_it.jsonl") -> str:
+    """Return the page of what fits where, with its rows inside: it needs no network."""
+    table = {
+        "chips": {row["chip"]: chip_called(row["chip"]).capacity_bytes for row in read(rows)},
+        "rows": list(read(rows)),
+    }
+    page = (ROOT / "docs" / "can_i_train_it.html").read_text(encoding="utf-8")
+    before, _, after = page.partition('/*TABLE*/{"chips": {}, "rows": []}')
+    return before + json.dumps(table).replace("</", "<\\/") + after
+
+
 class Links(HTMLParser):
     """What a page points to, and the places in it that others can point to."""
 
@@ -164,6 +178,7 @@ def main() -> None:
     print("\n".join(warnings))
     if built.returncode:
         sys.exit(built.stdout + built.stderr)
+    (PAGES / "can_i_train_it.html").write_text(fits_page(), encoding="utf-8")
     if broken := broken_links():
         sys.exit("broken links:\n" + "\n".join(broken))
     print(f"{len(list(PAGES.rglob('*.html')))} pages in {PAGES.relative_to(ROOT)}, no broken link inside")

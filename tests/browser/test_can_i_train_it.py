@@ -1,0 +1,71 @@
+"""The page of what fits where, in a real browser: as a visitor asks it, by pointer and by keyboard, light and dark."""
+
+import importlib
+import json
+
+import pytest
+from pages import PICTURES
+
+GiB = 2**30
+ROW = {"model": "llama3.1-8b", "way": "adapters over four bits", "chip": "t4", "tokens": 8192, "batch": 1, "fits": True}
+ROW |= {"peak_bytes": 12 * GiB, "host_bytes": 0, "seconds": 20.0, "plan": "Plan(remat='attn')", "as_tiled": False}
+ROW |= {"by": "jax 0.10.1, XLA", "why": "", "day": "2026-11-27"}
+ROWS = [
+    ROW,
+    {**ROW, "chip": "v5e-1", "seconds": 4.0, "host_bytes": 3 * GiB, "plan": "Plan(offload=('block_in',))"},
+    {**ROW, "chip": "v5e-4", "way": "all parameters", "batch": 4, "seconds": 8.0},
+    {**ROW, "chip": "t4", "way": "all parameters", "fits": False, "why": "nothing fits: <b>too</b> large"},
+]
+
+
+@pytest.fixture(params=["light", "dark"])
+def page(browser, request, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    file = tmp_path / "page.html"
+    file.write_text(importlib.import_module("build").fits_page(rows), encoding="utf-8")
+    opened = browser.new_page(viewport={"width": 900, "height": 700}, color_scheme=request.param)
+    told: list[str] = []
+    opened.on("console", lambda message: told.append(message.text))
+    opened.on("pageerror", lambda error: told.append(str(error)))
+    opened.on("request", lambda asked: None if asked.url.startswith("file:") else told.append(asked.url))
+    opened.goto(f"{file.as_uri()}#way=adapters over four bits")
+    yield opened
+    opened.screenshot(path=PICTURES / f"can_i_train_it_{request.param}.png")
+    assert told == []
+    opened.close()
+
+
+def test_a_visitor_asks_and_sees_what_holds_it(page):
+    said, rows = page.locator("#said"), page.locator("#chips > li")
+    assert said.inner_text() == "1 of 2 chips and slices hold it; the smallest is t4."
+    assert "12.0 of 14.6 GiB, 410 tokens/s, 678 h for 1e9" in rows.nth(0).inner_text()
+    assert "fits with 3.0 GiB on the host" in rows.nth(1).inner_text()
+    page.locator("[name=host]").select_option("16")
+    assert said.inner_text().startswith("2 of 2 chips")
+    page.locator("[name=price]").fill("2.5")
+    assert "1,695 for 1e9 tokens" in rows.nth(0).inner_text()
+    # By keyboard: the row tells its plan and its command, and closes again.
+    rows.nth(1).locator("button").focus()
+    page.keyboard.press("Enter")
+    assert "llamem.Plan(offload=('block_in',))" in rows.nth(1).inner_text()
+    command = "llamem plan llama3.1-8b --chip v5e-1 --tokens 8192 --lora 16 --quantize q4_0 --host-gib 3"
+    assert (
+        command in rows.nth(1).inner_text() and "compiled on 2026-11-27 by jax 0.10.1, XLA" in rows.nth(1).inner_text()
+    )
+    page.keyboard.press("Enter")
+    assert "block_in" not in rows.nth(1).inner_text()
+
+
+def test_the_address_keeps_the_choice_and_a_slice_counts_whole(page):
+    page.locator("[name=way]").select_option("all parameters")
+    page.locator("[name=price]").fill("1")
+    page.reload()
+    rows = page.locator("#chips > li")
+    assert page.locator("[name=way]").input_value() == "all parameters" and rows.count() == 2
+    # Four sequences in 8 s: 4,096 tokens a second, 67.8 hours of four chips.
+    assert "4,096 tokens/s, 271 for 1e9 tokens" in rows.nth(0).inner_text()
+    rows.nth(1).locator("button").click()
+    assert "nothing fits: <b>too</b> large" in rows.nth(1).inner_text()
+    page.set_viewport_size({"width": 360, "height": 700})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 360
