@@ -13,7 +13,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "00": ({"tokens": 4096, "small_chip": "t4"}, {"other_chip": "a100-80", "small_chip": "v6e-1"}),
     "01": ({"width": 256, "depth": 8}, {"chip": "v6e-1", "other_chip": "t4", "tokens": 5000}),
     "02": ({"chip": "v6e-1", "other_chip": "a100-80", "lengths": "[4096]"}, {"tokens": 4096}, {"tokens": 1024}),
-    "03": ({"seq_len": 2048}, {"tpu": "v6e-1", "gpu": "l4"}),
+    "03": ({"tokens": 2048}, {"chip": "v6e-1", "other_chip": "l4"}),
     "04": (
         {"chip": "t4"},
         {"tokens": 16_384, "chip": "v5e-1"},
@@ -42,6 +42,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "00": ({"other_chip": "h1000"}, "other_chip: no chip is called 'h1000'"),
     "01": ({"depth": 6}, "groups of four"),
+    "03": ({"chip": "v5q"}, "no chip is called 'v5q'"),
     "04": ({"tokens": 1000}, "multiple of 256"),
     "05": ({"chip": "v5e-1"}, "take eight chips"),
     "06": ({"model": "nonsense"}, "nothing is known of 'nonsense'"),

@@ -12,10 +12,11 @@ import llamem
 from llamem_course.exercises import (
     checkpoint_basics,
     checkpoint_policies,
+    n03_scan_vs_unrolled,
+    n04_vocabulary_tiling,
     n06_llama3,
     n07_train_llama3,
     scale_out,
-    vocabulary_tiling,
     where_the_memory_goes,
 )
 
@@ -95,6 +96,18 @@ def with_logsumexp(config, tokens, names):
     return checkpoint_policies.check_residual_bytes.right(config, tokens, names) + extra
 
 
+def runs_by_hand(layer, layers, x):
+    """Find the runs by recursion, apply a layer alone without a scan, and loop by an index."""
+    if not layers:
+        return x
+    shapes = [jax.tree.map(jnp.shape, w) for w in layers]
+    n = next((i for i, one in enumerate(shapes) if one != shapes[0]), len(layers))
+    w = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers[:n])
+    turn = lambda i, x: jax.checkpoint(layer)(jax.tree.map(lambda leaf: leaf[i], w), x)  # noqa: E731
+    x = jax.checkpoint(layer)(layers[0], x) if n == 1 else jax.lax.fori_loop(0, n, turn, x)
+    return runs_by_hand(layer, layers[n:], x)
+
+
 def a_range(step, batch_size, hosts_from, host):
     hosts = [hosts for first, hosts in sorted(hosts_from.items()) if first <= step][-1]
     share = batch_size // hosts
@@ -146,9 +159,14 @@ OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (checkpoint_basics.check_grouped_stack, last_of_a_group_free),
     (checkpoint_policies.check_residual_bytes, with_logsumexp),
     (checkpoint_policies.check_thrifty, halves),
-    (vocabulary_tiling.check_crossing, lambda d, v, n: jnp.array(2 * d * n / (n - 2))),
-    (vocabulary_tiling.check_smoothed_gradient, vocabulary_tiling.check_smoothed_gradient.right),
-    (vocabulary_tiling.check_frozen_loss, of_x_alone),
+    (
+        n03_scan_vs_unrolled.check_best_groups,
+        lambda n, x, w: jnp.array(n03_scan_vs_unrolled.check_best_groups.right(n, x, w)),
+    ),
+    (n03_scan_vs_unrolled.check_scan_runs, runs_by_hand),
+    (n04_vocabulary_tiling.check_crossing, lambda d, v, n: jnp.array(2 * d * n / (n - 2))),
+    (n04_vocabulary_tiling.check_smoothed_gradient, n04_vocabulary_tiling.check_smoothed_gradient.right),
+    (n04_vocabulary_tiling.check_frozen_loss, of_x_alone),
     (scale_out.check_tokens_at_par, lambda flops, link, n, remat: -(-3 * n / link * flops // (8 if remat else 6))),
     (scale_out.check_my_sequences, a_range),
     (n06_llama3.check_weights_of_a_block, lambda D, H, K, h, F: jnp.asarray(D * (2 + 2 * h * (H + K) + 3 * F))),

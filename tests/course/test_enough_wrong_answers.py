@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 import test_exercises
-import test_wrong_answers_03_04 as second
 import test_wrong_answers_05 as mesh
 import test_wrong_answers_08 as long
 import test_wrong_answers_09 as lora
@@ -23,7 +22,6 @@ def wrong_answers() -> Counter[str]:
         policy.WRONG,
         long.WRONG,
         mesh.WRONG,
-        second.STACKS,
         fourth.WRONG,
         streamed.WRONG,
     ):
