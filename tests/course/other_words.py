@@ -16,6 +16,7 @@ from llamem_course.exercises import (
     n04_vocabulary_tiling,
     n06_llama3,
     n07_train_llama3,
+    n12_larger_than_the_chip,
     scale_out,
     where_the_memory_goes,
 )
@@ -137,6 +138,18 @@ def as_lists(ids, wrote):
     return [int(i) for i in ids[:-1]], [int(i) if own else -100 for i, own in zip(ids[1:], wrote[1:], strict=True)]
 
 
+def in_a_fori_loop(layer, update, state, inputs, dy):
+    def visit(turn, carry):
+        dx, state = carry
+        i = len(inputs) - 1 - turn
+        one = jax.tree.map(lambda a: a[i], state)
+        grads, dx = jax.jit(lambda w, x, dx: jax.vjp(layer, w, x)[1](dx))(one["w"], inputs[i], dx)
+        new = jax.lax.cond(i >= 0, update, lambda one, _: one, one, grads)
+        return dx, jax.tree.map(lambda a, b: a.at[i].set(b), state, new)
+
+    return jax.lax.fori_loop(0, len(inputs), visit, (dy, state))
+
+
 OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (where_the_memory_goes.check_peak_and_operation, every_step),
     (where_the_memory_goes.check_peak_and_operation, lambda s: np.array(every_step(s))),
@@ -173,4 +186,5 @@ OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (n07_train_llama3.check_inputs_and_targets, as_lists),
     (n07_train_llama3.check_order, by_jax_keys),
     (n07_train_llama3.check_order, whole_epochs),
+    (n12_larger_than_the_chip.check_backward_scan, in_a_fori_loop),
 ]

@@ -8,7 +8,6 @@ import test_wrong_answers_05 as mesh
 import test_wrong_answers_08 as long
 import test_wrong_answers_09 as lora
 import test_wrong_answers_10 as fourth
-import test_wrong_answers_12 as streamed
 import test_wrong_answers_13 as policy
 
 ENOUGH = 6
@@ -23,7 +22,6 @@ def wrong_answers() -> Counter[str]:
         long.WRONG,
         mesh.WRONG,
         fourth.WRONG,
-        streamed.WRONG,
     ):
         found.update(check.__name__ for check, _, _ in table.values())
     found.update({name.partition(".")[2]: test_exercises.ENOUGH for name in test_exercises.CHECKS})  # tested there
