@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from jaxmem import Report, compile_report
+from jaxmem.report import Depth
 from llamem.layers.partial_sums import order_gradients
 from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import Plan
@@ -88,14 +89,14 @@ def step_peak(model: str, seq_len: int, chip: str, loss: Loss | None = None, pla
     return compile_report(made[0], *made[1:], donate_argnums=(0,), chip=chip)
 
 
-def loss_report(
-    loss: Loss, tokens: int, width: int, vocab: int, chip: str, *, wrt: tuple[int, ...] = (0, 1), head: Any = "bfloat16"
-) -> Report:
-    """Return the report on a loss and its gradients for `wrt`, hidden states in bfloat16 and a head of a given type."""
-    shapes = (((tokens, width), "bfloat16"), ((vocab, width), head), ((tokens,), "int32"))
-    program = jax.value_and_grad(loss, wrt) if wrt else loss
+def loss_report(loss: Loss, tokens: int, width: int, vocab: int, chip: str, *, depth: Depth = "memory") -> Report:
+    """Return the report on a loss and its gradients, hidden states and head in bfloat16.
+
+    With `depth="code"` it has a TPU compiler's estimate of the seconds.
+    """
+    shapes = (((tokens, width), "bfloat16"), ((vocab, width), "bfloat16"), ((tokens,), "int32"))
     arguments = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    return compile_report(program, *arguments, chip=chip)
+    return compile_report(jax.value_and_grad(loss, (0, 1)), *arguments, chip=chip, depth=depth)
 
 
 def exact_loss(x_ND: Any, head_VD: Any, targets_N: Any) -> tuple[Any, Any, Any]:

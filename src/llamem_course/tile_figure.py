@@ -1,6 +1,5 @@
-"""The logits cut both ways: what one tile reads, makes and forgets, finishes, adds to, and where each GiB goes."""
+"""The logits cut both ways: what one tile reads, makes and forgets, finishes and adds to."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -55,43 +54,3 @@ def _cut(ax: Axes, title: str, boxes: list[list[Box]]) -> None:
     ax.text(0.1, 0.1, "logits [N, V]")
     ax.set(title=title, xlim=(-1.7, 7.7), ylim=(-1.7, 5.7), aspect="equal")
     ax.axis("off")
-
-
-def ledger_drawn(floor: float, ledger: Mapping[str, Mapping[str, float]], compiled: Mapping[str, float]) -> Figure:
-    """Return a figure: for each program the floor and its parts as stacked bars, in GiB, and what was compiled.
-
-    `ledger` maps a program's name to the GiB of each part; a part has one colour in all bars. `compiled` has the
-    compiler's GiB of those programs for which there is a compiler.
-    """
-    kinds = ["floor", *dict.fromkeys(kind for parts in ledger.values() for kind in parts)]
-    styles = dict(zip(kinds, [("lightgray", "")] + [style for style in _KINDS.values()], strict=False))
-    fig, ax = plt.subplots(figsize=(9, 0.5 * len(ledger) + 1.6))
-    left = dict.fromkeys(ledger, 0.0)
-    for kind in kinds:
-        sizes = {name: {"floor": floor, **parts}.get(kind, 0.0) for name, parts in ledger.items()}
-        colour, hatch = styles[kind]
-        ax.barh(
-            list(sizes),
-            list(sizes.values()),
-            left=list(left.values()),
-            label=kind,
-            color=colour,
-            hatch=hatch,
-            edgecolor="white",
-        )
-        left = {name: left[name] + size for name, size in sizes.items()}
-    for row, (name, total) in enumerate(left.items()):
-        answer = f"{total:.3f}; compiled {compiled[name]:.3f}" if name in compiled else f"{total:.3f}"
-        ax.text(total + 0.05, row, answer, va="center", fontsize=9)
-    ax.invert_yaxis()
-    ax.set(xlabel="GiB", xlim=(0, 1.25 * max(left.values())))
-    ax.legend(frameon=False, loc="lower right", fontsize=9)
-    return fig
-
-
-def ledger_alt(floor: float, ledger: Mapping[str, Mapping[str, float]]) -> str:
-    """Return the words for `ledger_drawn`."""
-    rows = [
-        f"{name}: " + ", ".join(f"{kind} {size:.2f}" for kind, size in parts.items()) for name, parts in ledger.items()
-    ]
-    return f"Stacked bars in GiB, each on a floor of {floor:.2f}. {'. '.join(rows)}."

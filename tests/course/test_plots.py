@@ -12,7 +12,6 @@ import jaxmem
 from llamem_course import plots, training_figures
 from llamem_course.adapter_figures import adapter_drawn
 from llamem_course.price_figure import tool_prices
-from llamem_course.tile_figure import ledger_drawn
 
 
 @pytest.fixture
@@ -73,15 +72,6 @@ def test_the_tokens_with_a_loss_are_marked():
     boxes = {word: patch.get_facecolor() for word, patch in patches.items() if patch}
     assert list(boxes) == ["user", "\\n", "Aye", "!"]
     assert boxes["user"] == boxes["\\n"] != boxes["Aye"] == boxes["!"]
-    plt.close(fig)
-
-
-def test_a_ledger_stacks_its_parts_on_the_floor():
-    fig = ledger_drawn(2.0, {"all": {"logits": 4.0}, "tiles": {"logits": 0.5, "sum": 1.0}}, {"tiles": 3.6})
-    ax = fig.axes[0]
-    assert [text.get_text() for text in ax.texts] == ["6.000", "3.500; compiled 3.600"]
-    ends = [bar.get_bbox().x1 for bar in ax.patches if isinstance(bar, Rectangle)]
-    assert ends == [2.0, 2.0, 6.0, 2.5, 6.0, 3.5]
     plt.close(fig)
 
 
