@@ -1,7 +1,5 @@
 """Figures: alternative text goes with them, and they show the numbers they were given."""
 
-import dataclasses
-
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
@@ -55,15 +53,15 @@ def test_loss_curves_show_each_step_and_name_their_bars():
     plt.close(fig)
 
 
-def test_peak_bars_add_up_to_the_peak_and_name_their_parts():
-    shape = jax.ShapeDtypeStruct((2048, 1024), "float32")
-    report = jaxmem.compile_report(lambda a: a @ a.T, shape)
-    for one in (report, dataclasses.replace(report, timeline=None)):  # the second as from older compilers
-        fig = training_figures.peak_bars({"product": one})
-        width = sum(bar.get_bbox().width for bar in fig.axes[0].patches if isinstance(bar, Rectangle))
-        assert width == pytest.approx(report.peak_bytes / 2**30, rel=0.01)
-        plt.close(fig)
-    assert "product: 0.0" in training_figures.peak_bars_alt({"product": report})
+def test_losses_stand_beside_each_other_and_are_told():
+    lines = {"slow": {1: 9.0, 2: 8.5, 3: 8.25}, "fast": {1: 9.0, 3: 7.0}}
+    fig = training_figures.loss_lines(lines, marked=True)
+    drawn = {str(line.get_label()): np.asarray(line.get_ydata()).tolist() for line in fig.axes[0].lines}
+    assert drawn == {"slow": [9.0, 8.5, 8.25], "fast": [9.0, 7.0]}
+    assert training_figures.loss_lines_alt(lines) == (
+        "Losses by step. slow: 9.00 at step 1, 8.25 at 3; fast: 9.00 at step 1, 7.00 at 3."
+    )
+    plt.close(fig)
 
 
 def test_the_tokens_with_a_loss_are_marked():
