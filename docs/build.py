@@ -85,6 +85,11 @@ def _signature(value: Callable[..., Any]) -> str:
     )
 
 
+def _slug(heading: re.Match[str]) -> str:
+    """Return Jupyter's name of a heading as Jupyter Book spells it."""
+    return re.sub(r"[^\w-]", "", heading[0].lower())
+
+
 def copy_pages() -> None:
     """Everything that becomes a page, to build/site, with links that Jupyter Book follows."""
     shutil.rmtree(SITE, ignore_errors=True)
@@ -94,6 +99,9 @@ def copy_pages() -> None:
         if name.endswith(".md"):
             text = text.replace("(docs/", "(")
         (SITE / Path(name).name).write_text(text, encoding="utf-8")
+    for page in (SITE / "notebooks").glob("*.ipynb"):
+        text = page.read_text(encoding="utf-8").replace("(../docs/", "(../")
+        page.write_text(re.sub(r"(?<=\]\(#)[^)]*(?=\))", _slug, text), encoding="utf-8")
     for page in (*(ROOT / "docs").glob("*.ipynb"), *(ROOT / "docs").glob("*.md")):
         shutil.copy(page, SITE / page.name)
         if page.suffix == ".md":  # notebooks lie beside it there
@@ -115,7 +123,7 @@ def copy_pages() -> None:
         ),
         "- caption: Packages",
         "  chapters:",
-        *(f"  - file: {name}" for name in ("api", "CONTRIBUTING", "floors", "tried", "CHANGELOG")),
+        *(f"  - file: {name}" for name in ("api", "CONTRIBUTING", "floors", "compilers", "tried", "CHANGELOG")),
     ]
     (SITE / "_toc.yml").write_text("\n".join(toc) + "\n", encoding="utf-8")
 
