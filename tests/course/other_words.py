@@ -13,3 +13,178 @@ from llamem_course.exercises import (
     checkpoint_basics,
     checkpoint_policies,
     n00_where_the_memory_goes,
+    n03_scan_vs_unrolled,
+    n04_vocabulary_tiling,
+    n06_llama3,
+    n07_train_llama3,
+    n12_larger_than_the_chip,
+    scale_out,
+)
+
+
+def every_step(schedule):
+    held = np.zeros(1 + max(last for _, last, _ in schedule), int)
+    for first, last, size in schedule:
+        held[first : last + 1] += size
+    return held.max(), held.argmax()
+
+
+def by_operation(*sizes):
+    rows = n00_where_the_memory_goes.check_step_schedule.right(*sizes)
+    operations = range(2 * len(sizes[0]) + sizes[3] + 1)
+    return [(at, at, sum(size for first, last, size in rows if first <= at <= last)) for at in operations]
+
+
+def with_last_output(config, batch_size, seq_len, parts):
+    tokens = batch_size * seq_len // parts
+    named = 3 * config.param_dtype.itemsize + 4 * (parts > 1)
+    inputs = (config.n_layers + 1) * config.compute_dtype.itemsize * config.d_model
+    return named * config.n_params + tokens * (inputs + 8 * config.vocab_size)
+
+
+def of_x_alone(sweep):
+    def loss_of_x(x, head, targets):
+        @jax.custom_vjp
+        def loss(x):
+            return sweep(x, head, targets)[0]
+
+        def forward(x):
+            value, dx = sweep(x, head, targets)
+            return value, dx.astype(x.dtype)
+
+        loss.defvjp(forward, lambda dx, g: ((g * dx).astype(dx.dtype),))
+        return loss(x)
+
+    return loss_of_x
+
+
+def loop(layer, w, x):
+    for one in w:
+        x = layer(one, x)
+    return x
+
+
+def by_hand(layer):
+    once = jax.custom_vjp(layer)
+    once.defvjp(lambda w, x: (layer(w, x), (w, x)), lambda kept, g: jax.vjp(layer, *kept)[1](g))
+    return once
+
+
+def nested(layer, w, x, size):
+    def scan(layer, w, x):
+        return jax.lax.scan(lambda x, one: (layer(one, x), None), x, w)[0]
+
+    group = jax.checkpoint(lambda w, x: scan(jax.checkpoint(layer, prevent_cse=False), w, x), prevent_cse=False)
+    return scan(group, w.reshape(-1, size, *w.shape[1:]), x)
+
+
+def last_of_a_group_free(layer, w, x, size):
+    def group(w, x):
+        return layer(w[-1], loop(jax.checkpoint(layer), w[:-1], x))
+
+    for start in range(0, len(w), size):
+        x = jax.checkpoint(group)(w[start : start + size], x)
+    return x
+
+
+def halves(w1, w2, w3, x):
+    narrow = jax.checkpoint(lambda w1, w2, x: jnp.tanh(x @ w1) @ w2)(w1, w2, x)
+    return jax.checkpoint(lambda narrow, w3: jnp.sin(narrow) @ w3)(narrow, w3)
+
+
+def with_logsumexp(config, tokens, names):
+    extra = 4 * config.n_layers * tokens * config.n_heads * ("attn" in names)
+    return checkpoint_policies.check_residual_bytes.right(config, tokens, names) + extra
+
+
+def runs_by_hand(layer, layers, x):
+    """Find the runs by recursion, apply a layer alone without a scan, and loop by an index."""
+    if not layers:
+        return x
+    shapes = [jax.tree.map(jnp.shape, w) for w in layers]
+    n = next((i for i, one in enumerate(shapes) if one != shapes[0]), len(layers))
+    w = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers[:n])
+    turn = lambda i, x: jax.checkpoint(layer)(jax.tree.map(lambda leaf: leaf[i], w), x)  # noqa: E731
+    x = jax.checkpoint(layer)(layers[0], x) if n == 1 else jax.lax.fori_loop(0, n, turn, x)
+    return runs_by_hand(layer, layers[n:], x)
+
+
+def a_range(step, batch_size, hosts_from, host):
+    hosts = [hosts for first, hosts in sorted(hosts_from.items()) if first <= step][-1]
+    share = batch_size // hosts
+    return range(step * batch_size + host * share, step * batch_size + (host + 1) * share) if host < hosts else ()
+
+
+@functools.cache
+def shuffled(seed, epoch, count):
+    return np.random.RandomState([seed, epoch]).permutation(count)
+
+
+def by_jax_keys(step, seed, count, size):
+    numbers = range(step * size, step * size + size)
+    epochs = {number // count for number in numbers}
+    keys = {epoch: jax.random.fold_in(jax.random.key(seed), epoch) for epoch in epochs}
+    orders = {epoch: jax.random.permutation(key, count) for epoch, key in keys.items()}
+    return jnp.stack([orders[number // count][number % count] for number in numbers])
+
+
+def whole_epochs(step, seed, count, size):
+    epochs = range(step * size // count, (step * size + size - 1) // count + 1)
+    numbers = np.concatenate([shuffled(seed, epoch, count) for epoch in epochs])
+    return numbers[step * size - count * epochs[0] :][:size]
+
+
+def as_lists(ids, wrote):
+    return [int(i) for i in ids[:-1]], [int(i) if own else -100 for i, own in zip(ids[1:], wrote[1:], strict=True)]
+
+
+def in_a_fori_loop(layer, update, state, inputs, dy):
+    def visit(turn, carry):
+        dx, state = carry
+        i = len(inputs) - 1 - turn
+        one = jax.tree.map(lambda a: a[i], state)
+        grads, dx = jax.jit(lambda w, x, dx: jax.vjp(layer, w, x)[1](dx))(one["w"], inputs[i], dx)
+        new = jax.lax.cond(i >= 0, update, lambda one, _: one, one, grads)
+        return dx, jax.tree.map(lambda a, b: a.at[i].set(b), state, new)
+
+    return jax.lax.fori_loop(0, len(inputs), visit, (dy, state))
+
+
+OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (n00_where_the_memory_goes.check_peak_and_operation, every_step),
+    (n00_where_the_memory_goes.check_peak_and_operation, lambda s: np.array(every_step(s))),
+    (n00_where_the_memory_goes.check_peak_in_parts, with_last_output),
+    (n00_where_the_memory_goes.check_step_schedule, by_operation),
+    (
+        n00_where_the_memory_goes.check_step_schedule,
+        lambda *sizes: np.array(n00_where_the_memory_goes.check_step_schedule.right(*sizes))[::-1],
+    ),
+    (checkpoint_basics.check_rematerialised_stack, lambda layer, w, x: loop(by_hand(layer), w, x)),
+    (
+        checkpoint_basics.check_rematerialised_stack,
+        lambda layer, w, x: llamem.apply_stack(layer, w, x, mode="unroll", remat="nothing"),
+    ),
+    (
+        checkpoint_basics.check_rematerialised_stack,
+        lambda layer, w, x: layer(w[-1], loop(jax.checkpoint(layer), w[:-1], x)),
+    ),
+    (checkpoint_basics.check_grouped_stack, nested),
+    (checkpoint_basics.check_grouped_stack, last_of_a_group_free),
+    (checkpoint_policies.check_residual_bytes, with_logsumexp),
+    (checkpoint_policies.check_thrifty, halves),
+    (
+        n03_scan_vs_unrolled.check_best_groups,
+        lambda n, x, w: jnp.array(n03_scan_vs_unrolled.check_best_groups.right(n, x, w)),
+    ),
+    (n03_scan_vs_unrolled.check_scan_runs, runs_by_hand),
+    (n04_vocabulary_tiling.check_crossing, lambda d, v, n: jnp.array(2 * d * n / (n - 2))),
+    (n04_vocabulary_tiling.check_smoothed_gradient, n04_vocabulary_tiling.check_smoothed_gradient.right),
+    (n04_vocabulary_tiling.check_frozen_loss, of_x_alone),
+    (scale_out.check_tokens_at_par, lambda flops, link, n, remat: -(-3 * n / link * flops // (8 if remat else 6))),
+    (scale_out.check_my_sequences, a_range),
+    (n06_llama3.check_weights_of_a_block, lambda D, H, K, h, F: jnp.asarray(D * (2 + 2 * h * (H + K) + 3 * F))),
+    (n07_train_llama3.check_inputs_and_targets, as_lists),
+    (n07_train_llama3.check_order, by_jax_keys),
+    (n07_train_llama3.check_order, whole_epochs),
+    (n12_larger_than_the_chip.check_backward_scan, in_a_fori_loop),
+]
