@@ -170,8 +170,11 @@ def _survives_a_restart(answer: Answer) -> None:
         if type(one) is type(_when_first_asked) and one.__module__ == getattr(answer, "__module__", None):
             one.cache_clear()
     np.random.seed(4711)
-    salted = {"hash": lambda one, hashed=hash: hashed(("another process", one))}
-    with mock.patch.dict(getattr(answer, "__globals__", {}), salted), mock.patch("os.getpid", lambda: 4711):
+
+    def salted(one: Any, hashed: Answer = hash) -> int:
+        return hashed(one) ^ (4711 * isinstance(one, str | bytes))  # of these alone processes differ
+
+    with mock.patch("builtins.hash", salted), mock.patch("os.getpid", lambda: 4711):
         after = [_numbers(answer, [step], seed, 60, 4) for step, seed in asked[::-1]][::-1]
     for (step, seed), here, there in zip(asked, before, after, strict=True):
         assert here == there, (
