@@ -37,7 +37,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
 # By notebook: a change that cannot be, and words of the sentence that says so.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "00": ({"other_chip": "h1000"}, "other_chip: no chip is called 'h1000'"),
-    "01": ({"depth": 6}, "groups of four"),
+    "01": ({"depth": 1}, "two layers or more"),
     "03": ({"chip": "v5q"}, "no chip is called 'v5q'"),
     "04": ({"tokens": 1000}, "multiple of 256"),
     "05": ({"chip": "v5e-1"}, "take eight chips"),

@@ -10,9 +10,9 @@ import numpy as np
 
 import llamem
 from llamem_course.exercises import (
-    checkpoint_basics,
     checkpoint_policies,
     n00_where_the_memory_goes,
+    n01_checkpoint_basics,
     n03_scan_vs_unrolled,
     n04_vocabulary_tiling,
     n06_llama3,
@@ -159,17 +159,17 @@ OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
         n00_where_the_memory_goes.check_step_schedule,
         lambda *sizes: np.array(n00_where_the_memory_goes.check_step_schedule.right(*sizes))[::-1],
     ),
-    (checkpoint_basics.check_rematerialised_stack, lambda layer, w, x: loop(by_hand(layer), w, x)),
+    (n01_checkpoint_basics.check_rematerialised_stack, lambda layer, w, x: loop(by_hand(layer), w, x)),
     (
-        checkpoint_basics.check_rematerialised_stack,
+        n01_checkpoint_basics.check_rematerialised_stack,
         lambda layer, w, x: llamem.apply_stack(layer, w, x, mode="unroll", remat="nothing"),
     ),
     (
-        checkpoint_basics.check_rematerialised_stack,
+        n01_checkpoint_basics.check_rematerialised_stack,
         lambda layer, w, x: layer(w[-1], loop(jax.checkpoint(layer), w[:-1], x)),
     ),
-    (checkpoint_basics.check_grouped_stack, nested),
-    (checkpoint_basics.check_grouped_stack, last_of_a_group_free),
+    (n01_checkpoint_basics.check_grouped_stack, nested),
+    (n01_checkpoint_basics.check_grouped_stack, last_of_a_group_free),
     (checkpoint_policies.check_residual_bytes, with_logsumexp),
     (checkpoint_policies.check_thrifty, halves),
     (
