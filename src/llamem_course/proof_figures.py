@@ -1,6 +1,6 @@
-"""Figures of notebook 10: which proof catches which program, and what a loss curve shows of the same."""
+"""The figure of notebook 10: which proof catches which program."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -15,23 +15,10 @@ _QUESTIONS = {
     "worth it": (Title.RUNS, Title.COMPILER, Title.MEMORY),
     "around it": (Title.RANDOMNESS, Title.PARAMETERS),
 }
-_CASES = {
-    "renamed": 1,
-    "filtered": 1,
-    "everywhere": 2,
-    "nested": 3,
-    "one key": 4,
-    "counted keys": 5,
-    "equal layers": 6,
-    "forgetful": 7,
-    "stopped": 7,
-    "centred": 7,
-    "unrolled": 8,
-}
 
 
 def proof_grid(answers: Mapping[str, Verification]) -> Figure:
-    """Draw programs, with the notebook's case, beside proofs: where one fails, cannot tell or has nothing to judge."""
+    """Draw programs beside proofs: where one fails, cannot tell or has nothing to judge."""
     rows = [(question, title) for question, titles in _QUESTIONS.items() for title in titles]
     shade = {True: 1, None: 2, False: 3}
     judged = [{proof.name: shade[proof.holds] for proof in answer.proofs} for answer in answers.values()]
@@ -39,7 +26,6 @@ def proof_grid(answers: Mapping[str, Verification]) -> Figure:
     colours = ListedColormap(["#f4f4f4", "#a9c8e8", "#c4c4c4", "#b5402a"])
     gaps = {question: 0.2 * i for i, question in enumerate(_QUESTIONS)}  # above the rows of each
     places = [row + gaps[question] for row, (question, _) in enumerate(rows)]
-    names = [f"{_CASES[name]} {name}" if name in _CASES else name for name in answers]
     fig, ax = plt.subplots(figsize=(10, 4.6))
     for y, shades in zip(places, grid, strict=True):
         extent = (-0.5, len(answers) - 0.5, y + 0.46, y - 0.46)
@@ -49,7 +35,7 @@ def proof_grid(answers: Mapping[str, Verification]) -> Figure:
             ax.text(column, places[row], word, ha="center", va="center_baseline", color=colour, fontsize=9)
     ax.set_ylim(places[-1] + 0.5, -0.5)
     ax.set_yticks(places, [title for _, title in rows])
-    ax.set_xticks(range(len(answers)), names, rotation=30, ha="left", rotation_mode="anchor")
+    ax.set_xticks(range(len(answers)), list(answers), rotation=30, ha="left", rotation_mode="anchor")
     ax.xaxis.tick_top()
     ax.set_xticks(np.arange(len(answers)) + 0.5, minor=True)
     ax.grid(which="minor", axis="x", color="white", linewidth=2)
@@ -58,7 +44,7 @@ def proof_grid(answers: Mapping[str, Verification]) -> Figure:
         ax.text(len(answers) - 0.4, middle, question, va="center", fontweight="bold")
     ax.tick_params(which="both", length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("numbers above: the cases; blue: the proof holds; ?: it cannot tell; pale: nothing to judge")
+    ax.set_xlabel("blue: the proof holds; ?: it cannot tell; pale: nothing to judge")
     return fig
 
 
@@ -72,29 +58,3 @@ def proof_grid_alt(answers: Mapping[str, Verification]) -> str:
         }
         said.append(f"{word}: {'; '.join(f'{case}: {names}' for case, names in of_case.items() if names)}.")
     return " ".join(["A grid of programs and proofs.", *said])
-
-
-def learning_curves(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Draw losses by name on logarithmic axes, three a panel, side by side; all panels but the first share theirs."""
-    fig, axes = plt.subplots(1, len(panels), figsize=(10, 3.6))
-    for ax, (title, curves) in zip(axes, panels.items(), strict=True):
-        ends = {name: float(curve[-1]) for name, curve in curves.items()}
-        for (name, curve), colour, style in zip(curves.items(), ("C0", "C4", "C2"), ("-", "--", ":"), strict=True):
-            ax.plot(curve, color=colour, linestyle=style, linewidth=2)
-            near = [end for other, end in ends.items() if other != name and 0.8 < end / ends[name] < 1.25]
-            place = "center" if not near else "bottom" if ends[name] > near[0] else "top"
-            ax.text(len(curve) * 1.03, ends[name], name, color=colour, va=place)
-        ax.set(yscale="log", xlabel="step of Adam")
-        ax.set_title(title, fontsize=11)
-    for ax in axes[2:]:
-        ax.sharey(axes[1])
-    axes[0].set_ylabel("loss")
-    return fig
-
-
-def learning_curves_alt(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> str:
-    """Say what `learning_curves` shows: where each curve begins and ends."""
-    return " ".join(
-        f"{title}: {', '.join(f'{name} from {curve[0]:.2g} to {curve[-1]:.2g}' for name, curve in curves.items())}."
-        for title, curves in panels.items()
-    )

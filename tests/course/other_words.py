@@ -17,8 +17,9 @@ from llamem_course.exercises import (
     n04_vocabulary_tiling,
     n06_llama3,
     n07_train_llama3,
+    n10_trust_but_verify,
+    n11_scale_out,
     n12_larger_than_the_chip,
-    scale_out,
 )
 
 
@@ -150,6 +151,31 @@ def in_a_fori_loop(layer, update, state, inputs, dy):
     return jax.lax.fori_loop(0, len(inputs), visit, (dy, state))
 
 
+def key_in_the_carry(layer, w, x, key, remat):
+    def body(both, w):
+        x, key = both
+        key, own = jax.random.split(key)
+        return (layer(w, x, own), key), None
+
+    return jnp.mean(jax.lax.scan(jax.checkpoint(body) if remat else body, (x, key), w)[0][0] ** 2)
+
+
+def counted(layer, w, x, key, remat):
+    body, keys = jax.checkpoint(layer) if remat else layer, jax.random.split(key, len(w["up"]))
+    turn = lambda i, x: body(jax.tree.map(lambda a: a[i], w), x, keys[i])  # noqa: E731
+    return jnp.mean(jax.lax.fori_loop(0, len(keys), turn, x) ** 2)
+
+
+def by_jax_itself(loss, w, x):
+    needs = []
+    for remat in (True, False):
+        both = jax.jit(jax.value_and_grad(lambda w, x, remat=remat: loss(w, x, remat)))
+        analysis = both.lower(w, x).compile().memory_analysis()
+        assert analysis
+        needs.append(analysis.temp_size_in_bytes)
+    return needs[0] / needs[1] <= 0.9
+
+
 OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (n00_where_the_memory_goes.check_peak_and_operation, every_step),
     (n00_where_the_memory_goes.check_peak_and_operation, lambda s: np.array(every_step(s))),
@@ -180,11 +206,14 @@ OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (n04_vocabulary_tiling.check_crossing, lambda d, v, n: jnp.array(2 * d * n / (n - 2))),
     (n04_vocabulary_tiling.check_smoothed_gradient, n04_vocabulary_tiling.check_smoothed_gradient.right),
     (n04_vocabulary_tiling.check_frozen_loss, of_x_alone),
-    (scale_out.check_tokens_at_par, lambda flops, link, n, remat: -(-3 * n / link * flops // (8 if remat else 6))),
-    (scale_out.check_my_sequences, a_range),
     (n06_llama3.check_weights_of_a_block, lambda D, H, K, h, F: jnp.asarray(D * (2 + 2 * h * (H + K) + 3 * F))),
     (n07_train_llama3.check_inputs_and_targets, as_lists),
     (n07_train_llama3.check_order, by_jax_keys),
     (n07_train_llama3.check_order, whole_epochs),
     (n12_larger_than_the_chip.check_backward_scan, in_a_fori_loop),
+    (n10_trust_but_verify.check_cured_dropout, key_in_the_carry),
+    (n10_trust_but_verify.check_cured_dropout, counted),
+    (n10_trust_but_verify.check_worth_it, by_jax_itself),
+    (n11_scale_out.check_tokens_at_par, lambda flops, link, n, remat: -(-3 * n / link * flops // (8 if remat else 6))),
+    (n11_scale_out.check_my_sequences, a_range),
 ]

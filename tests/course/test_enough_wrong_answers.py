@@ -7,7 +7,6 @@ import test_exercises
 import test_wrong_answers_05 as mesh
 import test_wrong_answers_08 as long
 import test_wrong_answers_09 as lora
-import test_wrong_answers_10 as fourth
 import test_wrong_answers_13 as policy
 
 ENOUGH = 6
@@ -21,11 +20,9 @@ def wrong_answers() -> Counter[str]:
         policy.WRONG,
         long.WRONG,
         mesh.WRONG,
-        fourth.WRONG,
     ):
         found.update(check.__name__ for check, _, _ in table.values())
     found.update({name.partition(".")[2]: test_exercises.ENOUGH for name in test_exercises.CHECKS})  # tested there
-    found["check_cured_dropout"] += len(test_exercises.WRONG)
     return found
 
 

@@ -107,31 +107,6 @@ def test_a_right_answer_in_other_words_is_taken(check, answer, capsys):
     assert "correct" in capsys.readouterr().out
 
 
-STACKED = """
-    remat = "nothing" if remat else None
-    return jnp.mean(llamem.apply_stack(layer, w, x, keys, remat=remat) ** 2)
-"""
-WRONG = {
-    "the last layer skipped": ("    w = jax.tree.map(lambda a: a[:-1], w)", "last layer is left out"),
-    "layers reversed": ("    w = jax.tree.map(lambda a: a[::-1], w)", "in reverse order"),
-    "always on": ("    remat = True", "whatever the flag says"),
-    "one key broadcast": ("    keys = jnp.broadcast_to(key, (7,))", "are copies"),
-    "the step's key ignored": ("    keys = jax.random.split(jax.random.key(0), 7)", "in every step"),
-    "pairs share keys": ("    keys = jnp.repeat(jax.random.split(key, 4), 2)[:7]", "are copies"),
-}
-
-
-@pytest.mark.parametrize("mistake", WRONG)
-def test_mistakes_in_notebook_10_get_the_hint_that_fits(mistake):
-    line, hint = WRONG[mistake]
-    (path,) = [path for path in NOTEBOOKS if path.name.startswith("10_")]
-    (exercise,) = [exercise for exercise in exercises_of(path) if exercise.name == "cured_dropout"]
-    signature = exercise.stub.partition("\n")[0]
-    keys = "" if "keys" in line else "\n    keys = jax.random.split(key, len(w['up']))"
-    with pytest.raises(AssertionError, match=hint):
-        run(exercise, f"{signature}\n{line}{keys}{STACKED}")
-
-
 def test_a_cell_that_breaks_the_form_is_refused(tmp_path):
     def notebook(stub: str, after: str) -> Path:
         cell = {"cell_type": "code", "metadata": {"tags": ["exercise"]}, "source": stub}

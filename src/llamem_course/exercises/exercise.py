@@ -77,8 +77,9 @@ class Exercise:
             got, expected = self.ask(answer, *case), self._result(self.right, name)
             if not (self.accepts or self._same)(got, expected):
                 assert got is not None, f"{name}: yours returns None. {self.otherwise}"
-                told = self.told(got, expected, *case)
-                raise AssertionError(" ".join(filter(None, (f"{name}:", told, self._hint(name, got)))))
+                told, hint = self.told(got, expected, *case), self._hint(name, got)
+                said = (f"{name}:", told, "" if hint in told else hint)
+                raise AssertionError(" ".join(filter(None, said)))
         for demand in self.demands:
             demand(answer)
         return self.praise(answer) if callable(self.praise) else self.praise

@@ -1,4 +1,4 @@
-"""The exercises of notebook 11."""
+"""The exercises of notebook 11: tokens at par, sequences of a host, a mesh that fits."""
 
 import operator
 from functools import partial
@@ -18,9 +18,9 @@ from llamem_course.exercises.exercise import Answer, Exercise
 
 
 def _at_par(
-    flops: float, link: float, n_bytes: float, remat: bool, *, journeys: float = 3, forward: int = 2, backward: int = 4
+    flops: float, link: float, n_bytes: float, remat: bool, *, times: float = 3, forward: int = 2, backward: int = 4
 ) -> float:
-    return (journeys * n_bytes / link) / ((backward + forward * (1 + remat)) / flops)
+    return (times * n_bytes / link) / ((backward + forward * (1 + remat)) / flops)
 
 
 def _tokens(answer: Answer, *given: Any) -> Any:
@@ -53,15 +53,17 @@ check_tokens_at_par = Exercise(
             lambda *given: 8e9 * _at_par(*given),
             lambda flops, link, n_bytes, remat: 3 * n_bytes * link / flops,
         ],
-        "One journey of the weights? In which passes are they needed, and what travels in the last?": (
-            partial(_at_par, journeys=1)
+        "Do the weights arrive once? In which passes are they needed, and what travels in the last?": (
+            partial(_at_par, times=1)
         ),
-        "The weights arrive twice. What travels in the backward pass as well?": partial(_at_par, journeys=2),
-        "Four journeys? A gradient is summed once, and nobody asks for it whole.": partial(_at_par, journeys=4),
-        "Six journeys? Count how often all weights come to a chip, or leave it, in one step. Or three operations? A "
-        "multiplication and an addition are two FLOPs.": partial(_at_par, journeys=6),
+        "The weights arrive twice. What travels in the backward pass as well?": partial(_at_par, times=2),
+        "Four times? After a reduce-scatter each chip has its part of a gradient: does anybody need it whole?": (
+            partial(_at_par, times=4)
+        ),
+        "Six times? Count how often all weights arrive on a chip, or leave it, in one step. Or three operations? A "
+        "multiplication and an addition are two FLOPs.": partial(_at_par, times=6),
         "Is it a gradient in float32? It has n_bytes a number, as the weights have.": (
-            lambda flops, link, n_bytes, remat: _at_par(flops, link, 2 * n_bytes + 4, remat, journeys=1)
+            lambda flops, link, n_bytes, remat: _at_par(flops, link, 2 * n_bytes + 4, remat, times=1)
         ),
         "That is the forward pass alone. How many FLOPs has a whole step?": (
             lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, False, backward=0)
@@ -77,7 +79,7 @@ check_tokens_at_par = Exercise(
             lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, False),
             lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, True),
             lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, not remat),
-            lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, remat, journeys=3 + remat),
+            lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, remat, times=3 + remat),
         ],
         "Is a speed of one chip written into your answer?": [
             lambda flops, link, n_bytes, remat: _at_par(275e12, link, n_bytes, remat),
