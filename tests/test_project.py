@@ -224,7 +224,7 @@ def test_a_teacher_is_told_the_minutes_that_the_notebooks_say():
     exercises = sum(minutes(number)[1] for number in day)
     together = sum(rows[number] for number in day)
     assert int(told[0]) == together and abs(int(told[1]) - (together - exercises)) <= 15
-    assert "one to two hours a notebook" in README
+    assert "45 minutes a notebook" in README
     listed = sorted(path.name[:2] for path in (ROOT / "notebooks").glob("*.ipynb"))
     assert all(30 <= minutes(number)[0] <= 140 for number in listed)
 
