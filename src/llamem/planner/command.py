@@ -16,7 +16,7 @@ from jaxmem.report import GiB
 from llamem.adapters.lora import LoraConfig
 from llamem.files.hf_config import config_from_hf
 from llamem.llama.config import PRESETS, LlamaConfig
-from llamem.planner.grid import MODELS, PLACES, TOKENS, WAYS, check, fill, grid
+from llamem.planner.grid import MODELS, PLACES, TOKENS, WAYS, check, fill, questions_of
 from llamem.planner.result import SPEEDS, speeds_shown
 from llamem.planner.search import Found, find_plan, longest_context
 from llamem.planner.sizes import usual_types
@@ -75,7 +75,7 @@ def _table(given: argparse.Namespace) -> int:
         unknown = [name for name in given.models if name not in PRESETS]
         if unknown:
             raise ValueError(f"no model of the table is called {unknown[0]!r}. There are: {', '.join(PRESETS)}.")
-        fill(given.out, grid(given.models, given.ways, given.chip, given.tokens), say)
+        fill(given.out, questions_of(given.models, given.ways, given.chip, given.tokens), say)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         print(error, file=sys.stderr)
         return BAD_INPUT

@@ -64,7 +64,9 @@ class Question:
         return self.tokens <= PRESETS[self.model].max_seq_len and not (self.model == "llama3.1-70b" and single)
 
 
-def grid(models: Sequence[str], ways: Sequence[str], chips: Sequence[str], tokens: Sequence[int]) -> list[Question]:
+def questions_of(
+    models: Sequence[str], ways: Sequence[str], chips: Sequence[str], tokens: Sequence[int]
+) -> list[Question]:
     """Return the questions of a grid, short ones of a model, a way and a chip before long ones."""
     everything = (Question(m, w, c, n) for m in models for w in ways for c in chips for n in sorted(tokens))
     return [question for question in everything if question.can_be]
