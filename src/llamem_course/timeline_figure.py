@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -25,6 +25,7 @@ COLOURS: dict[str, str] = dict(
 )  # fmt: skip
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _HOST = "on the host"
+Over = Literal["operations", "seconds"]
 _DARK = {"optimizer", "batch", "residuals", "workspace", "output"}  # light colours, which take dark letters
 _HATCHED: dict[str, Any] = {"hatch": "////", "edgecolor": "0.45"}  # what is set aside for the output
 
@@ -59,6 +60,23 @@ def drawn_steps(found: Mapping[str, Timeline]) -> dict[str, int]:
     return dict.fromkeys(steps, most) if most <= 3 * min(steps.values()) else steps
 
 
+def edges_drawn(one: Timeline, over: Over) -> np.ndarray:
+    """Return where each step begins on the axis, and where the last one ends: numbers of operations, or milliseconds.
+
+    An operation of a loop has the milliseconds of all its turns. Raise ValueError where the compiler was not asked.
+    """
+    if over == "operations":
+        return np.arange(one.steps + 1)
+    if not one.seconds:
+        raise ValueError(
+            f"no operation of this program for {one.chip} has an estimate of its seconds: a TPU's compiler has them, "
+            'and says so if it is asked to the end, compile_report(..., chip="v5e-1", depth="code").'
+        )
+    seconds = np.zeros(one.steps)
+    seconds[: len(one.seconds)] = one.seconds
+    return np.append(0, 1000 * np.cumsum(seconds))
+
+
 def passes_drawn(one: Timeline) -> list[tuple[str, int, int]]:
     """Return the passes as they are told to a reader: a border inside a loop is moved to where that loop begins.
 
@@ -89,21 +107,25 @@ def largest_made(timeline: Timeline, count: int = 3) -> list[Span]:
     return [buffer for buffer in timeline.at_peak() if buffer.name not in ("argument", "constant")][:count]
 
 
-def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
+def timeline(reports: Mapping[str, Report | Timeline], over: Over = "operations") -> Figure:
     """Device memory over the schedule of each program, by category, on equal axes; `timeline_alt` says it in words.
+
+    `over="seconds"`: each operation is as wide as it takes long, by the estimate of a TPU's compiler, loops in all
+    their turns.
 
     Where one schedule has over three times the steps of another, each stands on steps of its own; bytes stay equal.
     The title has the highest point, what the compiler set aside where gaps make it more, and who fits where not all
     do. Passes are marked, and loops with how often they run; the dashed line is what the chip offers. At the peak stand
     the three largest buffers that the program makes. Memory on the host, where there is any, is a line of its own, or a
     number where it lies far above the axis.
-    Raises ValueError for a report without a timeline.
+    Raises ValueError for a report without a timeline, and for one without seconds where these are to be drawn.
     """
     found = timelines(reports)
+    edges = {name: edges_drawn(one, over) for name, one in found.items()}
     unit, n_bytes = unit_of(found)
     columns = 2 if len(found) in (2, 4) else min(len(found), 3)
     rows = math.ceil(len(found) / columns)
-    drawn = drawn_steps(found)
+    drawn = drawn_steps(found) if over == "operations" else dict.fromkeys(found, max(e[-1] for e in edges.values()))
     same_steps = len(set(drawn.values())) == 1
     fig, axes = plt.subplots(
         rows,
@@ -119,10 +141,10 @@ def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
     for ax, (name, one) in zip(axes.flat, found.items(), strict=False):
         ax.set_xlim(0, drawn[name])
         ax.set_ylim(0, (1.34 if columns < 3 else 1.45) * top)  # room for what `_peak` writes
-        _areas(ax, one, n_bytes)
-        _passes(ax, one)
-        _capacity(ax, one, n_bytes, unit)
-        _peak(ax, one, n_bytes)
+        _areas(ax, one, n_bytes, edges[name])
+        _passes(ax, one, edges[name])
+        _capacity(ax, one, n_bytes, unit, edges[name])
+        _peak(ax, one, n_bytes, edges[name])
         verdict = "" if all_fit else ", fits" if one.fits else ", does not fit"
         title = f"{name}: {told_size(one, unit, n_bytes)}{verdict}"
         ax.set_title(title, loc="left", fontweight="bold", fontsize=9.5 if columns > 2 else 10.5, pad=27)
@@ -131,7 +153,7 @@ def timeline(reports: Mapping[str, Report | Timeline]) -> Figure:
     for ax in axes[:, 0]:
         ax.set_ylabel(f"{unit} in use")
     for ax in axes[-1] if same_steps else axes.flat:
-        ax.set_xlabel("operation of the compiled program")
+        ax.set_xlabel("operation of the compiled program" if over == "operations" else "ms, the compiler's estimate")
     shown = {}
     for ax in axes.flat[: len(found)]:
         handles, labels = ax.get_legend_handles_labels()
@@ -176,9 +198,9 @@ def drawn_capacity(one: Timeline) -> int:
     return capacity if capacity <= 4 * one.peak_bytes else 0
 
 
-def _areas(ax: Axes, one: Timeline, n_bytes: int) -> None:
+def _areas(ax: Axes, one: Timeline, n_bytes: int, edges: np.ndarray) -> None:
     base = np.zeros(one.steps)
-    steps = np.arange(one.steps + 1)
+    even = np.ptp(np.diff(edges)) == 0  # else the legend alone says what an area is
     height = ax.get_ylim()[1]
     host = one.curve("host")
     for category, sizes in one.by_category().items():
@@ -187,7 +209,7 @@ def _areas(ax: Axes, one: Timeline, n_bytes: int) -> None:
             lower_edge, upper_edge = np.append(base, base[-1]), np.append(upper, upper[-1])
             named = sizes.max() / n_bytes > 0.004 * height  # else too thin for the legend
             ax.fill_between(
-                steps,
+                edges,
                 lower_edge,
                 upper_edge,
                 step="post",
@@ -196,15 +218,16 @@ def _areas(ax: Axes, one: Timeline, n_bytes: int) -> None:
                 label=category if named else None,
                 **(_HATCHED if category == "output" else {}),
             )
-            _name_area(ax, category, base, upper, host / n_bytes)
+            if even:
+                _name_area(ax, category, base, upper, host / n_bytes)
         base = upper
-    ax.step(steps, np.append(base, base[-1]), where="post", color="black", linewidth=0.7)
+    ax.step(edges, np.append(base, base[-1]), where="post", color="black", linewidth=0.7)
     if host.max(initial=0) / n_bytes > 2 * ax.get_ylim()[1]:
         least, most = (f"{size / n_bytes:.0f}" for size in (host.min(), host.max()))
         ax.text(0.98, 0.7, f"on the host: {least} to {most}", transform=ax.transAxes, ha="right", fontsize=8)
     elif host.any():
         edge = np.append(host, host[-1]) / n_bytes
-        ax.step(steps, edge, where="post", color="black", linestyle=":", linewidth=1.6, label=_HOST)
+        ax.step(edges, edge, where="post", color="black", linestyle=":", linewidth=1.6, label=_HOST)
 
 
 def _name_area(ax: Axes, category: str, lower: np.ndarray, upper: np.ndarray, host: np.ndarray) -> None:
@@ -225,39 +248,40 @@ def _name_area(ax: Axes, category: str, lower: np.ndarray, upper: np.ndarray, ho
     ax.text(best + width / 2, (low + high) / 2, category, bbox=frame, **style)
 
 
-def _passes(ax: Axes, one: Timeline) -> None:
+def _passes(ax: Axes, one: Timeline, edges: np.ndarray) -> None:
     above = ax.get_xaxis_transform()
-    for name, first, end in passes_drawn(one):
+    for name, first, end in [(name, edges[first], edges[end]) for name, first, end in passes_drawn(one)]:
         if first:
             ax.axvline(first, color="black", linewidth=0.7, alpha=0.6)
         if end - first > 0.1 * ax.get_xlim()[1]:
             ax.text((first + end) / 2, 1.075, name, transform=above, ha="center", va="bottom", fontsize=9)
     drawn_to, named = -1, 0.03 if len(ax.figure.axes) == 1 else 0.06  # wide enough for a number
     for loop in one.loops:
-        if loop.first < drawn_to or loop.end - loop.first < 0.03 * ax.get_xlim()[1]:
+        first, end = edges[loop.first], edges[loop.end]
+        if first < drawn_to or end - first < 0.03 * ax.get_xlim()[1]:
             continue  # inside of one that is marked, or too short to be seen
-        drawn_to = loop.end
-        ax.plot([loop.first, loop.end], [1.02, 1.02], transform=above, color="0.35", linewidth=2.2, clip_on=False)
-        if loop.trips and loop.end - loop.first > named * ax.get_xlim()[1]:
-            middle, trips = (loop.first + loop.end) / 2, f"x {loop.trips}"
+        drawn_to = end
+        ax.plot([first, end], [1.02, 1.02], transform=above, color="0.35", linewidth=2.2, clip_on=False)
+        if loop.trips and end - first > named * ax.get_xlim()[1]:
+            middle, trips = (first + end) / 2, f"x {loop.trips}"
             ax.text(middle, 1.025, trips, transform=above, ha="center", va="bottom", fontsize=8, color="0.35")
 
 
-def _capacity(ax: Axes, one: Timeline, n_bytes: int, unit: str) -> None:
+def _capacity(ax: Axes, one: Timeline, n_bytes: int, unit: str, edges: np.ndarray) -> None:
     capacity = (one.capacity_bytes or 0) / n_bytes
     if 0 < capacity <= ax.get_ylim()[1]:
         ax.axhline(capacity, color="black", linestyle="--", linewidth=1.2)
         steps = ax.get_xlim()[1]
         high = capacity > 0.7 * ax.get_ylim()[1]  # just under what `_peak` writes; else the side away from the peak
-        left = (one.peak_step < 0.5 * steps) == high
+        left = (edges[one.peak_step] < 0.5 * steps) == high
         place = {"ha": "left" if left else "right", "va": "bottom", "fontsize": 8}
         frame = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.8}
         label = f"{one.chip}: {capacity:.2f} {unit}"
         ax.text((0.005 if left else 0.995) * steps, 1.015 * capacity, label, bbox=frame, **place)
 
 
-def _peak(ax: Axes, one: Timeline, n_bytes: int) -> None:
-    step, height = one.peak_step, one.peak_bytes / n_bytes
+def _peak(ax: Axes, one: Timeline, n_bytes: int, edges: np.ndarray) -> None:
+    step, height = edges[one.peak_step], one.peak_bytes / n_bytes
     lines = ["largest at the peak:"]
     lines += [f"{buffer.bytes / n_bytes:.2f} {buffer.category}  {buffer.shape}" for buffer in largest_made(one)]
     ax.plot(step, height, marker="v", color="black", markersize=6, clip_on=False)

@@ -53,6 +53,24 @@ def test_the_peak_names_its_three_largest_buffers(four):
     assert [buffer.category for buffer in largest_made(handmade(residuals=9))] == ["residuals", "logits"]
 
 
+def test_over_seconds_an_operation_is_as_wide_as_it_takes_long():
+    plain = handmade()
+    with pytest.raises(ValueError, match='depth="code"'):
+        plots.timeline({"plain": plain}, over="seconds")
+    timed = dataclasses.replace(plain, seconds=tuple(0.001 * (step + 1) for step in range(plain.steps)))
+    slow = dataclasses.replace(timed, seconds=tuple(3 * one for one in timed.seconds))
+    figure = plots.timeline({"timed": timed, "slow": slow}, over="seconds")
+    whole = plain.steps * (plain.steps + 1) / 2
+    for ax, pace in zip(figure.axes, (1, 3), strict=True):
+        drawn = np.asarray(areas(ax)["logits"].get_paths()[0].vertices)
+        high = drawn[drawn[:, 1] == drawn[:, 1].max(), 0]
+        logits = next(span for span in plain.buffers if span.category == "logits")
+        begin, end = (pace * step * (step + 1) / 2 for step in (logits.first, logits.last + 1))
+        assert high.min() == pytest.approx(begin) and high.max() == pytest.approx(end)
+        assert ax.get_xlim()[1] == pytest.approx(3 * whole) and ax.get_xlabel() == "ms, the compiler's estimate"
+    plt.close(figure)
+
+
 def test_host_memory_is_a_line_of_its_own(four):
     lines = [line for line in four.axes[0].lines if line.get_label() == "on the host"]
     assert len(lines) == 1 and np.max(lines[0].get_ydata()) == 1
