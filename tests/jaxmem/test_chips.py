@@ -111,7 +111,7 @@ def test_tpus_by_how_they_are_connected(name, devices):
     mesh = found.mesh(fsdp=devices // 4, tensor=4)
     assert found.capacity_bytes == one.capacity_bytes and mesh.size == devices
     assert set(mesh.axis_types) == {jax.sharding.AxisType.Auto}  # and not what JAX takes where nobody says it
-    for odd in ("v5e:16x16x2", "v5e:0x4", "v9:2x2", "h100:1x8"):
+    for odd in ("v5e:16x16x2", "v5e:0x4", "v9:2x2", "h100:1x8", "v7x:2x2x1", "v7x:2x2x2x2"):
         with pytest.raises(ValueError, match=r"no chip is called.*'v5p:4x4x8'"):
             jaxmem.find_chip(odd)
 

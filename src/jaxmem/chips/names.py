@@ -57,12 +57,14 @@ def chip_called(name: str) -> Chip:
 
 def pod(name: str) -> Chip | None:
     """Return TPUs by generation and sizes, "v5p:4x4x8"; None where the name is no such thing. Their compiler
-    knows which sizes Google builds.
+    knows which sizes Google builds. A v7x is half of a chip, and of slices of those we know nothing.
     """
     generation, _, sizes = name.partition(":")
     chip = CHIPS.get(f"{generation}-1")
-    if chip is None or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", sizes) or sizes.count("x") != chip.topology.count("x"):
+    own, _, single = chip.topology.partition(":") if chip else ("", "", "")
+    if own != generation or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", sizes) or sizes.count("x") != single.count("x"):
         return None
+    assert chip
     devices = math.prod(int(size) for size in sizes.split("x"))
     return dataclasses.replace(chip, name=name, topology=name, devices=devices)
 

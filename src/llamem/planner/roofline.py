@@ -24,12 +24,12 @@ HOST_LINK = {family: chip.host_link for family, chip in _FAMILIES.items() if chi
 CHIP_LINK = {family: chip.chip_link for family, chip in _FAMILIES.items() if chip.chip_link}
 _LINK = 16e9  # bytes/s, where the chip does not say
 # Chips that the fast links join: TPU slices and machines of eight GPUs. Google Cloud's TPU pages: a pod of v5e or v6e
-# has 256 chips, a v5p job up to 6,144. NVIDIA's data sheets of DGX A100 and DGX H100.
-INSIDE = {"v5e": 256, "v6e": 256, "v5p": 6144, "a100": 8, "h100": 8}
+# has 256 chips, a v5p job up to 6,144. NVIDIA's data sheets of DGX A100, H100, H200 and B200.
+INSIDE = {"v5e": 256, "v6e": 256, "v5p": 6144, "a100": 8, "h100": 8, "h200": 8, "b200": 8}
 # Bytes/s from a chip to those of other slices or machines. TPUs: the data-centre network (DCN) on Google Cloud's TPU
 # pages, 6.4 and 25.6 Tbit/s for a pod of 256 v5e and v6e, 50 Gbit/s for a v5p. GPUs: a network card for each, of 200
-# Gbit/s in a DGX A100, of 400 in a DGX H100.
-NETWORK = {"v5e": 3.125e9, "v6e": 12.5e9, "v5p": 6.25e9, "a100": 25e9, "h100": 50e9}
+# Gbit/s in a DGX A100, of 400 in the later ones.
+NETWORK = {"v5e": 3.125e9, "v6e": 12.5e9, "v5p": 6.25e9, "a100": 25e9, "h100": 50e9, "h200": 50e9, "b200": 50e9}
 
 # Reads and writes of an activation of N x D, or of N x F, in one layer's forward pass after fusion; twice in the
 # backward pass. Counted in the optimised programs of the 1B model.
