@@ -17,6 +17,8 @@ from llamem_course.exercises import (
     n04_vocabulary_tiling,
     n06_llama3,
     n07_train_llama3,
+    n08_long_context,
+    n09_adapters,
     n10_trust_but_verify,
     n11_scale_out,
     n12_larger_than_the_chip,
@@ -139,6 +141,39 @@ def as_lists(ids, wrote):
     return [int(i) for i in ids[:-1]], [int(i) if own else -100 for i, own in zip(ids[1:], wrote[1:], strict=True)]
 
 
+def into_one_array(w, x_ND, tiles):
+    wide = {name: a.astype(jnp.float32) for name, a in w.items()}
+    rows = x_ND.reshape(tiles, -1, x_ND.shape[1])
+
+    @jax.checkpoint
+    def tile(x_TD):
+        gate, up, down = (wide[name].astype(x_TD.dtype) for name in ("gate", "up", "down"))
+        return (jax.nn.silu(x_TD @ gate) * (x_TD @ up)) @ down
+
+    return jax.lax.fori_loop(0, tiles, lambda i, y: y.at[i].set(tile(rows[i])), rows).reshape(x_ND.shape)
+
+
+def by_groups(x, w, down, up, scale, adapter):
+    order = jnp.argsort(adapter)
+    sizes = jnp.bincount(adapter, length=len(scale)) * x.shape[1]
+    z = jax.lax.ragged_dot(x[order].reshape(-1, x.shape[2]), down, sizes)
+    delta = jax.lax.ragged_dot(z, up, sizes).reshape(*x.shape[:2], -1) * scale[adapter[order]][:, None, None]
+    return x @ w + jnp.zeros_like(delta).at[order].set(delta)
+
+
+def side_by_side(x, w, down, up, scale, adapter):
+    return jax.vmap(lambda x_TD, a: x_TD @ w + scale[a] * (x_TD @ down[a]) @ up[a])(x, adapter)
+
+
+def unpacked(values, scale, dtype):
+    q = jnp.concatenate([values & 15, values >> 4], axis=-1).astype(jnp.float32) - 8
+    return (q * scale.astype(jnp.float32)[..., None]).reshape(len(values), -1).astype(dtype)
+
+
+def row_by_row(values, scale, dtype):
+    return jax.lax.map(lambda one: unpacked(one[0][None], one[1][None], dtype)[0], (values, scale))
+
+
 def in_a_fori_loop(layer, update, state, inputs, dy):
     def visit(turn, carry):
         dx, state = carry
@@ -206,6 +241,11 @@ OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (n04_vocabulary_tiling.check_crossing, lambda d, v, n: jnp.array(2 * d * n / (n - 2))),
     (n04_vocabulary_tiling.check_smoothed_gradient, n04_vocabulary_tiling.check_smoothed_gradient.right),
     (n04_vocabulary_tiling.check_frozen_loss, of_x_alone),
+    (n08_long_context.check_better_plan, lambda: llamem.Plan(offload=("block_in",), moments="host")),
+    (n08_long_context.check_feed_forward, into_one_array),
+    (n09_adapters.check_adapted, by_groups),
+    (n09_adapters.check_adapted, side_by_side),
+    (n09_adapters.check_dequantized, row_by_row),
     (n06_llama3.check_weights_of_a_block, lambda D, H, K, h, F: jnp.asarray(D * (2 + 2 * h * (H + K) + 3 * F))),
     (n07_train_llama3.check_inputs_and_targets, as_lists),
     (n07_train_llama3.check_order, by_jax_keys),

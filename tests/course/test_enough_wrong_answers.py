@@ -5,8 +5,6 @@ from collections import Counter
 import pytest
 import test_exercises
 import test_wrong_answers_05 as mesh
-import test_wrong_answers_08 as long
-import test_wrong_answers_09 as lora
 import test_wrong_answers_13 as policy
 
 ENOUGH = 6
@@ -16,9 +14,7 @@ def wrong_answers() -> Counter[str]:
     """How many wrong answers are tried on each check, by its name."""
     found: Counter[str] = Counter()
     for table in (
-        lora.WRONG,
         policy.WRONG,
-        long.WRONG,
         mesh.WRONG,
     ):
         found.update(check.__name__ for check, _, _ in table.values())
