@@ -1,7 +1,6 @@
-"""Figures of notebook 09: an adapter, what a chip must hold to fine-tune a model, and the numbers of float16."""
+"""Figures of notebook 09: an adapter, and what a chip must hold to fine-tune a model."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -81,28 +80,4 @@ def ledger_bars(
     ax.set_yticks(range(len(rows)), [f"{bits}, {chip}" for bits, chip in rows])
     ax.set(xlabel="GiB", xlim=(0, 1.15 * left.max()))
     ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, fontsize=9)
-    return fig
-
-
-def float16_range(values: Mapping[str, Any]) -> Figure:
-    """Draw how large numbers are, a histogram for each name, on an axis that is marked by what float16 can hold.
-
-    Numbers that are zero are left out.
-    """
-    normal, subnormal = (float(np.finfo(np.float16).smallest_normal), float(np.finfo(np.float16).smallest_subnormal))
-    largest, left, right = float(np.finfo(np.float16).max), 1e-13, 1e6
-    fig, ax = plt.subplots(figsize=(9, 3.4))
-    bins = np.logspace(np.log10(left), np.log10(right), 96).tolist()
-    for i, (name, array) in enumerate(values.items()):
-        sizes = np.abs(np.asarray(array, np.float64)).ravel()
-        shares = np.full(len(sizes), 100 / len(sizes))
-        ax.hist(sizes, bins, weights=shares, color=f"C{i}", hatch=HATCHES[i], edgecolor="white", label=name)
-    zones = ((left, subnormal / 2, "becomes zero"), (subnormal / 2, normal, "few digits"))
-    zones += ((normal, largest, "all 11 bits"), (largest, right, "infinite"))
-    for i, (low, high, text) in enumerate(zones):
-        ax.axvspan(low, high, color="0.85" if i % 2 == 0 else "0.95", zorder=0)
-        ax.text(np.sqrt(low * high), 0.97, text, transform=ax.get_xaxis_transform(), ha="center", va="top", fontsize=10)
-    ax.set(xscale="log", xlim=(left, right), xlabel="size of a number", ylabel="share of the numbers (%)")
-    ax.set_ylim(0, 1.25 * ax.get_ylim()[1])
-    ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=2, fontsize=10)
     return fig
