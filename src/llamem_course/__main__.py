@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llamem_course.grading import Row, grade
-from llamem_course.hand_out import hand_out
+from llamem_course.hand_out import write_hand_out
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             table.writerow(Row._fields)
             table.writerows(grade(given.grade, given.source))
         else:
-            print(hand_out(given.source, given.hand_out, given.only))
+            print(write_hand_out(given.source, given.hand_out, given.only))
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -14,7 +14,7 @@ _PAGES = re.compile(r"https://github\.com/[^\s)]+/notebooks/")
 _LINK = re.compile(r"\]\((\w+\.ipynb)")
 
 
-def hand_out(source: Path, folder: Path, only: str | None = None) -> str:
+def write_hand_out(source: Path, folder: Path, only: str | None = None) -> str:
     """Write the notebooks of `source`, or the one whose name begins with `only`, to a new `folder`.
 
     Pages and pictures that they show go with them. Return how many notebooks there are, and what was left out. Raises

@@ -143,7 +143,7 @@ def _all_at_once(layer: Answer, update: Answer, state: Any, inputs_LND: Any, dy_
 
 
 def _clipped(
-    layer: Answer, update: Answer, state: Any, inputs_LND: Any, dy_ND: Any, limit: float, *, factor: Answer
+    layer: Answer, update: Answer, state: Any, inputs_LND: Any, dy_ND: Any, limit: Any, *, factor: Answer
 ) -> Any:
     """Return the new state, all gradients kept and each layer's multiplied by `factor(squares, limit, dy_ND)`."""
     grads, _ = _autodiff(layer, state, inputs_LND, dy_ND)
