@@ -12,7 +12,7 @@ NOTEBOOKS = Path(__file__).resolve().parent.parent / "notebooks"
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "00": ({"tokens": 4096, "small_chip": "t4"}, {"other_chip": "a100-80", "small_chip": "v6e-1"}),
     "01": ({"width": 256, "depth": 8}, {"chip": "v6e-1", "other_chip": "t4", "tokens": 5000}),
-    "02": ({"chip": "v6e-1", "other_chip": "a100-80", "lengths": "[4096]"}, {"tokens": 4096}, {"tokens": 1024}),
+    "02": ({"chip": "v6e-1", "other_chip": "a100-80"}, {"tokens": 4096}, {"tokens": 1024}),
     "03": ({"tokens": 2048}, {"chip": "v6e-1", "other_chip": "l4"}),
     "04": ({"tokens": 16_384, "seed": 3}, {"tokens": 4096, "chip": "v6e-1", "other_chip": "l4"}),
     "05": ({"chip": "v6e-8"}, {"chip": "v5p-16", "seed": 3}),

@@ -15,7 +15,6 @@ from llamem_course.timeline_figure import timeline, timeline_alt
 from llamem_course.timeline_html import timeline_page
 
 __all__ = [
-    "frontier",
     "loss_curves",
     "report_bars",
     "residual_bars",
@@ -40,47 +39,6 @@ def show(fig: Figure, *, alt: str) -> None:
         fig.tight_layout()
     display(fig, metadata={"image/png": {"alt": alt}})
     plt.close(fig)
-
-
-def frontier(
-    points: Mapping[str, tuple[float, float]], hosts: Mapping[str, float], beaten: set[str], room: float, title: str
-) -> Figure:
-    """Return a figure of temporaries (GiB) against products (TFLOP), a line through the points that nothing beats.
-
-    `hosts` says how many GiB of each wait in the host's memory: such points are triangles, on no line. `room` is what
-    a card has for temporaries, in GiB; right of it the ground is grey.
-    """
-    fig, ax = plt.subplots(figsize=(9, 4.8))
-    line = sorted(point for name, point in points.items() if not hosts[name] and name not in beaten)
-    ax.plot(*zip(*line, strict=True), "o-", color="C0", markersize=8)
-    for name, point in points.items():
-        marker, colour = ("^", "C2") if hosts[name] else ("X", "C1") if name in beaten else ("", "C0")
-        ax.plot(*point, marker, color=colour, markersize=9)
-        there = f"{name}\n({hosts[name]:.1f} GiB on the host)" if hosts[name] else name
-        right = point[0] > room
-        ax.annotate(
-            there,
-            point,
-            textcoords="offset points",
-            xytext=(-8, 11) if right else (0, -12) if hosts[name] else (9, 4),
-            ha="center" if hosts[name] and not right else "left",
-            va="top" if hosts[name] and not right else "baseline",
-            fontsize=10,
-            color="C2" if hosts[name] else "black",
-        )
-    ax.set(
-        xscale="log", xlabel="temporaries on the device (GiB, log scale)", ylabel="matrix products (TFLOP)", title=title
-    )
-    ax.xaxis.set_major_locator(LogLocator(base=2))
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.minorticks_off()
-    ax.margins(x=0.12, y=0.12)
-    ax.set_xlim(ax.get_xlim())
-    ax.axvspan(room, ax.get_xlim()[1], color="0.9", zorder=0)
-    top: dict = dict(y=0.97, transform=ax.get_xaxis_transform(), va="top", fontsize=10)
-    ax.text(room, s="  does not fit", ha="left", **top)
-    ax.text(room, s=f"room beside weights  \nand gradients: {room:.1f} GiB  ", ha="right", **top)
-    return fig
 
 
 def report_bars(reports: Mapping[str, Report]) -> Figure:

@@ -10,9 +10,9 @@ import numpy as np
 
 import llamem
 from llamem_course.exercises import (
-    checkpoint_policies,
     n00_where_the_memory_goes,
     n01_checkpoint_basics,
+    n02_checkpoint_policies,
     n03_scan_vs_unrolled,
     n04_vocabulary_tiling,
     n06_llama3,
@@ -97,7 +97,7 @@ def halves(w1, w2, w3, x):
 
 def with_logsumexp(config, tokens, names):
     extra = 4 * config.n_layers * tokens * config.n_heads * ("attn" in names)
-    return checkpoint_policies.check_residual_bytes.right(config, tokens, names) + extra
+    return n02_checkpoint_policies.check_residual_bytes.right(config, tokens, names) + extra
 
 
 def runs_by_hand(layer, layers, x):
@@ -231,8 +231,8 @@ OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     ),
     (n01_checkpoint_basics.check_grouped_stack, nested),
     (n01_checkpoint_basics.check_grouped_stack, last_of_a_group_free),
-    (checkpoint_policies.check_residual_bytes, with_logsumexp),
-    (checkpoint_policies.check_thrifty, halves),
+    (n02_checkpoint_policies.check_residual_bytes, with_logsumexp),
+    (n02_checkpoint_policies.check_thrifty, halves),
     (
         n03_scan_vs_unrolled.check_best_groups,
         lambda n, x, w: jnp.array(n03_scan_vs_unrolled.check_best_groups.right(n, x, w)),

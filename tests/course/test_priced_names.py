@@ -8,7 +8,7 @@ from flax import nnx
 import jaxmem
 import llamem
 from jaxmem.compiling import matmul_flops
-from llamem_course.exercises.checkpoint_policies import priced
+from llamem_course.exercises.n02_checkpoint_policies import priced
 
 
 @pytest.mark.parametrize(

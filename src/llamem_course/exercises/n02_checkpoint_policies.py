@@ -70,34 +70,27 @@ check_residual_bytes = Exercise(
     {
         "That is one layer's. How many has this model?": lambda config, *rest: _bytes(config, *rest) // config.n_layers,
         "Bytes are asked for, and yours are MiB.": lambda *given: _bytes(*given) / MiB,
-        "How many bytes has one element?": [_elements, lambda *given: 2 * _elements(*given)],
+        "How many bytes has one element?": lambda *given: 2 * _elements(*given),
         "What does a layer keep that saves no name at all?": partial(_bytes, input=0),
         "In which type are activations computed, and in which are weights stored? Or does an array count twice?": [
             lambda config, N, names: _bytes(config, N, (*names, "input")),
             lambda config, *rest: config.param_dtype.itemsize * _elements(config, *rest),
         ],
         "Is a number of tokens written into your answer?": lambda config, N, names: _bytes(config, 1000, names),
-        "Are all names counted, each with its own width?": [
-            lambda config, N, names: _bytes(config, N, names[:1]),
-            lambda config, N, names: _bytes(config, N, ()),
-        ],
+        "Are all names counted, each with its own width?": lambda config, N, names: _bytes(config, N, names[:1]),
         "Only attention keeps a logsumexp.": lambda config, N, names: _bytes(config, N, names) + _logsumexp(config, N),
-        "These are two arrays. Do keys and values have as many heads as queries?": [
-            lambda config, N, names: _bytes(
-                config, N, names, k=config.n_heads * config.head_dim, v=config.n_heads * config.head_dim
-            ),
-            lambda config, N, names: _bytes(config, N, names, k=config.head_dim, v=config.head_dim),
-        ],
+        "These are two arrays. Do keys and values have as many heads as queries?": lambda config, N, names: _bytes(
+            config, N, names, k=config.n_heads * config.head_dim, v=config.n_heads * config.head_dim
+        ),
         "How wide is a feed-forward inside?": lambda config, N, names: _bytes(
             config, N, names, gate=config.d_model, up=config.d_model
         ),
         "Are all heads together always as wide as the residual stream?": lambda config, N, names: _bytes(
             config, N, names, q=config.d_model, attn=config.d_model
         ),
-        "Which number of the configuration says how wide it is? No share of d_model.": [
-            lambda config, N, names: _bytes(config, N, names, k=config.d_model // 4, v=config.d_model // 4),
-            lambda config, N, names: _bytes(config, N, names, gate=7 * config.d_model // 2, up=7 * config.d_model // 2),
-        ],
+        "Which number of the configuration says how wide it is? No share of d_model.": (
+            lambda config, N, names: _bytes(config, N, names, k=config.d_model // 4, v=config.d_model // 4)
+        ),
     },
     otherwise="Which arrays are kept, how wide is each, and for how many layers and tokens?",
     ask=_answered_bytes,
@@ -107,9 +100,9 @@ check_residual_bytes = Exercise(
 
 
 def priced(config: LlamaConfig, tokens: int) -> dict[str, tuple[int, int]]:
-    """For one sequence, by name: bytes that all layers keep of it, and FLOPs of the products that they then spare.
+    """For one sequence, by name: bytes that all layers keep of it, and FLOPs of the matmuls that they then spare.
 
-    Each name spares the product that makes it; `attn` is the scores times the values, in plain attention.
+    Each name spares the matmul that makes it; `attn` is the scores times the values, in plain attention.
     """
     heads, kv_heads = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     # Of each name: how wide it is, and over how many numbers each of its own is a sum.
@@ -194,26 +187,16 @@ check_best_policy = Exercise(
     "Seven names are few enough to try every choice, before anything is compiled.",
     {
         "Return a llamem.Policy": lambda table, budget: _most(_spared)(table, budget).save,
-        "It prices no other place.": [
-            lambda table, budget: Policy(offload=tuple(table)),
-            lambda table, budget: Policy(save=("block_in",)),
-        ],
-        "That is more than there is.": [
-            lambda table, budget: Policy(save=tuple(table)),
-            lambda table, budget: _most(_spared)(table, 16 * budget),
-        ],
+        "It prices no other place.": lambda table, budget: Policy(offload=tuple(table)),
+        "That is more than there is.": lambda table, budget: _most(_spared)(table, 16 * budget),
         "Is there no name that fits?": lambda table, budget: Policy(),
         "A full budget is not the aim, nor the first name that fits. What does a byte of each choice spare?": [
             _most(lambda table, names: _sum(table, names, 0)),
-            _most(lambda table, names: len(names)),
-            _first(lambda n_bytes, flops: n_bytes),
             _first(lambda n_bytes, flops: -flops),
-            _first(lambda n_bytes, flops: (-flops / n_bytes, -n_bytes)),
-            _first(lambda n_bytes, flops: (-flops / n_bytes, n_bytes)),
+            _first(lambda n_bytes, flops: -flops / n_bytes),
         ],
         "Is there a choice of more names, and may it fill the budget to the last byte?": [
             lambda table, budget: _most(_spared)(table, budget - 1),
-            _most(_spared, lambda names: len(names) < 2),
             _most(_spared, lambda names: len(names) < 4),
         ],
         "Is a name of the table left out?": _most(_spared, lambda names: "attn_out" not in names),
@@ -259,8 +242,8 @@ def _one_narrow_array(answer: Answer) -> None:
         f"what else is in it?"
     )
     flops = matmul_flops(jax.make_jaxpr(_gradients(answer))(*_arguments()).jaxpr)
-    assert (products := flops / (2 * _ROWS * _NARROW * _WIDE)) <= 10, (
-        f"{products:.0f} products: a narrow array is kept, and yet the product that makes it runs again. Which array "
+    assert (matmuls := flops / (2 * _ROWS * _NARROW * _WIDE)) <= 10, (
+        f"{matmuls:.0f} matmuls: a narrow array is kept, and yet the one that makes it runs again. Which array "
         f"does the derivative of a sine need?"
     )
 
@@ -290,12 +273,9 @@ check_thrifty = Exercise(
     3,
     _layer,
     {"With random weights": ()},
-    "One array kept, one product of three repeated.",
+    "One array kept, one matmul of three repeated.",
     {
-        "Is every function of the layer there?": [
-            lambda w1, w2, w3, x: jnp.tanh(jnp.tanh(x @ w1) @ w2) @ w3,
-            lambda w1, w2, w3, x: jnp.tanh(x @ w1) @ w2 @ w3,
-        ],
+        "Is every function of the layer there?": lambda w1, w2, w3, x: jnp.tanh(x @ w1) @ w2 @ w3,
         "The narrow array is rounded: is it kept in the type that it is computed in?": (
             partial(_layer, narrow=lambda a: a.astype(jnp.bfloat16).astype(jnp.float32))
         ),
@@ -309,20 +289,16 @@ check_thrifty = Exercise(
             "what else is in it": [
                 _layer,
                 _NARROW_NAMED,
-                _WIDE_NAMED,
                 _kept(_WIDE_NAMED),
                 _kept(_NARROW_NAMED, _POLICIES.everything_saveable),
                 _kept(_NARROW_NAMED, _POLICIES.dots_saveable),
-                _kept(_NARROW_NAMED, _POLICIES.save_anything_except_these_names("narrow")),
-                _kept(partial(_layer, wide=_named, narrow=_named)),
             ],
             "Is the name in the policy": [
-                _kept(_NARROW_NAMED, None),
                 _kept(_NARROW_NAMED, _POLICIES.save_only_these_names("narow")),
                 _kept(_dropped),
                 jax.checkpoint(_kept(_NARROW_NAMED)),
             ],
-            "the product that makes it runs again": lambda w1, w2, w3, x: _kept(_layer)(w1, w2, w3, _named(x)),
+            "the one that makes it runs again": lambda w1, w2, w3, x: _kept(_layer)(w1, w2, w3, _named(x)),
             "the derivative of a sine": _kept(_after_the_sine),
         }
     },
