@@ -1,6 +1,6 @@
 """Which device of a mesh holds which part of a loss's arrays, works on which tile in each round, and sends what."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -108,37 +108,6 @@ def collectives_drawn() -> Figure:
         ax.text(-0.3, 2, "four devices", rotation=90, ha="right", va="center", fontsize=9)
         ax.axis("off")
     return fig
-
-
-def times_drawn(times: Mapping[str, Mapping[str, tuple[float, float]]], groups: Sequence[int]) -> Figure:
-    """Return a figure: for each chip a panel of bars, of each program the milliseconds of products and of messages.
-
-    `groups` says how many programs stand in each group, from the top; a line parts it from the next.
-    """
-    fig, axes = plt.subplots(1, len(times), figsize=(10, 3.6), sharey=True, layout="constrained", squeeze=False)
-    for ax, (chip, programs) in zip(axes[0], times.items(), strict=True):
-        products, links = (np.array(column) for column in zip(*programs.values(), strict=True))
-        rows = range(len(programs))
-        ax.barh(rows, products, label="products")
-        ax.barh(rows, links, left=products, label="messages on the links")
-        for y, total in enumerate(products + links):
-            ax.annotate(f"{total:,.0f}", (total, y), (4, 0), textcoords="offset points", va="center", fontsize=9)
-        for edge in np.cumsum(groups)[:-1]:
-            ax.axhline(edge - 0.5, color="gray", linewidth=1)
-        ax.set(title=chip, xlabel="ms, one after the other", xlim=(0, 1.15 * max(products + links)))
-    axes[0, 0].set_yticks(range(len(programs)), list(programs))
-    axes[0, 0].invert_yaxis()
-    fig.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
-    return fig
-
-
-def times_alt(times: Mapping[str, Mapping[str, tuple[float, float]]]) -> str:
-    """Return what `times_drawn` shows, in words."""
-    chips = []
-    for chip, programs in times.items():
-        bars = (f"{name} {products:.0f} + {links:.0f}" for name, (products, links) in programs.items())
-        chips.append(f"{chip}: {'; '.join(bars)}")
-    return f"Bars of milliseconds of products and messages. {'. '.join(chips)}."
 
 
 def _part(ax: Axes, corner: tuple[float, float], text: str, owner: int | None) -> None:

@@ -15,6 +15,7 @@ from llamem_course.exercises import (
     n02_checkpoint_policies,
     n03_scan_vs_unrolled,
     n04_vocabulary_tiling,
+    n05_vocabulary_tiling_on_a_mesh,
     n06_llama3,
     n07_train_llama3,
     n08_long_context,
@@ -211,6 +212,25 @@ def by_jax_itself(loss, w, x):
     return needs[0] / needs[1] <= 0.9
 
 
+def largest_with_nothing_elsewhere(x, w, ids, axis):
+    own = ids - jax.lax.axis_index(axis) * len(w)
+    found = jnp.einsum("nd,nd->n", x, w[own % len(w)])
+    return jax.lax.pmax(jnp.where((own >= 0) & (own < len(w)), found, -jnp.inf), axis)
+
+
+def added_in_shares(m, s, mix, axis):
+    def summed(a):
+        return jax.lax.all_gather(jax.lax.psum_scatter(a, axis, tiled=True), axis, tiled=True)
+
+    top = jax.lax.pmax(m, axis)
+    s, mix = summed(s * jnp.exp(m - top)), summed(mix * jnp.exp(m - top)[:, None])
+    return [top + jnp.log(s), mix / s[:, None]]
+
+
+def sums_gathered(losses, counts, axis):
+    return jax.lax.all_gather(losses.sum(where=counts), axis).sum() / jax.lax.psum(counts.sum(), axis)
+
+
 OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (n00_where_the_memory_goes.check_peak_and_operation, every_step),
     (n00_where_the_memory_goes.check_peak_and_operation, lambda s: np.array(every_step(s))),
@@ -256,4 +276,7 @@ OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (n10_trust_but_verify.check_worth_it, by_jax_itself),
     (n11_scale_out.check_tokens_at_par, lambda flops, link, n, remat: -(-3 * n / link * flops // (8 if remat else 6))),
     (n11_scale_out.check_my_sequences, a_range),
+    (n05_vocabulary_tiling_on_a_mesh.check_mean_over_devices, sums_gathered),
+    (n05_vocabulary_tiling_on_a_mesh.check_target_logit, largest_with_nothing_elsewhere),
+    (n05_vocabulary_tiling_on_a_mesh.check_merge_devices, added_in_shares),
 ]

@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 import test_exercises
-import test_wrong_answers_05 as mesh
 import test_wrong_answers_13 as policy
 
 ENOUGH = 6
@@ -13,10 +12,7 @@ ENOUGH = 6
 def wrong_answers() -> Counter[str]:
     """How many wrong answers are tried on each check, by its name."""
     found: Counter[str] = Counter()
-    for table in (
-        policy.WRONG,
-        mesh.WRONG,
-    ):
+    for table in (policy.WRONG,):
         found.update(check.__name__ for check, _, _ in table.values())
     found.update({name.partition(".")[2]: test_exercises.ENOUGH for name in test_exercises.CHECKS})  # tested there
     return found
