@@ -245,6 +245,17 @@ def test_a_loss_of_ones_own():
     agree(jax.vmap(jax.grad(ours, argnums=(0, 1)), (0, None))(many, W), jax.vmap(wanted, (0, None))(many, W))
 
 
+@pytest.mark.parametrize("kind", ["clip", "importance"])
+@pytest.mark.parametrize("advantage", [1.0, 0.0])
+@pytest.mark.parametrize("beside", ["old_logprobs", "ref_logprobs"])
+def test_a_token_that_has_become_far_likelier_or_far_less_so_is_no_nan(kind, advantage, beside):
+    objective = PolicyObjective(kind=kind, kl_weight=0.1 if beside == "ref_logprobs" else 0.0)
+    far: dict[str, Any] = {beside: jnp.full((B, T), -200.0 if beside == "old_logprobs" else 200.0)}
+    policy_loss = lambda x, w: tiled_policy_loss(x, w, IDS, jnp.full((B, T), advantage), objective=objective, **far)  # noqa: E731
+    value, grads = jax.value_and_grad(policy_loss, argnums=(0, 1))(X, W)
+    assert jnp.isfinite(value) and all(jnp.isfinite(leaf).all() for leaf in grads)
+
+
 def test_masked_tokens_are_silent_whatever_they_hold():
     bad = jnp.asarray(MASK == 0)
     old = jnp.where(bad, jnp.inf, jnp.asarray(OLD, jnp.float32))

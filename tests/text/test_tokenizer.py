@@ -97,6 +97,34 @@ def test_a_saved_tokenizer_is_the_same(smollm2, llama3, tmp_path):
     assert told.decode(told.apply_chat_template("a")) == "a<|im_end|>"
 
 
+def test_a_saved_tokenizer_keeps_the_template_for_tools_and_what_is_special(smollm2, tmp_path):
+    folder = smollm2.save(tmp_path / "theirs")
+    file = folder / "tokenizer_config.json"
+    says = json.loads(file.read_text())
+    token = next(name for name in smollm2._special if name not in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"))
+    says["additional_special_tokens"] = [token]
+    says["chat_template"] = [
+        {"name": "default", "template": smollm2.chat_template},
+        {"name": "tool_use", "template": "{{ tools | length }} tools<|im_end|>"},
+    ]
+    for entry in says["added_tokens_decoder"].values():
+        entry["special"] = entry["special"] and entry["content"] != token
+    file.write_text(json.dumps(says))
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    for entry in whole["added_tokens"]:
+        entry["special"] = entry["special"] and entry["content"] != token
+    (folder / "tokenizer.json").write_text(json.dumps(whole))
+
+    theirs = Tokenizer(folder)
+    again = Tokenizer(theirs.save(tmp_path / "again"))
+    text = f"a{token}b"
+    assert again.encode(text) == theirs.encode(text) and len(theirs.encode(text)) > 3
+    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+        wanted = theirs.apply_chat_template(CHAT[:2], tools=tools)
+        assert again.apply_chat_template(CHAT[:2], tools=tools) == wanted
+    assert "1 tools" in again.decode(wanted)
+
+
 HOSTILE = [
     "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "{{ messages.append(3) }}",
@@ -178,6 +206,9 @@ def test_damaged_and_foreign_gguf_files(tmp_path, monkeypatch):
     for fields, words in (
         ({"tokenizer.ggml.pre": "deepseek-llm"}, "cuts text as 'deepseek-llm'.*tokenizer.json of the model"),
         ({"tokenizer.ggml.model": "llama"}, "of the kind 'llama'"),
+        ({"tokenizer.ggml.eot_token_id": 5000}, r"names \{'eot': 5000\}: no such ids"),
+        ({"tokenizer.ggml.bos_token_id": 5000}, r"names \{'bos': 5000\}: no such ids"),
+        ({"tokenizer.ggml.tokens": [*VOCABULARY["tokenizer.ggml.tokens"][:-1], "a"]}, "has the token 'a' twice"),
     ):
         write_gguf(file, VOCABULARY | fields)
         with pytest.raises(ValueError, match=words):

@@ -133,6 +133,12 @@ def test_the_cache_is_used_and_keyed_by_text_tokenizer_and_split(folder, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(ByteTokenizer, "encode_to_numpy", None)
         np.testing.assert_array_equal(load().train, first.train)
+    (file,) = cache.glob("*/train.bin")
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2 - 1])
+    with pytest.raises(ValueError, match=rf"train.bin has {len(whole) // 2 - 1:,} bytes, and {len(whole):,} were writ"):
+        load()
+    file.write_bytes(whole)
     load(0.2)
     load(tokenizer=ByteTokenizer("other"))
     (folder / "00.txt").write_text("another text")

@@ -81,6 +81,17 @@ def test_no_flipped_bit_is_restored_as_other_numbers(folder):
     assert len(found) >= 6 and "its description is not what was written" in found[-1], found
 
 
+def test_an_error_of_the_moment_is_no_damage(folder, monkeypatch):
+    def read(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Snapshots, "_read", read)
+        with pytest.raises(OSError, match="Input/output error"):
+            restore(folder)
+    assert_same(restore(folder), state_of())
+
+
 def test_other_settings_are_named_and_refused_until_the_word_is_said(folder, capsys):
     with pytest.raises(ValueError, match=r"steps: snapshot 4, now 8\. .*on_change='continue'.*--on-change") as error:
         restore(folder, {**SETTINGS, "steps": 8})

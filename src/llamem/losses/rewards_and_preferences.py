@@ -54,7 +54,7 @@ class PolicyObjective:
     def __call__(self, logprob: Array, entropy: Array, extras: dict[str, Array]) -> Array:
         """Return one token's loss, from its "advantage" and, if there are any, "old" and "ref" log-probabilities."""
         advantage = extras["advantage"]
-        ratio = jnp.exp(logprob - extras.get("old", jax.lax.stop_gradient(logprob)))
+        ratio = jnp.exp(_bounded(logprob - extras.get("old", jax.lax.stop_gradient(logprob))))
         if self.kind == "reinforce":
             loss = -advantage * logprob
         elif self.kind == "importance":
@@ -63,9 +63,14 @@ class PolicyObjective:
             clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
             loss = -jnp.minimum(ratio * advantage, clipped * advantage)
         if "ref" in extras:
-            log_ratio = extras["ref"] - logprob
+            log_ratio = _bounded(extras["ref"] - logprob)
             loss += self.kl_weight * (jnp.expm1(log_ratio) - log_ratio)
         return loss - self.entropy_weight * entropy if self.entropy_weight else loss
+
+
+def _bounded(log_ratio: Array) -> Array:
+    """Return a logarithm whose exponential, and its gradient, is a number in f32: infinity times 0 would be none."""
+    return jnp.minimum(log_ratio, 80.0)
 
 
 def tiled_policy_loss(

@@ -178,15 +178,26 @@ class Tokenizer:
             "tokenizer_class": "PreTrainedTokenizerFast",
             **self._names,
             "clean_up_tokenization_spaces": False,
-            "chat_template": self.chat_template,
+            "chat_template": self._templates_to_write(),
             # Where it is missing, older files that may stand in the folder are read.
             "added_tokens_decoder": {str(i): token.__getstate__() for i, token in added},
+            # Special by the configuration alone.
+            "additional_special_tokens": [
+                token.content for _, token in added if token.content in self._special and not token.special
+            ],
         }
         write_whole(folder / "tokenizer_config.json", json.dumps(content, indent=2))
         if (folder / "chat_template.jinja").exists():  # it would be read in place of the other
             write_whole(folder / "chat_template.jinja", self.chat_template or "")
         _write_token_ids(folder, self.bos_id, self.stop_ids)
         return folder
+
+    def _templates_to_write(self) -> str | list[dict[str, str]] | None:
+        """Return the chat's template; with one for tools, both by name, as they were read."""
+        if self._tool_template is None:
+            return self.chat_template
+        named = {"default": self.chat_template or "", "tool_use": self._tool_template}
+        return [{"name": name, "template": text} for name, text in named.items()]
 
     def _stops(self) -> list[str]:
         return [token for token, i in self._special.items() if i in self.stop_ids]

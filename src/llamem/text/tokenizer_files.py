@@ -389,6 +389,12 @@ def tokenizer_of(gguf: Gguf) -> Any:
     tokens, kinds = gguf.get("tokenizer.ggml.tokens"), gguf.get("tokenizer.ggml.token_type")
     pairs = [tuple(merge.split(" ")) for merge in gguf.get("tokenizer.ggml.merges")]
     ids = {token: i for i, token in enumerate(tokens)}
+    if len(ids) < len(tokens):
+        twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
+        raise ValueError(f"{gguf.file} has the token {twice!r} twice: whose id is meant? Convert the model again.")
+    named = {name: gguf.get(f"tokenizer.ggml.{name}_token_id", None) for name in ("bos", "eos", "eot", "eom")}
+    if beyond := {name: i for name, i in named.items() if i is not None and not 0 <= i < len(tokens)}:
+        raise ValueError(f"{gguf.file} has {len(tokens):,} tokens, and names {beyond}: no such ids. Convert it again.")
     special, added = (
         [token for token, kind in zip(tokens, kinds, strict=True) if kind == of_kind]
         for of_kind in (_CONTROL, _USER_DEFINED)

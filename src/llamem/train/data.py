@@ -316,6 +316,13 @@ def load_corpus(
     if not folder.is_dir():
         _write_cache(folder, documents, tokenizer, heldout_fraction)
     facts = json.loads((folder / "corpus.json").read_text())
+    for part in ("train", "heldout"):
+        held, written = (folder / f"{part}.bin").stat().st_size, facts.get(f"{part}_bytes")
+        if written is not None and held != written:
+            raise ValueError(
+                f"{folder / f'{part}.bin'} has {held:,} bytes, and {written:,} were written: the kept tokens are "
+                f"damaged. Delete {folder}; they are made again from the text."
+            )
     train, heldout = (np.memmap(folder / f"{part}.bin", np.dtype("<u4"), "r") for part in ("train", "heldout"))
     return Corpus(train, heldout, facts["num_documents"], tokenizer.vocab_size, tokenizer)
 
@@ -328,7 +335,8 @@ def _write_cache(folder: Path, documents: list[str], tokenizer: Tokenizer, heldo
                 with open(unfinished / f"{part}.bin", "wb") as out, ThreadPoolExecutor() as pool:
                     for ids in pool.map(lambda text: tokenizer.encode_to_numpy(text, bos=True, eos=True), texts):
                         out.write(ids.astype("<u4").tobytes())
-            (unfinished / "corpus.json").write_text(json.dumps({"num_documents": len(documents)}))
+            sizes = {f"{part}_bytes": (unfinished / f"{part}.bin").stat().st_size for part in ("train", "heldout")}
+            (unfinished / "corpus.json").write_text(json.dumps({"num_documents": len(documents), **sizes}))
     except OSError:
         if not folder.is_dir():  # else another process finished the same corpus first
             raise

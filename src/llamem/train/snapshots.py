@@ -1,6 +1,7 @@
 """Training checkpoints (Orbax) and the metrics file of a run, kept in step with each other: whole or not at all."""
 
 import contextlib
+import errno
 import gc
 import itertools
 import json
@@ -137,6 +138,8 @@ class Snapshots:
         except _OtherRun:
             raise
         except Exception as error:  # Orbax and tensorstore raise whatever they meet
+            if isinstance(error, OSError) and error.errno in _OF_THE_MOMENT:
+                raise  # what was written may be whole
             kind = "" if isinstance(error, _Damaged) else f"{type(error).__name__}: "
             damage[step] = f"{kind}{str(error)[:200]}"
             return None
@@ -253,6 +256,7 @@ class Snapshots:
 
 
 # What tensorstore and Orbax say where a system call failed.
+_OF_THE_MOMENT = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM)
 _OF_THE_DISK = "No space left on device|File too large|quota exceeded|RESOURCE_EXHAUSTED|Read-only file system"
 
 
