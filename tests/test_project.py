@@ -105,6 +105,12 @@ print(*sorted({name.split(".")[0] for name in set(sys.modules) - before} - set(s
     }
 
 
+def test_the_instrument_brings_jax_and_numpy_alone():
+    code = "import sys, jaxmem\njaxmem.compile_report(lambda x: x, 1.0, chip='local')\nprint('flax' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
 @pytest.mark.quick
 def test_public_names_are_found_when_they_are_asked_for_and_load_what_they_need():
     code = """

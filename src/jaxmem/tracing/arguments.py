@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from jaxmem.chips.chip import Chip
 from jaxmem.common.checks import show
@@ -63,34 +62,45 @@ def with_arrays_alone(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Ca
     arguments and the rest is closed over, as `equinox.filter_jit` has it. Without modules both come back as they are.
     """
     leaves, tree = jax.tree.flatten(args, is_leaf=_is_module)
-    stateful = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, nnx.Pytree)}
+    stateful = {i: leaf for i, leaf in enumerate(leaves) if _is_nnx(leaf)}
     parts = {i: _equinox().partition(leaf, _is_array) for i, leaf in enumerate(leaves) if _is_equinox(leaf)}
     if not stateful and not parts:
         return fn, args
-    graph, state = nnx.split(dict(stateful))
+    nnx = _nnx()
+    graph, state = nnx.split(dict(stateful)) if stateful else (None, {})
     shown = {i: state.get(i, nnx.State({})) for i in stateful} | {i: arrays for i, (arrays, _) in parts.items()}
 
     @functools.wraps(fn)
     def of_arrays(*args: Any) -> Any:
         given = tree.flatten_up_to(args)
-        modules = nnx.merge(graph, {i: given[i] for i in stateful})
+        modules = nnx.merge(graph, {i: given[i] for i in stateful}) if stateful else {}
         whole = modules | {i: _equinox().combine(given[i], static) for i, (_, static) in parts.items()}
         result = fn(*tree.unflatten([whole.get(i, leaf) for i, leaf in enumerate(given)]))
         results = jax.tree.leaves(result, is_leaf=_is_module)
-        returned = [leaf for leaf in results if isinstance(leaf, nnx.Pytree)]
-        plain = [leaf for leaf in results if not isinstance(leaf, nnx.Pytree)]
-        after = nnx.state((modules, returned))  # together: a module that is changed and returned is one result
+        returned = [leaf for leaf in results if _is_nnx(leaf)]
+        plain = [leaf for leaf in results if not _is_nnx(leaf)]
+        # Together: a module that is changed and returned is one result.
+        after = _nnx().state((modules, returned)) if modules or returned else None
         return after, [leaf for leaf in jax.tree.leaves(plain) if not parts or _is_array(leaf)]
 
     return of_arrays, tree.unflatten([shown.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 
 def _is_module(leaf: Any) -> bool:
-    return isinstance(leaf, nnx.Pytree) or _is_equinox(leaf)
+    return _is_nnx(leaf) or _is_equinox(leaf)
+
+
+def _nnx() -> Any:
+    """Return flax's nnx where it was imported, as it was where one of its modules is an argument; else None."""
+    return sys.modules.get("flax.nnx")
+
+
+def _is_nnx(leaf: Any) -> bool:
+    return _nnx() is not None and isinstance(leaf, _nnx().Pytree)
 
 
 def _equinox() -> Any:
-    """Return equinox where it was imported, as it was where one of its modules is an argument; else None."""
+    """Return equinox where it was imported, likewise."""
     return sys.modules.get("equinox")
 
 
