@@ -31,7 +31,8 @@ def two_layers(torch):
             self.layers = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(24, 3, 50, dropout) for _ in range(2))
             self.head = torch.nn.Linear(24, 37)
             self.head.weight = self.embed.weight
-            self.register_buffer("scale", torch.linspace(0.5, 1.5, 24))
+            # Not torch.linspace: transformers, once it has made a model, lets that leave the meta device.
+            self.register_buffer("scale", torch.arange(24) / 23 + 0.5)
 
         def forward(self, ids_BT):
             x_BTD = self.embed(ids_BT) * self.scale
