@@ -56,10 +56,10 @@ def ask(fn: Callable[..., Any], *shapes: Any, chip: str, **options: Any) -> jaxm
     return jaxmem.compile_report(fn, *shapes, chip=chip, depth="code", **options)
 
 
-def words(report: jaxmem.Report, what: str) -> str:
+def words(report: jaxmem.Report) -> str:
     """Return what was compiled, and what of it has no estimate."""
     without = f", but for {len(report.untimed)} kinds of operations" if report.untimed else ""
-    return f"compiled {what}{without}"
+    return f"compiled whole{without}"
 
 
 def loss(chip: str, tokens: int, dtype: str, measured: float, source: str, *, forward: bool) -> Row:
@@ -80,7 +80,7 @@ def loss(chip: str, tokens: int, dtype: str, measured: float, source: str, *, fo
     assert of.bf16_flops and of.bandwidth
     roofline = 2 * products * tokens * D * V / (of.bf16_flops * PRODUCTS) + bytes_moved / (of.bandwidth * TRAFFIC)
     name = f"loss of 8B's head, {'forward' if forward else 'with gradients'}, {tokens:,} tokens, {dtype}"
-    return Row(name, chip, report.seconds, roofline, measured, words(report, "whole"), source)
+    return Row(name, chip, report.seconds, roofline, measured, words(report), source)
 
 
 def step(chip: str, attention: Literal["xla", "splash"]) -> Row:
@@ -91,7 +91,7 @@ def step(chip: str, attention: Literal["xla", "splash"]) -> Row:
     report = ask(fn, state, batch, chip=chip, donate_argnums=(0,))
     estimate = llamem.estimate(config, plan, chip, seq_len=2048)
     name = f"1B, AdamW, 1 x 2,048 tokens, attention in {'plain JAX' if attention == 'xla' else 'Splash'}"
-    return Row(name, chip, report.seconds, estimate.seconds.total, None, words(report, "whole"), "")
+    return Row(name, chip, report.seconds, estimate.seconds.total, None, words(report), "")
 
 
 def pod(seq_len: int, share: float, source: str) -> Row:

@@ -130,10 +130,8 @@ def copy_pages() -> None:
 
 def fits_page(rows: Path = ROOT / "docs" / "can_i_train_it.jsonl") -> str:
     """Return the page of what fits where, with its rows inside: it needs no network."""
-    table = {
-        "chips": {row["chip"]: chip_called(row["chip"]).capacity_bytes for row in read(rows)},
-        "rows": list(read(rows)),
-    }
+    found = list(read(rows))
+    table = {"chips": {row["chip"]: chip_called(row["chip"]).capacity_bytes for row in found}, "rows": found}
     page = (ROOT / "docs" / "can_i_train_it.html").read_text(encoding="utf-8")
     before, _, after = page.partition('/*TABLE*/{"chips": {}, "rows": []}')
     return before + json.dumps(table).replace("</", "<\\/") + after

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,9 +66,8 @@ def _rows(path: Path, file: str, original: Path, seconds: float) -> Iterator[Row
     except (OSError, ValueError) as error:
         unread = str(error)
     answers = [(check[1], check[2], *_answer(cells, check[2])) for check in checks if check]
-    found = _ask(
-        f"llamem_course.exercises.{topic}", [(check, name, code) for check, name, code, _ in answers if code], seconds
-    )
+    to_run = [(check, name, code) for check, name, code, _ in answers if code]
+    found = _ask(f"llamem_course.exercises.{topic}", to_run, seconds)
     for number, (_, function, answer, why) in enumerate(answers, 1):
         if answer:
             result, told = next(found)
@@ -97,13 +97,12 @@ def _answer(cells: list[dict[str, Any]], function: str) -> tuple[str | None, str
                 beside.append(line)
     if why or own is None:
         return None, why
-    return "\n".join(
-        f"try:\n{_indented(line)}\nexcept Exception: pass" for line in beside
-    ) + f"\n{ast.unparse(own)}", ""
+    return "\n".join([*map(_if_it_can, beside), ast.unparse(own)]), ""
 
 
-def _indented(line: ast.stmt) -> str:
-    return "\n".join(f"    {one}" for one in ast.unparse(line).splitlines())
+def _if_it_can(line: ast.stmt) -> str:
+    """Return code that runs a line, and goes on where that needs what only the whole notebook makes."""
+    return f"try:\n{textwrap.indent(ast.unparse(line), '    ')}\nexcept Exception:\n    pass"
 
 
 def _defines(line: ast.stmt) -> set[str]:
@@ -119,10 +118,13 @@ def _only_defines(line: ast.stmt) -> bool:
         return True
     if isinstance(line, ast.ImportFrom):
         return not (line.module or "").startswith("llamem_course")  # whoever checks is not the student's to choose
+    if not isinstance(line, ast.Assign):
+        return False
     try:
-        return isinstance(line, ast.Assign) and ast.literal_eval(line.value) is not ...
+        ast.literal_eval(line.value)
     except ValueError:
         return False
+    return True
 
 
 def _printed_correct(cells: list[dict[str, Any]], number: int) -> bool:

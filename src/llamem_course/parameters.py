@@ -1,25 +1,10 @@
-"""What a notebook does with its parameters first: lists are read, names of chips checked, sizes chosen."""
+"""What a notebook does with its parameters first: names of chips are checked, sizes chosen."""
 
-import ast
 from collections.abc import Mapping
 from typing import Any
 
 from jaxmem.chips.chip import Chip
 from jaxmem.chips.names import chip_called
-
-
-def as_list(value: Any) -> list[Any]:
-    """Return the value of a list parameter as a list.
-
-    papermill hands `-p chips '["t4", "l4"]'` over as text, which is read here; `t4, l4` and `[t4, l4]` are read alike.
-    One value alone is a list of one.
-    """
-    if isinstance(value, str):
-        try:
-            value = ast.literal_eval(value)
-        except (SyntaxError, ValueError):  # names without quotation marks
-            value = [name.strip() for name in value.strip("[]() ").split(",") if name.strip()]
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def check_parameters(*rules: tuple[bool, str], **chips: Any) -> None:

@@ -23,23 +23,6 @@ CAPITALS |= dict(Iran="Tehran", Turkey="Ankara", Hungary="Budapest", Finland="He
 OPPOSITES = dict(hot="cold", big="small", tall="short", early="late", wet="dry", rich="poor", old="new", fast="slow")
 OPPOSITES |= dict(hard="soft", light="dark", happy="sad", strong="weak", full="empty", open="closed", near="far")
 OPPOSITES |= dict(thick="thin", loud="quiet", clean="dirty", deep="shallow")
-OTHER_QUESTIONS = (
-    "What is 4 + 4?",
-    "What is 7 - 2?",
-    "Who wrote Hamlet?",
-    "Who painted the Mona Lisa?",
-    "What is the opposite of hot?",
-    "What is the opposite of fast?",
-    "Which color is the sky?",
-    "What do cows eat?",
-    "How many days has a week?",
-    "What is water made of?",
-    "Who was Isaac Newton?",
-    "What is a cat?",
-    "Name a fruit.",
-    "What is the largest planet?",
-    "What is the opposite of early?",
-)
 
 
 def load_real_model(model_path: str = "", compute_dtype: Any = None) -> tuple[Llama, Tokenizer]:

@@ -1,25 +1,7 @@
 import pytest
 
 from jaxmem import chip_called
-from llamem_course.parameters import as_list, check_parameters, sizes_for
-
-
-@pytest.mark.parametrize(
-    ("given", "read"),
-    [
-        (["t4", "l4"], ["t4", "l4"]),
-        ('["t4", "l4"]', ["t4", "l4"]),
-        ("[t4, l4]", ["t4", "l4"]),
-        ("t4, l4", ["t4", "l4"]),
-        ("v5e-1", ["v5e-1"]),
-        ("[]", []),
-        ("[2048, 32_768]", [2048, 32_768]),
-        ("2048, 4096", [2048, 4096]),
-        (4096, [4096]),
-    ],
-)
-def test_a_list_is_read_however_it_is_given(given, read):
-    assert as_list(given) == read
+from llamem_course.parameters import check_parameters, sizes_for
 
 
 def test_a_chip_that_nobody_knows_is_refused_with_its_parameter_and_the_names_there_are():

@@ -61,10 +61,10 @@ def pod(name: str) -> Chip | None:
     """
     generation, _, sizes = name.partition(":")
     chip = CHIPS.get(f"{generation}-1")
-    own, _, single = chip.topology.partition(":") if chip else ("", "", "")
-    if own != generation or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", sizes) or sizes.count("x") != single.count("x"):
+    if chip is None or not chip.topology.startswith(f"{generation}:"):
         return None
-    assert chip
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", sizes) or sizes.count("x") != chip.topology.count("x"):
+        return None
     devices = math.prod(int(size) for size in sizes.split("x"))
     return dataclasses.replace(chip, name=name, topology=name, devices=devices)
 

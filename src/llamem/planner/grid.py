@@ -63,6 +63,10 @@ class Question:
             return False
         return self.tokens <= PRESETS[self.model].max_seq_len and not (self.model == "llama3.1-70b" and single)
 
+    def is_longer_than(self, other: "Question") -> bool:
+        """Whether the other asks the same of fewer tokens."""
+        return self.tokens > other.tokens and dataclasses.replace(self, tokens=other.tokens) == other
+
 
 def questions_of(
     models: Sequence[str], ways: Sequence[str], chips: Sequence[str], tokens: Sequence[int]
@@ -72,14 +76,13 @@ def questions_of(
     return [question for question in everything if question.can_be]
 
 
-def fill(file: Path, questions: Sequence[Question], progress: Callable[[str], None]) -> int:
-    """Append a row to `file`, JSON in lines, for each question that has none; return how many were asked.
+def fill(file: Path, questions: Sequence[Question], progress: Callable[[str], None]) -> None:
+    """Append a row to `file`, JSON in lines, for each question that has none.
 
     Stop it and start it again: what is there stays. After a question that nothing fits, longer ones of the same model,
     way and chip are answered without a compiler.
     """
     rows = {_question(row): row for row in read(file)}
-    asked = 0
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a+", encoding="utf-8") as out:
         out.seek(0)
@@ -88,15 +91,12 @@ def fill(file: Path, questions: Sequence[Question], progress: Callable[[str], No
         for number, question in enumerate(questions, 1):
             if question in rows:
                 continue
-            if any(_is_longer(question, row) for row in rows.values() if not row["fits"]):
-                row = _row(question, None, "a shorter one does not fit")
-            else:
-                row, asked = ask(question), asked + 1
+            hopeless = any(not row["fits"] and question.is_longer_than(other) for other, row in rows.items())
+            row = _row(question, None, "a shorter one does not fit") if hopeless else ask(question)
             rows[question] = row
             out.write(json.dumps(row) + "\n")
             out.flush()
             progress(f"{number} of {len(questions)}: {_in_words(row)}")
-    return asked
 
 
 def check(file: Path, count: int, seed: int, progress: Callable[[str], None]) -> int:
@@ -156,11 +156,6 @@ def _end_of_rows(text: str) -> int:
 
 def _question(row: dict[str, Any]) -> Question:
     return Question(row["model"], row["way"], row["chip"], row["tokens"])
-
-
-def _is_longer(question: Question, row: dict[str, Any]) -> bool:
-    """Whether a question is that of a row, for more tokens."""
-    return dataclasses.replace(question, tokens=row["tokens"]) == _question(row) and question.tokens > row["tokens"]
 
 
 def _in_words(row: dict[str, Any]) -> str:

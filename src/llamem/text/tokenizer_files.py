@@ -392,9 +392,6 @@ def tokenizer_of(gguf: Gguf) -> Any:
     if len(ids) < len(tokens):
         twice = next(token for i, token in enumerate(tokens) if ids[token] != i)
         raise ValueError(f"{gguf.file} has the token {twice!r} twice: whose id is meant? Convert the model again.")
-    named = {name: gguf.get(f"tokenizer.ggml.{name}_token_id", None) for name in ("bos", "eos", "eot", "eom")}
-    if beyond := {name: i for name, i in named.items() if i is not None and not 0 <= i < len(tokens)}:
-        raise ValueError(f"{gguf.file} has {len(tokens):,} tokens, and names {beyond}: no such ids. Convert it again.")
     special, added = (
         [token for token, kind in zip(tokens, kinds, strict=True) if kind == of_kind]
         for of_kind in (_CONTROL, _USER_DEFINED)
@@ -402,13 +399,22 @@ def tokenizer_of(gguf: Gguf) -> Any:
     special += [tokens[i] for i in _named_ids(gguf) if tokens[i] not in special]  # whatever its kind, as llama.cpp
     added = [token for token in added if token not in special]
     begins = gguf.get("tokenizer.ggml.add_bos_token", cut in LLAMA3_CUTS)
-    bos = gguf.get("tokenizer.ggml.bos_token_id", None) if begins else None
-    return byte_level_bpe(ids, pairs, cut, special=special, added=added, bos=None if bos is None else tokens[bos])
+    bos = _token_id(gguf, "bos")
+    first = tokens[bos] if begins and bos is not None else None
+    return byte_level_bpe(ids, pairs, cut, special=special, added=added, bos=first)
+
+
+def _token_id(gguf: Gguf, name: str) -> int | None:
+    """Return the id that a file gives to a token by what it is for, "bos"; None where it gives none."""
+    i, count = gguf.get(f"tokenizer.ggml.{name}_token_id", None), len(gguf.get("tokenizer.ggml.tokens"))
+    if i is not None and not 0 <= i < count:
+        raise ValueError(f"{gguf.file} has {count:,} tokens, and names { ({name: i}) }: no such ids. Convert it again.")
+    return i
 
 
 def _named_ids(gguf: Gguf) -> tuple[int, ...]:
     """Return the ids of the tokens that a file names as the ends of a text or of a turn."""
-    ids = [gguf.get(f"tokenizer.ggml.{name}_token_id", None) for name in ("eos", "eot", "eom")]
+    ids = [_token_id(gguf, name) for name in ("eos", "eot", "eom")]
     return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 
@@ -420,7 +426,7 @@ def _of_gguf(file: Path) -> TokenizerParts:
     return TokenizerParts(
         model,
         model.fingerprint(whole.to_str().encode()),
-        gguf.get("tokenizer.ggml.bos_token_id", None),
+        _token_id(gguf, "bos"),
         _named_ids(gguf),
         {"default": template} if template else {},
     )

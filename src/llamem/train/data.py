@@ -316,15 +316,19 @@ def load_corpus(
     if not folder.is_dir():
         _write_cache(folder, documents, tokenizer, heldout_fraction)
     facts = json.loads((folder / "corpus.json").read_text())
-    for part in ("train", "heldout"):
-        held, written = (folder / f"{part}.bin").stat().st_size, facts.get(f"{part}_bytes")
-        if written is not None and held != written:
-            raise ValueError(
-                f"{folder / f'{part}.bin'} has {held:,} bytes, and {written:,} were written: the kept tokens are "
-                f"damaged. Delete {folder}; they are made again from the text."
-            )
-    train, heldout = (np.memmap(folder / f"{part}.bin", np.dtype("<u4"), "r") for part in ("train", "heldout"))
+    train, heldout = (_map_tokens(folder / f"{part}.bin", facts.get(f"{part}_bytes")) for part in ("train", "heldout"))
     return Corpus(train, heldout, facts["num_documents"], tokenizer.vocab_size, tokenizer)
+
+
+def _map_tokens(file: Path, written: int | None) -> np.ndarray:
+    """Map kept tokens into memory; `written` is how many bytes they had, None in a cache that does not say."""
+    held = file.stat().st_size
+    if written is not None and held != written:
+        raise ValueError(
+            f"{file} has {held:,} bytes, and {written:,} were written: the kept tokens are damaged. Delete "
+            f"{file.parent}; they are made again from the text."
+        )
+    return np.memmap(file, np.dtype("<u4"), "r")
 
 
 def _write_cache(folder: Path, documents: list[str], tokenizer: Tokenizer, heldout_fraction: float) -> None:

@@ -139,7 +139,7 @@ class Snapshots:
             raise
         except Exception as error:  # Orbax and tensorstore raise whatever they meet
             if isinstance(error, OSError) and error.errno in _OF_THE_MOMENT:
-                raise  # what was written may be whole
+                raise
             kind = "" if isinstance(error, _Damaged) else f"{type(error).__name__}: "
             damage[step] = f"{kind}{str(error)[:200]}"
             return None
@@ -255,8 +255,9 @@ class Snapshots:
             ) from None
 
 
-# What tensorstore and Orbax say where a system call failed.
+# Of a disk or a machine, which may pass; what was written may be whole.
 _OF_THE_MOMENT = (errno.EIO, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM)
+# What tensorstore and Orbax say where a system call failed.
 _OF_THE_DISK = "No space left on device|File too large|quota exceeded|RESOURCE_EXHAUSTED|Read-only file system"
 
 
