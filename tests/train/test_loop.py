@@ -200,6 +200,16 @@ def test_in_batches_of_another_size_no_sequence_is_left_out_or_read_twice(tmp_pa
     assert "With another seq_len the sequences come in another order, and from its beginning" in capsys.readouterr().out
 
 
+def test_rows_whose_snapshots_were_deleted_are_kept_beside(finished):
+    metrics, begun_again = finished / "metrics.jsonl", dataclasses.replace(SETTINGS, steps=1, eval_every=0)
+    for name in ("metrics-as-it-was.jsonl", "metrics-as-it-was-2.jsonl"):
+        before = metrics.read_bytes()
+        shutil.rmtree(finished / "snapshots")
+        with pytest.warns(UserWarning, match=rf"{metrics}: no snapshot .* begins at step 0.* is kept as {name}"):
+            train(CONFIG, corpus(), begun_again, finished, progress=False)
+        assert (finished / name).read_bytes() == before != b"" and rows_in(finished) == 1
+
+
 @pytest.mark.quick
 def test_a_damaged_snapshot_is_named_and_the_one_before_it_taken(uninterrupted, finished):
     for file in (finished / "snapshots" / "12").rglob("*"):

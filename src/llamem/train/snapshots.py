@@ -203,7 +203,8 @@ class Snapshots:
         """Rewrite the metrics file without the rows after step `up_to`, and return those that stay.
 
         Later rows were written after the snapshot that is resumed, and are written again; the last may be torn. Another
-        line that is no row is left out, too: the file as it was is then kept beside, and a warning names both.
+        line that is no row is left out, too, and at step 0 every row: the file as it was is then kept beside, and a
+        warning names both.
         """
         written = self._metrics.read_bytes() if self._metrics.exists() else b""
         *lines, unfinished = written.split(b"\n")
@@ -213,14 +214,14 @@ class Snapshots:
         rows = [row for row in kept if row is not None and row["step"] <= up_to]
         if self._is_first_host:
             with self._writing("the metrics of this run"):
-                if odd:
+                if odd or (written.strip() and not up_to):
                     as_it_was = _free_name(self._metrics.with_name("metrics-as-it-was.jsonl"))
                     write_whole(as_it_was, written)
-                    warnings.warn(
-                        f"{self._metrics}, line {few(odd)}: no row of a step, so it is left out. The others stay, and "
-                        f"the file as it was is kept as {as_it_was.name}.",
-                        stacklevel=3,
-                    )
+                    why = f", line {few(odd)}: no row of a step, so it is left out, and the others stay"
+                    if not up_to:
+                        why = ": no snapshot goes on from its rows, so that the run begins at step 0 in a new file"
+                    kept_as = f"The file as it was is kept as {as_it_was.name}."
+                    warnings.warn(f"{self._metrics}{why}. {kept_as}", stacklevel=3)
                 write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
         return rows
 
