@@ -234,7 +234,9 @@ def checkpoint_list(study: Study) -> Remedy | None:
     largest = max(group[0].bytes for group in stacks)
     # What enters a layer is kept: of its arrays, the smallest that is no mere vector for each token.
     inputs = layers * min(group[0].bytes for group in stacks if group[0].bytes > largest / 64)
-    start, end = next(((a, b) for name, a, b in timeline.passes if name == "backward"), (0, 0))
+    # A layer computed again lies there while the backward pass is in the layers, and not yet in that of the loss.
+    last = [span.last for span in max(stacks, key=lambda group: sum(span.bytes for span in group))]
+    start, end = min(last), max(last) + 1
     gradients = timeline.by_category().get("gradients", np.zeros(timeline.steps))
     more = np.full(timeline.steps, float(inputs))
     more[start:end] += size / layers

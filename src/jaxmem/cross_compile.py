@@ -39,7 +39,7 @@ _ENVIRONMENT = {
 
 def traced_for(chip: Chip, mesh: Any = None) -> contextlib.AbstractContextManager[Any]:
     """Within it, tracing sees the chip as its chip: Pallas kernels, attention and tile choices ask for it."""
-    return jax.sharding.use_abstract_mesh(mesh or chip.mesh(x=1)) if chip.absent else contextlib.nullcontext()
+    return jax.sharding.use_abstract_mesh(mesh or chip.mesh()) if chip.absent else contextlib.nullcontext()
 
 
 def export_for(

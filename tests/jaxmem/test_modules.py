@@ -1,10 +1,14 @@
 """Modules as arguments: what flax's and equinox's documentation writes, against the same step written with arrays."""
 
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 import jaxmem
@@ -132,3 +136,34 @@ def test_a_state_that_is_not_given_back_is_noted():
     assert "`params` is donated (1.87 MiB), and nothing of it is given back" in nothing
     assert "3.74 MiB of `opt_state` reach no result" in nothing and "of `params` reach" not in nothing
     assert "reach no result" not in noted("params") and "`opt_state` is donated" not in noted("params", (0,))
+
+
+def test_a_weight_that_names_an_axis_is_whole_where_its_user_has_no_mesh():
+    """As nanodo writes it: flax cuts such a weight wherever it sees a mesh, and a chip alone has none."""
+    initial = nn.initializers.lecun_normal()
+
+    def numbers_with(kernel_init):
+        model = nn.Dense(700, kernel_init=kernel_init)
+        params = jax.eval_shape(model.init, jax.random.key(0), X)
+
+        def loss(params, x):
+            out: Any = model.apply(params, x)
+            return jnp.mean(out**2)
+
+        return numbers(jaxmem.compile_report(jax.value_and_grad(loss), params, X, chip="v5e-1"))
+
+    assert numbers_with(nn.with_partitioning(initial, (None, "data"))) == numbers_with(initial)
+
+
+def test_a_model_that_asks_for_a_mesh_finds_the_one_around_it():
+    """As bonsai's models do, whose constraints are without a meaning outside of a mesh."""
+
+    def gradient(x, place=lambda array: array):
+        return jax.grad(lambda x: jnp.sum(place(jnp.tanh(x)) ** 2))(x)
+
+    placed = partial(gradient, place=lambda array: jax.lax.with_sharding_constraint(array, jax.P(None, "model")))
+    with pytest.raises((RuntimeError, ValueError), match="mesh"):
+        jaxmem.compile_report(placed, X, chip="v5e-1")
+    with jax.set_mesh(jax.make_mesh((1, 1), ("data", "model"), devices=jax.devices()[:1])):
+        report = jaxmem.compile_report(placed, X, chip="v5e-1")
+    assert numbers(report) == numbers(jaxmem.compile_report(gradient, X, chip="v5e-1"))

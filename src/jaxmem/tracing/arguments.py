@@ -175,7 +175,8 @@ def argument_names(fn: Callable[..., Any], args: tuple[Any, ...]) -> list[str]:
 def mesh_of(leaves: Sequence[Leaf], chip: Chip) -> Any:
     """Return the mesh that the arguments lie on; None for one chip where they name none. Raises ValueError for another.
 
-    A mesh of one chip matters too: a `jax.shard_map` in the program is over it.
+    A mesh of one chip matters too, and so does one that the call stands under: a `jax.shard_map` in the program is over
+    it, and a model may ask for it.
     """
     # What lies in the memory of one device's host has a sharding, too, and no mesh.
     shardings = [leaf.shape.sharding for leaf in leaves]
@@ -186,7 +187,12 @@ def mesh_of(leaves: Sequence[Leaf], chip: Chip) -> Any:
             f"Say how they are spread: mesh = jaxmem.find_chip({chip.name!r}).mesh(data={chip.devices}), then "
             "jax.ShapeDtypeStruct(shape, dtype, sharding=jax.sharding.NamedSharding(mesh, jax.P('data')))."
         )
-    return meshes.pop() if len(meshes) == 1 and chip.absent else None
+    if not chip.absent:
+        return None
+    around = jax.sharding.get_abstract_mesh()  # the user's `jax.set_mesh`
+    if not meshes and not around.empty and around.size == chip.devices:
+        return chip.mesh(**around.shape)
+    return meshes.pop() if len(meshes) == 1 else None
 
 
 def shard_bytes(array: Any) -> int:
