@@ -19,7 +19,7 @@ def llama3():
 
 
 def learned(record, tokenizer):
-    chat = load_chats([record, record], tokenizer).train[0]
+    chat = load_chats([record], tokenizer, heldout=0).train[0]
     return tokenizer.decode(chat.ids), tokenizer.decode(chat.ids[chat.wrote])
 
 
@@ -61,11 +61,11 @@ def test_masks_in_messages_and_beside_them(llama3):
 def test_what_only_tells_about_a_chat_is_named_once(llama3):
     record = {"messages": [{**ASK, "id": "m1"}, SAID], "source": "a book", "uuid": "1", "tools": [], "images": None}
     with pytest.warns(UserWarning, match="the fields id, source, uuid of the chats are not read") as said:
-        load_chats([record] * 3, llama3)
+        load_chats([record] * 3, llama3, heldout=0)
     assert len(said) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        load_chats([{"messages": [ASK, SAID], "tools": [], "images": None}] * 2, llama3)
+        load_chats([{"messages": [ASK, SAID], "tools": [], "images": None}] * 2, llama3, heldout=0)
 
 
 BAD = [

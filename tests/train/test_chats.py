@@ -222,6 +222,16 @@ def test_what_is_held_out_is_ones_own_or_nothing(llama3, tmp_path):
         load_chats(records[:1], llama3)
 
 
+def test_equal_chats_are_all_trained_or_all_held_out(llama3):
+    records = [{"prompt": "Two?", "completion": f"{n}."} for n in range(6) for _ in range(3)]
+    for fraction in (0.01, 0.3, 0.6, 0.99):
+        chats = load_chats(records, llama3, heldout_fraction=fraction)
+        train, held = ({chat.ids.tobytes() for chat in part} for part in (chats.train, chats.heldout))
+        assert train and held and not train & held and len(chats.train) + len(chats.heldout) == 18
+    with pytest.raises(ValueError, match="has 1 different chats: expected at least two"):
+        load_chats(records[:3], llama3)
+
+
 def test_batches_show_which_chats_stand_in_them(llama3):
     chats = load_chats([{"prompt": "Two?", "completion": "One. " * n} for n in range(1, 6)], llama3, heldout=0)
     batches, heldout = chats.batches(2, 32)

@@ -113,6 +113,16 @@ def test_corpus_holds_every_document_once_and_holds_whole_ones_out(folder, tmp_p
     assert 0.1 < sum(map(len, heldout)) / sum(map(len, train + heldout)) <= 0.2
 
 
+def test_equal_documents_are_all_trained_or_all_held_out(tmp_path):
+    for name, text in (("a", "ab\n" * 5), ("b", "ab\n" * 5), ("c", "cd\n" * 100)):
+        (tmp_path / f"{name}.txt").write_text(text)
+    corpus = load_corpus(tmp_path, ByteTokenizer(), heldout_fraction=0.05, cache_dir=tmp_path / "cache")
+    assert (len(corpus.train), len(corpus.heldout)) == (302, 2 * 17)
+    (tmp_path / "c.txt").unlink()
+    corpus = load_corpus(tmp_path, ByteTokenizer(), heldout_fraction=0.2, cache_dir=tmp_path / "cache")
+    assert (len(corpus.train), len(corpus.heldout)) == (2 * 14, 5)
+
+
 def test_a_single_document_gives_up_its_end(tmp_path):
     (tmp_path / "book.txt").write_text("".join(f"line {i}\n" for i in range(100)))
     corpus = load_corpus(tmp_path / "book.txt", ByteTokenizer(), heldout_fraction=0.1, cache_dir=tmp_path / "cache")

@@ -1,7 +1,6 @@
 """Chats to batches: a file of conversations, the assistant's tokens marked, packed to whole sequences."""
 
 import bisect
-import hashlib
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from jaxtyping import Bool, Int32, UInt32
 from jaxmem.common.checks import check_number, check_whole, few, show
 from llamem.text.tokenizer import Tokenizer
 from llamem.train.chat_records import read_record, records_of
-from llamem.train.data import Shuffled, check_vocabulary, fingerprint
+from llamem.train.data import Shuffled, are_held_out, check_vocabulary, fingerprint
 from llamem.train.plain_step import IGNORED
 
 
@@ -77,12 +76,12 @@ def load_chats(
     chat (`id`, `source` ...) is named in a warning. Any other is refused by name, and so is one of which the template
     writes nothing: nothing is left out silently.
 
-    Whole chats are held out, about `heldout_fraction` of them and at least one, chosen by a hash of their tokens.
-    `heldout`: a file or a list of your own instead, or 0: all chats of `source` are trained on, and a run has no
-    validation loss.
+    Whole chats are held out, about `heldout_fraction` of them and at least one, chosen by a hash of their tokens, equal
+    ones together. `heldout`: a file or a list of your own instead, or 0: all chats of `source` are trained on, and a
+    run has no validation loss.
 
-    Raise FileNotFoundError for a missing file; ValueError for no chat, for one alone of which one is to be held out,
-    and, with file, line and what was expected, for a line that holds none or is not read whole.
+    Raise FileNotFoundError for a missing file; ValueError for no chat, for one text alone of which one is to be held
+    out, and, with file, line and what was expected, for a line that holds none or is not read whole.
     """
     check_number("heldout_fraction", heldout_fraction, above=0, below=1)
     if heldout is not None and (isinstance(heldout, bool) or (isinstance(heldout, int | float) and heldout != 0)):
@@ -92,15 +91,16 @@ def load_chats(
         )
     tokenizer = tokenizer or Tokenizer()
     chats = _tokens_of(source, tokenizer)
-    if len(chats) < 2 and (heldout is None or not chats):
+    texts = [chat.ids.tobytes() for chat in chats]
+    if len(set(texts)) < 2 and (heldout is None or not chats):
         least = "at least two, one of them to hold out (heldout=0 holds none)" if heldout is None else "at least one"
-        raise ValueError(f"{show(source)} has {len(chats)} chats: expected {least}.")
+        raise ValueError(f"{show(source)} has {len(set(texts))} different chats: expected {least}.")
     if heldout is not None:
         own = () if isinstance(heldout, int | float) else _tokens_of(heldout, tokenizer)
         return Chats(tuple(chats), tuple(own), tokenizer.vocab_size, tokenizer)
-    order = sorted(range(len(chats)), key=lambda i: hashlib.blake2b(chats[i].ids.tobytes()).digest())
-    held = set(order[: min(len(chats) - 1, max(1, round(heldout_fraction * len(chats))))])
-    train, out = (tuple(c for i, c in enumerate(chats) if (i in held) == held_out) for held_out in (False, True))
+    room = min(len(chats) - 1, max(1, round(heldout_fraction * len(chats))))
+    held = are_held_out(texts, [1] * len(chats), room)
+    train, out = (tuple(c for c, is_held in zip(chats, held, strict=True) if is_held == part) for part in (False, True))
     return Chats(train, out, tokenizer.vocab_size, tokenizer)
 
 

@@ -6,6 +6,7 @@ import os
 import sysconfig
 import tokenize
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -177,7 +178,7 @@ TEXT_SUFFIXES = frozenset(
 _NOT_LIBRARY = frozenset(
     {"dist-packages", "encodings", "ensurepip", "idlelib", "lib2to3", "site-packages", "test", "tests", "turtledemo"}
 )
-_CACHE_FORMAT = 1  # raise it when the tokens written for the same text change
+_CACHE_FORMAT = 2  # raise it when the tokens written for the same text change
 
 
 def read_documents(source: str | os.PathLike = STANDARD_LIBRARY) -> list[str]:
@@ -299,10 +300,10 @@ def load_corpus(
 ) -> Corpus:
     """Tokenise a corpus (see `read_documents`) once; every later call maps the same files into memory.
 
-    Whole documents are held out, about `heldout_fraction` of the characters, chosen by a hash of their text; of a
-    single document it is the end. The cache folder's name is a hash of the text, the tokenizer and the split, and it
-    appears in one step when complete: a half-written one is never read, and two processes may race. The text itself is
-    held in memory while it is tokenised.
+    Whole documents are held out, about `heldout_fraction` of the characters, chosen by a hash of their text, equal ones
+    together; of a single document it is the end. The cache folder's name is a hash of the text, the tokenizer and the
+    split, and it appears in one step when complete: a half-written one is never read, and two processes may race. The
+    text itself is held in memory while it is tokenised.
 
     Default `cache_dir`: `corpora` under `$JAXMEM_CACHE`, or under `llamem` in `$XDG_CACHE_HOME` or `~/.cache`.
     """
@@ -347,22 +348,30 @@ def _write_cache(folder: Path, documents: list[str], tokenizer: Tokenizer, heldo
 
 
 def _split(documents: list[str], heldout_fraction: float) -> tuple[list[str], list[str]]:
-    if len(documents) == 1:
-        (text,) = documents
+    if len(set(documents)) == 1:
+        text = documents[0]
         middle = text.rfind("\n", 1, int(len(text) * (1 - heldout_fraction))) + 1
         middle = middle or max(1, int(len(text) * (1 - heldout_fraction)))
-        return [text[:middle]], [text[middle:]]
-    room = heldout_fraction * sum(map(len, documents))
-    by_hash = sorted(
-        range(len(documents)), key=lambda i: hashlib.blake2b(documents[i].encode("utf-8", "replace")).digest()
-    )
+        return [text[:middle]] * len(documents), [text[middle:]]
+    sizes = [len(document) for document in documents]
+    held = are_held_out([d.encode("utf-8", "surrogatepass") for d in documents], sizes, heldout_fraction * sum(sizes))
+    train, heldout = ([d for d, out in zip(documents, held, strict=True) if out == wanted] for wanted in (False, True))
+    return train, heldout
+
+
+def are_held_out(texts: Iterable[bytes], sizes: Iterable[int], room: float) -> list[bool]:
+    """Return which texts are held out, by their hash: those that have `room`, at least one; equal ones together."""
+    names = [hashlib.blake2b(text).digest() for text in texts]
+    size_of: Counter[bytes] = Counter()
+    for name, size in zip(names, sizes, strict=True):
+        size_of[name] += size
     chosen = set()
-    for i in by_hash:
-        if len(documents[i]) <= room:
-            chosen.add(i)
-            room -= len(documents[i])
-    chosen = chosen or {min(by_hash, key=lambda i: len(documents[i]))}
-    return [d for i, d in enumerate(documents) if i not in chosen], [documents[i] for i in sorted(chosen)]
+    for name in sorted(size_of):
+        if size_of[name] <= room:
+            chosen.add(name)
+            room -= size_of[name]
+    chosen = chosen or {min(sorted(size_of), key=size_of.__getitem__)}
+    return [name in chosen for name in names]
 
 
 def unigram_entropy(
