@@ -141,7 +141,7 @@ def test_what_one_template_writes_in_part_is_refused_by_name(whole):
         whole.chat([ASK, thought, ASK, thought])
     first = Tokenizer(chat_template=WHOLE.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"))
     other = {"function": {"name": "g", "arguments": {}}}
-    with pytest.raises(ValueError, match=r"writes nothing of the tool_calls of messages\[1\]"):
+    with pytest.raises(ValueError, match=r"writes nothing of messages\[1\].tool_calls\[1\].function.name, 'g'"):
         first.chat([ASK, {"role": "assistant", "tool_calls": [CALL, other]}])
     cuts = every("{{ m.role + ': ' + m.content.split('</think>')[-1] + eos_token }}", "assistant: ")
     with pytest.raises(ValueError, match=r"leaves '<think>two' out of the content of messages\[1\]"):
@@ -152,3 +152,43 @@ def test_what_one_template_writes_in_part_is_refused_by_name(whole):
     deaf = every("{% if m.role != 'system' %}{{ m.role + ': ' + m.content + eos_token }}{% endif %}", "assistant: ")
     with pytest.raises(ValueError, match=r"writes nothing of the content of messages\[0\], 'Be kind.'"):
         Tokenizer(chat_template=deaf).chat([{"role": "system", "content": "Be kind."}, ASK, SAID])
+
+
+CITY = {"type": "string", "description": "Bonn, or another one"}
+GET = {"name": "get_weather", "description": "Weather", "parameters": {"properties": {"city": CITY}}}
+RETURNS = {"return": {"type": "string", "description": "The sky"}}
+IN_PART = [
+    ("call.function", "call.function.name", r"messages\[1\].tool_calls\[0\].function.arguments.city, 'city'"),
+    ("call.function", "call.function.arguments", r"messages\[1\].tool_calls\[0\].function.name, 'get_weather'"),
+    ("call.function", "(call.function.arguments | list + [call.function.name])", r"function.arguments.city, 'Bonn'"),
+    ("tools |", "tools | map(attribute='function.name') | list |", r"tools\[0\].function.description, 'Weather'"),
+    ("tools |", "tools | map(attribute='function.parameters') | list |", r"tools\[0\].function.name, 'get_weather'"),
+    ("tools |", "tools[0].function.description + tools[0].function.name |", r"parameters.properties.city, 'city'"),
+    ("tools |", "tools[:1] |", r"tools\[1\].function.name, 'get_weather'"),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("whole", "part", "says"), IN_PART)
+def test_parts_of_calls_and_tools_that_a_template_drops_are_refused_by_name(whole, part, says):
+    """Their words stand elsewhere in the text; an id and types stand nowhere, and may."""
+    given = {"tools": [{"type": "function", "function": GET}] * 2}
+    assert "Bonn" in taught(Tokenizer(chat_template=WHOLE), TOOLS, **given)[1]
+    with pytest.raises(ValueError, match="writes nothing of .*" + says):
+        Tokenizer(chat_template=WHOLE.replace(whole, part)).chat(TOOLS, **given)
+
+
+def test_a_template_that_writes_signatures_in_its_own_way_loses_nothing():
+    tool = (
+        "{% for t in tools or [] %}{% set f = t.function %}def {{ f.name }}("
+        "{% for k, v in f.parameters.properties.items() %}{{ k }}: {{ v.type[:3] }}, # {{ v.description | upper }}\n"
+        "{% endfor %}): {{ f.description }}{% endfor %}"
+    )
+    call = "{% for k, v in call.function.arguments.items() %}{{ call.function.name }}.{{ k }} = {{ v + 1 }}{% endfor %}"
+    template = tool + WHOLE.replace("{% if tools %}{{ tools | tojson }}{{ eos_token }}{% endif %}", "")
+    tokenizer = Tokenizer(chat_template=template.replace("{{ call.function | tojson }}", call))
+    calls = [{"function": {"name": "get_weather", "arguments": {"city": 1}}}]
+    text, learned = taught(
+        tokenizer, [ASK, {**TOOLS[1], "tool_calls": calls}], tools=[{"function": {**GET, **RETURNS}}]
+    )
+    assert "# BONN, OR ANOTHER ONE" in text and learned == "get_weather.city = 2<|eot_id|>"

@@ -1,5 +1,6 @@
 """The messages of a chat: which fields they have, what those mean, and that none is lost in the text."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and what else
 # Whether a turn of the assistant is trained: OpenAI and Mistral; axolotl; verl; LLaMA-Factory; ms-swift.
 MASKS = ("weight", "train", "training", "trainable", "loss_mask", "loss")
 # What no text says of a turn: which answer belongs to which call is told by their order.
-_REFERENCES = ("role", "tool_call_id")
+_ELSEWHERE = ("role", "tool_call_id", "tool_calls")  # calls are looked at part by part
 REASONING = ("reasoning_content", "thinking", "reasoning")  # as transformers: one thought under three names
 
 
@@ -146,7 +147,10 @@ def check_nothing_lost(
     tools: Sequence[Any],
     render: Callable[[Sequence[Message], Sequence[Any]], str],
 ) -> None:
-    """Raise ValueError, with its name, for a field that changes nothing in the text: a template has no place for it."""
+    """Raise ValueError, with its name, for what changes nothing in the text: a template has no place for it.
+
+    That is a field of a message, or what a model has to know of calls and tools: see `_with_parts`.
+    """
     text = render(messages, tools)
 
     def is_lost(messages: Sequence[Message], tools: Sequence[Any] = tools) -> bool:
@@ -155,38 +159,90 @@ def check_nothing_lost(
         except ValueError:  # the template asks for it
             return False
 
+    def refuse(what: str, value: Any) -> None:
+        raise ValueError(
+            f"this chat template writes nothing of {what}, {show(value)}: the model would be trained without it. It "
+            "has no place for it, or leaves out what was thought before an earlier answer. Take it out, or take a "
+            "template that writes it: Tokenizer(..., chat_template=...)."
+        )
+
+    parts: list[tuple[str, Any]] = []
+
+    def say(where: str, value: Any) -> str:
+        parts.append((where, value))
+        return f"p{len(parts)}z{len(text)}"
+
     # All that is said at once, in words that stand nowhere else: what comes out needs no text of its own.
     said = [f"q{i}z{len(text)}" for i in range(len(messages))]
+    others, other_tools = _with_parts(messages, tools, say)
     try:
-        others = [{**m, "content": s} if m.get("content") else m for m, s in zip(messages, said, strict=True)]
-        written = render(others, tools)
+        others = [{**m, "content": s} if m.get("content") else m for m, s in zip(others, said, strict=True)]
+        written = render(others, other_tools)
     except ValueError:
         written = ""
     for i, message in enumerate(messages):
         for field, value in message.items():
-            if field in _REFERENCES or (field == "name" and message["role"] == "tool") or _is_empty(value):
+            if field in _ELSEWHERE or (field == "name" and message["role"] == "tool") or _is_empty(value):
                 continue
             if field == "content" and said[i] in written:
                 continue
+            other = {k: v for k, v in message.items() if k != field}
             if field == "content":
-                fewer = [{**message, "content": "y" if value.lstrip().startswith("x") else "x"}]
-            elif field == "tool_calls" and len(value) > 1:
-                fewer = [{**message, field: [*value[:n], *value[n + 1 :]]} for n in range(len(value))]
+                other = {**message, "content": "y" if value.lstrip().startswith("x") else "x"}
+            if is_lost([*messages[:i], other, *messages[i + 1 :]]):
+                refuse(f"the {field} of messages[{i}]", value)
+    for n, (where, value) in enumerate(parts, start=1):
+        if (word := f"p{n}z{len(text)}") not in written:
+            count = itertools.count(1)
+            if is_lost(*_with_parts(messages, tools, lambda _, v, n=n, w=word, c=count: w if next(c) == n else v)):
+                refuse(where, value)
+
+
+def _with_parts(
+    messages: Sequence[Message], tools: Sequence[Any], say: Callable[[str, Any], Any]
+) -> tuple[list[Message], list[Any]]:
+    """Return messages and tools with `say(where, value)` for each part of calls and tools that a model has to know.
+
+    Those are names of functions, names and values of arguments, and descriptions; ids, types and what a function
+    returns are left out by many good templates.
+    """
+
+    def of_arguments(value: Any, where: str) -> Any:
+        if isinstance(value, Mapping):
+            return {say(f"{where}.{k}", k): of_arguments(v, f"{where}.{k}") for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [of_arguments(part, where) for part in value]
+        return say(where, value)
+
+    def of_call(call: Message, where: str) -> Message:
+        if isinstance(inner := call.get("function"), Mapping):
+            return {**call, "function": of_call(inner, f"{where}.function")}
+        changed = {"name": say(f"{where}.name", call["name"])} if "name" in call else {}
+        if "arguments" in call:
+            changed["arguments"] = of_arguments(call["arguments"], f"{where}.arguments")
+        return {**call, **changed}
+
+    def of_tool(value: Any, where: str) -> Any:
+        if isinstance(value, list | tuple):
+            return [of_tool(part, where) for part in value]
+        if not isinstance(value, Mapping):
+            return value
+        made = {}
+        for key, part in value.items():
+            at = f"{where}.{key}"
+            if key == "properties" and isinstance(part, Mapping):
+                made[key] = {say(f"{at}.{k}", k): of_tool(v, f"{at}.{k}") for k, v in part.items()}
             else:
-                fewer = [{k: v for k, v in message.items() if k != field}]
-            if any(is_lost([*messages[:i], other, *messages[i + 1 :]]) for other in fewer):
-                raise ValueError(
-                    f"this chat template writes nothing of the {field} of messages[{i}], {show(value)}: the model "
-                    "would be trained without it. It has no place for it, or leaves out what was thought before an "
-                    "earlier answer. Take the field out, or take a template that writes it: "
-                    "Tokenizer(..., chat_template=...)."
-                )
-    for n in range(len(tools)):
-        if is_lost(messages, [*tools[:n], *tools[n + 1 :]]):
-            raise ValueError(
-                f"this chat template writes nothing of tools[{n}], {show(tools[n])}: the model would be taught to call "
-                "what it is not shown. Take a template with tools, Tokenizer(..., chat_template=...)."
-            )
+                is_said = key in ("name", "description") and isinstance(part, str)
+                made[key] = say(at, part) if is_said else part if key == "return" else of_tool(part, at)
+        return made
+
+    def of_message(i: int, message: Message) -> Message:
+        calls = enumerate(message.get("tool_calls") or ())
+        made = [of_call(call, f"messages[{i}].tool_calls[{n}]") for n, call in calls]
+        return {**message, "tool_calls": made} if made else message
+
+    return [of_message(*pair) for pair in enumerate(messages)], [of_tool(t, f"tools[{n}]") for n, t in enumerate(tools)]
 
 
 def check_words(message: Message, text: str, where: str) -> None:
