@@ -230,7 +230,8 @@ def checkpoint_list(study: Study) -> Remedy | None:
     for group in stacks:
         by_count[len(group)] += sum(span.bytes for span in group)
     layers = max(by_count, key=lambda count: by_count[count])
-    kept = {id(span) for group in stacks for span in group}
+    waiting = _waiting(study)
+    kept = {id(span) for group in (*stacks, waiting) for span in group}
     largest = max(group[0].bytes for group in stacks)
     # What enters a layer is kept: of its arrays, the smallest that is no mere vector for each token.
     inputs = layers * min(group[0].bytes for group in stacks if group[0].bytes > largest / 64)
@@ -240,6 +241,10 @@ def checkpoint_list(study: Study) -> Remedy | None:
     gradients = timeline.by_category().get("gradients", np.zeros(timeline.steps))
     more = np.full(timeline.steps, float(inputs))
     more[start:end] += size / layers
+    waits = np.zeros(timeline.steps)
+    for span in waiting:
+        waits[span.first : span.last + 1] += span.bytes
+    more += np.minimum(waits, max((span.bytes for span in waiting), default=0))  # one at a time
     stacked = (
         'layers = llamem.stack_layers(layers); x = llamem.apply_stack(layer, layers, x, remat="nothing"), both lines: '
         "a scan without remat keeps more than the list"
@@ -256,6 +261,19 @@ def checkpoint_list(study: Study) -> Remedy | None:
     saved = study.saved_without(lambda span: float(id(span) in kept), more)
     cause = f"a list of {layers} layers keeps what each of them computes for the backward pass"
     return Remedy(cause, saved, False, _rows(span for group in stacks for span in group), code)
+
+
+def _waiting(study: Study) -> list[Span]:
+    """Return gradients of layers' activations, as many as layers, which compilers may keep until a weight's is made.
+
+    That of a checkpointed layer is made at once.
+    """
+    sizes = {math.prod(leaf.shape.shape) for leaf in study.of("weights")}
+    groups: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in study.schedule.buffers:
+        if span.category == "gradients" and span.space == "device" and math.prod(_axes(span)) not in sizes:
+            groups[_kind(span)].append(span)
+    return [span for group in groups.values() if len(group) >= _FEW for span in group]
 
 
 def tile_loss(study: Study) -> Remedy | None:

@@ -108,7 +108,7 @@ def test_layers_of_a_list_are_one_row_of_arrays_and_their_remedy_is_estimated():
         pytest.skip(report.no_timeline)
     followed = report_of(lambda w, x: scanned(w, x, jax.checkpoint_policies.nothing_saveable), STACK, X)
     remedy, saved = about(report.advice, "a list of"), report.peak_bytes - followed.peak_bytes
-    assert abs(remedy.bytes - saved) < 0.15 * saved and "apply_stack" in remedy.code
+    assert abs(remedy.bytes - saved) < 0.2 * saved and "apply_stack" in remedy.code
     rows = [(row.shape, unnumbered(row.operation)) for row in report.buffers]
     assert len(rows) == len(set(rows)) and any((row.at_once or 0) >= L for row in report.buffers)
 
