@@ -190,7 +190,7 @@ def check_run():
     tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, 20 * B * T).astype(np.uint32)
     corpus = Corpus(tokens[: 15 * B * T], tokens[15 * B * T :], 1, CONFIG.vocab_size)
     config = CONFIG.replace(n_layers=1)
-    settings = TrainSettings(steps=4, batch_size=B, seq_len=T, eval_every=2, eval_batches=1, clip_norm=0.1)
+    settings = TrainSettings(steps=4, batch_size=B, seq_len=T, eval_every=2, eval_batches=9, clip_norm=0.1)
     runs = {}
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
         runs["one device"] = train(config, corpus, settings, one, progress=False)

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import reference
 from flax import nnx
-from models import SMALL, model_of
+from models import SMALL, in_float64, model_of
 from norms import errors_by_name
 
 from llamem import LoraConfig, Plan, TrainSettings
@@ -125,6 +126,31 @@ def losses(run):
 def same(one, other):
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_what_is_held_out_has_one_loss_in_batches_of_any_size(tmp_path):
+    """The mean over all targets that count, by the reference in float64, of a run that changes nothing."""
+    model, trained = model_of(CONFIG), tuple(some_chats(12))
+    longer = [chat for chat in some_chats(60, 9) if len(chat.ids) > 13]  # each has a sequence of its own
+    parts = [tuple(longer[:11]), tuple(longer[11:16])]
+
+    def expected(chats):
+        padded = [[np.pad(array, (0, 25 - len(array))) for array in chat] for chat in chats]
+        ids, wrote = (np.stack(arrays) for arrays in zip(*padded, strict=True))
+        return float(in_float64(reference.loss, CONFIG, model, ids[:, :-1], ids[:, 1:], wrote[:, 1:]))
+
+    still = dataclasses.replace(SETTINGS, steps=1, learning_rate=1e-30, eval_batches=99)
+    one, other = map(expected, parts)
+    for size in (1, 3, 8):
+        settings = dataclasses.replace(still, batch_size=size)
+        run = train(CONFIG, Chats(trained, parts[0], CONFIG.vocab_size), settings, tmp_path / f"{size}", init=model)
+        assert run.metrics[0]["val_loss"] == pytest.approx(one, rel=1e-6)
+    data = [Chats(trained, part, CONFIG.vocab_size) for part in parts]
+    lora = LoraConfig(ranks=(2, 3))  # which begin by adding nothing
+    for size in (2, 6):
+        settings = dataclasses.replace(still, batch_size=size)
+        run = train(CONFIG, data, settings, tmp_path / f"adapters {size}", init=model, lora=lora)
+        assert run.metrics[0]["val_loss_of_adapters"] == pytest.approx([one, other], rel=1e-6)
 
 
 def test_adapters_train_on_chats_over_given_weights_and_go_on_bit_by_bit(tmp_path):

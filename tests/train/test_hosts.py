@@ -24,7 +24,7 @@ from llamem.train import hosts
 from llamem.train.hosts import GONE
 
 HERE = Path(__file__).parent
-SETTINGS = {"steps": 6, "eval_every": 3, "snapshot_every": 1}
+SETTINGS = {"steps": 6, "eval_every": 3, "eval_batches": 9, "snapshot_every": 1}  # the last batch is not full
 WHERE = {**os.environ, "PYTHONPATH": ":".join([str(HERE), str(HERE.parent), *sys.path]), "PYTHONUNBUFFERED": "1"}
 
 

@@ -37,7 +37,7 @@ from llamem.runs.step_of_plan import place_of
 from llamem.runs.weights_or_adapters import Trained, trained_adapters, trained_weights
 from llamem.text.tokenizer import Tokenizer
 from llamem.train.chats import Chats
-from llamem.train.data import AdapterBatches, BatchSource, Corpus
+from llamem.train.data import AdapterBatches, BatchSource, Corpus, Once
 from llamem.train.hosts import agreed, place_batch
 from llamem.train.optimizers import make_schedule, rounding_of
 from llamem.train.place import Place
@@ -238,12 +238,13 @@ def _train(
     def validation_loss(state: TrainState) -> dict[str, Any]:
         if heldout is None:
             return {}
-        count = min(settings.eval_batches, max(1, heldout.num_sequences // settings.batch_size))
-        losses = [
-            np.asarray(trained.losses(state.params, *trained.frozen, place_batch(heldout, i, place.of_batch)))
-            for i in range(count)
-        ]
-        return _numbers("val_loss", np.mean(losses, axis=0))
+        count = min(settings.eval_batches, -(-heldout.num_sequences // settings.batch_size))
+        total = counted = np.zeros(())
+        for i in range(count):
+            batch = place_batch(heldout, i, place.of_batch)
+            loss, tokens = map(np.float64, trained.losses(state.params, *trained.frozen, batch))
+            total, counted = total + np.where(tokens > 0, loss * tokens, 0), counted + tokens
+        return _numbers("val_loss", total / counted)
 
     # Compiled before the clock starts, so that the first step's speed is a step's speed.
     step, peak = trained.compile(state, place_batch(batches, done, place.of_batch))
@@ -343,9 +344,9 @@ def _batches(
         note = _rows_without_a_token(data.vocab_size, config.vocab_size)
         if note and jax.process_index() == 0:
             print(note)
+    heldouts = [Once(heldout) for _, heldout in pairs if heldout is not None]
     if lora is None:
-        return pairs[0]
-    heldouts = [heldout for _, heldout in pairs if heldout is not None]
+        return pairs[0][0], heldouts[0] if heldouts else None
     return AdapterBatches([train for train, _ in pairs]), AdapterBatches(heldouts) if len(heldouts) == count else None
 
 

@@ -16,7 +16,7 @@ from llamem.llama.model import Llama
 from llamem.quantized.quantized_model import check_trainable, graphdef_of, plain_params
 from llamem.runs.step_of_plan import abstract_state_at, init_state_at, make_train_step_at, mean_loss, plain_graphdef
 from llamem.train.place import Place
-from llamem.train.plain_step import TrainState
+from llamem.train.plain_step import IGNORED, TrainState
 from llamem.train.settings import TrainSettings
 from llamem.train.snapshots import checksum
 
@@ -29,7 +29,8 @@ class Trained:
 
     `identity`: what a snapshot of it belongs to, by name. `abstract`: the state's shapes, and where they lie.
     `step(state, *frozen, batch)` returns the next state and metrics; `losses(state.params, *frozen, batch)` the mean
-    loss, or that of each adapter. `result(state)`: the model, and adapters where they were trained.
+    loss and the number of targets that it is of, or those of each adapter. `result(state)`: the model, and adapters
+    where they were trained.
     """
 
     identity: dict[str, str]
@@ -71,7 +72,7 @@ def trained_weights(config: LlamaConfig, settings: TrainSettings, place: Place, 
         abstract_state_at(place, config, settings),
         lambda: init_state_at(place, config, settings, params),
         make_train_step_at(place, config, settings),
-        jax.jit(lambda params, batch: mean_loss(place, graphdef, params, batch)),
+        jax.jit(lambda params, batch: (mean_loss(place, graphdef, params, batch), jnp.sum(batch[1] != IGNORED))),
         lambda state: (_model_of(config, place.alone(), state.params), None),
     )
 
@@ -94,6 +95,11 @@ def trained_adapters(
         first = lora if isinstance(lora, Adapters) else Adapters.create(config, lora, rngs=nnx.Rngs(settings.seed))
         return place.arrays(init_lora_state(jax.tree.map(jnp.copy, first), settings), "same")
 
+    def losses(adapters: Adapters, base: Any, batch: Any) -> tuple[Any, Any]:
+        is_own_AB = batch[2] == jnp.arange(adapters.count)[:, None]
+        tokens_A = jnp.sum(is_own_AB * jnp.sum(batch[1] != IGNORED, axis=1), axis=1)
+        return lora_losses(place, graphdef, base, adapters, batch), tokens_A
+
     return Trained(
         {
             "weights under the adapters": checksum(base),
@@ -102,7 +108,7 @@ def trained_adapters(
         place.abstract(jax.eval_shape(begin), "same"),
         begin,
         step,
-        jax.jit(lambda adapters, base, batch: lora_losses(place, graphdef, base, adapters, batch)),
+        jax.jit(losses),
         lambda state: (_model_of(config, place.alone(), base), state.params),
         (base,),
     )

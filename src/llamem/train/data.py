@@ -19,6 +19,7 @@ from jaxtyping import Int32, Integer
 from jaxmem.common.checks import check_number, check_whole, import_extra
 from jaxmem.common.files import cache_folder, whole_folder
 from llamem.text.tokenizer import Tokenizer
+from llamem.train.plain_step import IGNORED
 
 
 class Batch(NamedTuple):
@@ -121,13 +122,28 @@ class Batches(Shuffled):
         return Batch(windows[:, :-1], windows[:, 1:])
 
 
+class Once:
+    """The sequences of a source, each once: after the last one come rows of which no target counts."""
+
+    def __init__(self, source: BatchSource):
+        self._source, self.batch_size, self.num_sequences = source, source.batch_size, source.num_sequences
+        self.read_before, self.continue_after = source.read_before, source.continue_after
+
+    def batch_at(self, step: int, rows: slice = slice(None)) -> tuple[np.ndarray, ...]:
+        """Return the arrays of a step's batch, `[rows, ...]` each."""
+        inputs_BT, targets_BT, *rest = self._source.batch_at(step, rows)
+        left = self.num_sequences - step * self.batch_size
+        is_new_B = np.arange(self.batch_size)[rows] < left
+        return inputs_BT, np.where(is_new_B[:, None], targets_BT, np.int32(IGNORED)), *rest
+
+
 class AdapterBatches:
     """Batches for several adapters: row `i` is of adapter and source `i % A`, whose number comes third."""
 
     def __init__(self, sources: Sequence[BatchSource]):
         self._sources = list(sources)
         self.batch_size = sum(source.batch_size for source in sources)
-        self.num_sequences = len(self._sources) * min(source.num_sequences for source in sources)
+        self.num_sequences = len(self._sources) * max(source.num_sequences for source in sources)
 
     def batch_at(self, step: int, rows: slice = slice(None)) -> tuple[np.ndarray, ...]:
         """Return inputs, targets, the adapter of each sequence `[rows]`, and what else the sources give."""

@@ -15,7 +15,8 @@ class TrainSettings:
 
     A step reads `batch_size` sequences of `seq_len` tokens, in `accumulate` equal parts one after the other. AdamW's
     rate rises linearly for `warmup_steps`, at most all steps but the last, then falls along a cosine to a tenth. Counts
-    of steps are updates; 0 turns the regular evaluation or snapshot off. How a step is computed is not said here: see
+    of steps are updates; 0 turns the regular evaluation or snapshot off. An evaluation reads each held-out sequence
+    once, `eval_batches` batches at most. How a step is computed is not said here: see
     `llamem.Plan`.
 
     `accumulate` saves activations and costs sums: between parts the gradients of all weights wait in f32, 4 bytes a
