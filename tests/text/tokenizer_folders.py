@@ -155,6 +155,14 @@ def added_with_spaces(f):
     f.config["added_tokens_decoder"] = {str(f.n): _added("<tool>", lstrip=True, rstrip=True)}
 
 
+def config_flags_otherwise(f):
+    """Give two tokens that tokenizer.json has other flags in the configuration."""
+    f.json["added_tokens"].append(_added("<tool>") | {"id": f.n})
+    f.json["added_tokens"].append(_added("<call>", special=True) | {"id": f.n + 1})
+    f.config["added_tokens_decoder"] = {str(f.n): _added("<tool>", lstrip=True, rstrip=True)}
+    f.config["added_tokens_decoder"] |= {str(f.n + 1): _added("<call>", rstrip=True)}
+
+
 def end_is_not_special(f):
     for token in f.json["added_tokens"]:
         token["special"] = token["content"] != f.end
@@ -212,7 +220,8 @@ def of_llama_tokenizer(f):
 
 STATES = [
     *(as_saved, truncated, padded, truncated_and_padded, no_post_processor, begins, flag_says_begin, flag_says_none),
-    *(added_json, added_json_named, added_decoder, added_with_spaces, end_is_not_special, end_is_a_word, end_as_fields),
-    *(new_pad, extra_special, extra_special_by_name, map_says_otherwise, map_that_is_not_read),
+    *(added_json, added_json_named, added_decoder, added_with_spaces, config_flags_otherwise, end_is_not_special),
+    *(end_is_a_word, end_as_fields, new_pad, extra_special, extra_special_by_name),
+    *(map_says_otherwise, map_that_is_not_read),
     *(templates_in_a_dict, templates_in_a_list, template_file),
 ]

@@ -156,6 +156,7 @@ class FolderSays:
     chat_templates: Mapping[str, str] = dataclasses.field(default_factory=dict)
     add_bos: bool | None = None
     has_names: bool = False
+    decides_flags: bool = False  # whether those of `added` stand for those of a tokenizer.json
 
     def warn_of_begin(self, begins: Sequence[int], folder: Path) -> None:
         """Warn where `add_bos_token` says another thing than the `tokenizer.json`, which is followed."""
@@ -211,6 +212,7 @@ def read_folder(folder: Path) -> FolderSays:
         _chat_templates(folder, fields.get("chat_template")),
         add_bos if isinstance(add_bos, bool) else None,
         bool(fields),
+        fields.get("added_tokens_decoder") is not None,
     )
 
 
@@ -346,6 +348,8 @@ def after_line(encode: Callable[[str], list[int]], text: str) -> list[int]:
 def _of_json(file: Path, said: FolderSays) -> Any:
     """Return a `tokenizer.json` as a `tokenizers.Tokenizer`, with the tokens that the folder's other files add.
 
+    Flags of a token in `added_tokens_decoder` of tokenizer_config.json come before those of the `tokenizer.json`.
+
     Raise ValueError for one that is none, and where a token would get another id than those files say.
     """
     tokenizers = import_extra("tokenizers", "a Hugging Face tokenizer")
@@ -354,10 +358,11 @@ def _of_json(file: Path, said: FolderSays) -> Any:
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{str(file)!r} is not a Hugging Face tokenizer: {error}.") from None
     known = {token.content for token in model.get_added_tokens_decoder().values()}
+    decided = {token["content"] for token in said.added.values()} if said.decides_flags else set()
     more = {token["content"]: token for _, token in sorted(said.added.items())}
     more |= {token: {"content": token, "special": True} for token in said.special if token not in more}
     try:
-        model.add_tokens([tokenizers.AddedToken(**more[token]) for token in more if token not in known])
+        model.add_tokens([tokenizers.AddedToken(**more[token]) for token in more if token not in known - decided])
     except TypeError as error:
         raise ValueError(f"the tokens that files beside {file} add cannot be read: {error}.") from None
     for i, token in said.added.items():
