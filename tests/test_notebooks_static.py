@@ -29,7 +29,7 @@ notebook.begin("NAME")  # Colab, Kaggle: fetches the chips' compilers, 560 MB, h
 MAX_MIB = 3
 MAX_CELLS, MAX_LINES, MEDIAN_LINES = 36, 40, 10  # beside the folded cells that check
 PATH = ("00", "01", "03", "04", "06", "07")
-MAX_WIDTH, MAX_WORDS, MAX_FURTHER, LONG_ONES = 100, 1650, 1800, {"13": 2400}
+MAX_WIDTH, MAX_WORDS, MAX_FURTHER = 100, 1650, 1800
 
 Notebook = dict[str, Any]
 
@@ -172,7 +172,7 @@ def _code(notebook: Notebook) -> Iterator[str]:
 def _teaching(notebook: Notebook, name: str) -> Iterator[str]:
     """Code as a reader would write it; what checks the text is folded, at the end of a section; solutions apart."""
     words = len(re.sub(r"<details>.*?</details>", "", prose(notebook), flags=re.DOTALL).split())
-    if words > LONG_ONES.get(name[:2], MAX_WORDS if name[:2] in PATH else MAX_FURTHER):
+    if words > (MAX_WORDS if name[:2] in PATH else MAX_FURTHER):
         yield f"{words} words of prose: which sentence would nobody miss?"
     stubs = [cell for cell in code_cells(notebook) if "exercise" in tags(cell)]
     solutions = [cell for cell in notebook["cells"] if "solution" in tags(cell)]

@@ -1,4 +1,4 @@
-"""Figures of notebook 13: PPO's clip, how far two readings of a policy differ, and rewards from round to round."""
+"""Figures of notebook 13: PPO's clip, how far two readings of a policy differ, rewards by round, pairs by update."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -87,38 +87,22 @@ def reward_rounds_alt(rounds: Sequence[np.ndarray], before: np.ndarray, after: n
     return f"Dots of rewards. Drawn answers: mean {means}, round by round; unseen questions: {ends}."
 
 
-def preference_curves(sums: Sequence[np.ndarray]) -> tuple[Figure, str]:
-    """Draw what a loss of pairs moves, and its words: `sums` are `[2, pairs]` by update, better answers first.
+def preference_curves(runs: Mapping[str, Sequence[np.ndarray]]) -> tuple[Figure, str]:
+    """Draw how likely better and worse answers become, and its words.
 
-    Left the mean log-probabilities, right how the probability is shared among both answers and all others.
+    `runs` are log-probabilities by loss, for each seed `[updates + 1, 2, pairs]`, better answers first. Each loss has a
+    picture, with a line a seed.
     """
-    logprobs = np.mean(np.asarray(sums), axis=2)
-    shares = np.mean(np.exp(np.asarray(sums)), axis=2)
-    updates = np.arange(len(logprobs))
-    fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for i, (name, marker) in enumerate((("better answer", "o"), ("worse answer", "s"))):
-        left.plot(updates, logprobs[:, i], marker + "-", color=f"C{i}", label=name)
-    for at, aside, align in ((0, 0.12, "left"), (updates[-1], -0.12, "right")):
-        low, high = logprobs[at]
-        left.annotate("", (at, low), (at, high), arrowprops={"arrowstyle": "<->", "color": "0.4"})
-        left.text(at + aside, (low + high) / 2, f"{high - low:.1f} apart", ha=align, va="center", fontsize=10)
-    left.set(xlabel="updates", ylabel="log-probability of an answer", xticks=updates)
-    left.legend(frameon=False, loc="lower right", fontsize=10)
-    others = 1 - shares.sum(axis=1)
-    better = "the better answer" + (", too thin to see" if shares[:, 0].max() < 0.005 else "")
-    parts = (("the worse answer", shares[:, 1], "C1"), ("all other answers", others, "0.8"))
-    base = np.zeros(len(updates))
-    for name, share, color in (*parts, (better, shares[:, 0], "C0")):
-        right.bar(updates, share, 0.75, bottom=base, color=color, label=name)
-        base = base + share
-    right.set(xlabel="updates", ylabel="share of the probability", xticks=updates, ylim=(0, 1.45))
-    right.set_yticks([0, 0.5, 1])
-    right.legend(frameon=False, loc="upper left", fontsize=10)
-    told = "; ".join(
-        f"{name} {first:.2f} before, {last:.2f} after"
-        for name, first, last in zip(
-            ("worse answer", "all others"), (shares[0, 1], others[0]), (shares[-1, 1], others[-1]), strict=True
-        )
-    )
-    ends = " to ".join(f"{better:.1f}" for better in (logprobs[0, 0], logprobs[-1, 0]))
-    return fig, f"The better answer's log-probability rises, {ends}, and stays lowest. Shares of probability: {told}."
+    fig, axes = plt.subplots(1, len(runs), figsize=(9, 3.4), sharey=True, squeeze=False, layout="constrained")
+    told = []
+    for ax, (name, seeds) in zip(axes[0], runs.items(), strict=True):
+        for number, sums in enumerate(seeds):
+            for i, (answer, style) in enumerate((("better answer", "o-"), ("worse answer", "s--"))):
+                means = np.mean(np.asarray(sums)[:, i], axis=1)
+                ax.plot(means, style, color=f"C{i}", markersize=4, alpha=0.7, label="" if number else answer)
+        better = [np.mean(np.asarray(sums)[:, 0], axis=1) for sums in seeds]
+        told.append(f"{name}: " + ", ".join(f"{means[0]:.0f} to {means[-1]:.0f}" for means in better))
+        ax.set(title=name, xlabel="updates")
+    axes[0, 0].set_ylabel("log-probability of an answer")
+    axes[0, 0].legend(frameon=False, fontsize=10)
+    return fig, f"Log-probabilities by update. The better answer's before and after, {'; '.join(told)}."

@@ -23,6 +23,7 @@ from llamem_course.exercises import (
     n10_trust_but_verify,
     n11_scale_out,
     n12_larger_than_the_chip,
+    n13_rewards_and_preferences,
 )
 
 
@@ -187,6 +188,17 @@ def in_a_fori_loop(layer, update, state, inputs, dy):
     return jax.lax.fori_loop(0, len(inputs), visit, (dy, state))
 
 
+def by_parts(x, head, drawn, a, old, mask, epsilon):
+    logp = jax.lax.map(jax.checkpoint(lambda one: llamem.tiled_logprobs(one[0], head, one[1])), (x, drawn))
+    ratio = jnp.prod(jnp.exp(mask / mask.sum(axis=1, keepdims=True) * (logp - old)), axis=1)
+    return -jnp.where(a > 0, jnp.minimum(ratio, 1 + epsilon) * a, jnp.maximum(ratio, 1 - epsilon) * a).mean()
+
+
+def zero_for_no_number(rewards):
+    above = rewards - rewards.mean(1, keepdims=True)
+    return jnp.nan_to_num(above / rewards.std(1, ddof=1, keepdims=True))
+
+
 def key_in_the_carry(layer, w, x, key, remat):
     def body(both, w):
         x, key = both
@@ -271,6 +283,8 @@ OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (n07_train_llama3.check_order, by_jax_keys),
     (n07_train_llama3.check_order, whole_epochs),
     (n12_larger_than_the_chip.check_backward_scan, in_a_fori_loop),
+    (n13_rewards_and_preferences.check_advantages_of, zero_for_no_number),
+    (n13_rewards_and_preferences.check_sequence_policy_loss, by_parts),
     (n10_trust_but_verify.check_cured_dropout, key_in_the_carry),
     (n10_trust_but_verify.check_cured_dropout, counted),
     (n10_trust_but_verify.check_worth_it, by_jax_itself),

@@ -1,4 +1,4 @@
-"""The figures of notebook 13: groups stand side by side, and what pairs move is told in words."""
+"""The figures of notebook 13: groups stand side by side, and what pairs move is drawn seed by seed."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -15,9 +15,10 @@ def test_the_groups_of_a_round_are_drawn_apart():
     plt.close(fig)
 
 
-def test_what_a_worse_answer_loses_goes_to_others():
-    sums = [np.array([[-20.0, -20.0], [-0.5, -0.5]]), np.array([[-8.0, -8.0], [-1.0, -1.0]])]
-    fig, alt = reward_figures.preference_curves(sums)
-    assert "-20.0 to -8.0" in alt and "worse answer 0.61 before, 0.37 after; all others 0.39 before, 0.63 after" in alt
-    assert {"19.5 apart", "7.0 apart"} <= {text.get_text() for text in fig.axes[0].texts}
+def test_each_loss_has_a_picture_and_each_seed_two_lines():
+    sums = np.array([[[-20.0, -22.0], [-1.0, -1.0]], [[-8.0, -8.0], [-2.0, -4.0]]])
+    fig, alt = reward_figures.preference_curves({"alone": [sums, 2 * sums], "with": [sums, sums]})
+    assert "alone: -21 to -8, -42 to -16; with: -21 to -8, -21 to -8" in alt
+    assert [ax.get_title() for ax in fig.axes] == ["alone", "with"]
+    np.testing.assert_allclose(np.asarray(fig.axes[0].get_lines()[3].get_ydata()), [-2, -6])
     plt.close(fig)

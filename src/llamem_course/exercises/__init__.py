@@ -1,4 +1,4 @@
-"""Checks of the notebooks' exercises: they reject wrong answers with a hint, and say so where nothing was tried."""
+"""Exercises of the notebooks, a module for each. What several of them ask of a traced answer stands here."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,23 +7,6 @@ import jax
 from jax.extend import core as jex_core
 
 from jaxmem.tracing.jaxprs import equations
-
-
-def grade(number: int, body: Callable[[], str]) -> None:
-    """Run a check. `body` raises AssertionError(hint) for a wrong answer and returns what to say about a right one.
-
-    An answer that still raises NotImplementedError was not tried, which is no error: a notebook runs to its end.
-    """
-    try:
-        praise = body()
-    except NotImplementedError:
-        print(f"Exercise {number}: not tried yet.")
-    except AssertionError as hint:
-        raise AssertionError(f"Exercise {number}: not yet. {hint}") from None
-    except (TypeError, ValueError) as error:
-        raise AssertionError(f"Exercise {number}: not yet. The check could not use your answer: {error}") from error
-    else:
-        print(f"Exercise {number}: correct. {praise}")
 
 
 def operations_written(fn: Callable[..., Any], *arguments: Any) -> int:
