@@ -25,6 +25,10 @@ _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 1e3, "M
 _NOTHING = "nothing. Nothing there bears the mark of what jaxmem fetched; older versions left none."
 
 
+class _OfTheModule(Exception):
+    """What the module that was named raises: where, is what its author needs."""
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what is asked for; return 0, 1 where a program does not fit or has grown, 2 with a sentence for bad input."""
     parser = argparse.ArgumentParser(prog="python -m jaxmem", description="Memory of JAX programs, by real compilers.")
@@ -76,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         return given.run(given)
+    except _OfTheModule as error:
+        traceback.print_exception(error.__cause__)
+        return BAD_INPUT
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         print(error, file=sys.stderr)
         return BAD_INPUT
@@ -117,12 +124,18 @@ def _diff(given: argparse.Namespace) -> int:
     grew = []
     for chip in chips:
         pair = compare({"before": before[chip], "after": after[chip]})
-        print(_text([*pair.parts_shown(), pair.changes], given.markdown), end="\n\n")
+        changes = pair.changes
+        parts = [*pair.parts_shown(), changes if changes.rows else "No array of a MiB or more came or went."]
+        print(_text(parts, given.markdown), end="\n\n")
         if before[chip].compiler != after[chip].compiler:
             print(f"note: before by {before[chip].compiler}, after by {after[chip].compiler}.\n")
         growth = peak_growth(before[chip], after[chip])
         if given.fail_above is not None and growth > given.fail_above:
             grew.append(f"{chip}: the peak grew by {100 * growth:.1f} %, more than {100 * given.fail_above:g} %")
+    for file, chip in [(given.before, c) for c in after if c not in before] + [
+        (given.after, c) for c in before if c not in after
+    ]:
+        print(f"note: {file} has no report for {chip}: not compared.\n")
     print("\n".join(grew), file=sys.stderr, end="\n" if grew else "")
     return GREW if grew else FITS
 
@@ -168,20 +181,29 @@ def find_function(name: str) -> Callable[[], Any]:
     if not colon or not place or not function.isidentifier():
         raise ValueError(f"{name!r}: expected package.module:make_step or path/file.py:make_step.")
     sys.path.insert(0, str(Path.cwd()))
+    if place.endswith(".py"):
+        sys.path.insert(0, str(Path(place).resolve().parent))
+        place = Path(place).stem
     try:
-        if place.endswith(".py"):
-            sys.path.insert(0, str(Path(place).resolve().parent))
-            place = Path(place).stem
         module = importlib.import_module(place)
     except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise ImportError(
+                f"{name!r}: {place} imports {error.name or error}, which is not installed here."
+            ) from error
         raise ImportError(f"{name!r}: {error}. Run it in the folder from which `import {place}` works.") from None
+    except Exception as error:
+        raise _OfTheModule from error
     if not callable(found := getattr(module, function, None)):
         raise ImportError(f"{name!r}: {module.__file__} has no function {function}.")
     return found
 
 
 def _made(make_step: Callable[[], Any], name: str) -> tuple[Any, ...]:
-    made = make_step()
+    try:
+        made = make_step()
+    except Exception as error:
+        raise _OfTheModule from error
     if not isinstance(made, tuple) or not made or not callable(made[0]):
         raise TypeError(
             f"{name} returned {type(made).__name__}: expected a tuple, the step first and then the arguments that it "

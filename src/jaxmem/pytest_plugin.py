@@ -7,6 +7,7 @@ compares with the file beside the test, `test_file.peaks.json`; `pytest --update
 """
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import jax
 import pytest
 
 from jaxmem.common.files import read_json, write_whole
+from jaxmem.common.printing import size_text
 from jaxmem.compiling import compile_report
-from jaxmem.report import Report, compare
+from jaxmem.report import Alike, Report, arrays_at_peak, changed_arrays
 
 _MOST_BYTES = 50_000_000
 
@@ -31,28 +33,40 @@ def peak(request: pytest.FixtureRequest) -> Callable[..., Report]:
     """Return `peak(step, *shapes, within=0.02, **options)`: compile a step, compare its peak with the kept one.
 
     `within`: by which part it may grow. `options`: those of `jaxmem.compile_report`. Returns the report. Fails where
-    the peak grew by more, and says which arrays came; where nothing is kept, and says how to keep it. Skips where the
-    kept peak is another compiler's or JAX's: a difference would not be the program's.
+    the peak grew by more, and says which arrays came; where nothing is kept, and says how to keep it. Warns where it
+    fell by more. Skips where the kept peak is another compiler's or JAX's: a difference would not be the program's.
     """
     file = Path(request.path).with_suffix(".peaks.json")
 
     def check(step: Callable[..., Any], *shapes: Any, within: float = 0.02, **options: Any) -> Report:
         report = compile_report(step, *shapes, **options)
         name = f"{request.node.name} on {report.chip.name}"
+        compiler = report.compiler.rpartition(", ")[0]  # wherever it is installed
+        now = {"jax": jax.__version__, "compiler": compiler, "peak_bytes": report.peak_bytes}
+        arrays = arrays_at_peak(report)
         kept = read_json(file, _MOST_BYTES) if file.is_file() else {}
         if request.config.getoption("--update-peaks"):
-            entry = {"jax": jax.__version__, "report": report.plain()}
-            write_whole(file, json.dumps(kept | {name: entry}, indent=1, sort_keys=True) + "\n")
+            entries = sorted((kept | {name: now | {"arrays": arrays}}).items())
+            lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries)
+            write_whole(file, f"{{\n{lines}\n}}\n")
             return report
-        if name not in kept:
+        try:
+            before, arrays_before = kept[name], [Alike(*row) for row in kept[name]["arrays"]]
+            growth = report.peak_bytes / max(before["peak_bytes"], 1) - 1
+            tools = before["jax"], before["compiler"]
+        except (KeyError, TypeError):
             pytest.fail(f"{file} holds no peak of {name}: keep today's with `pytest --update-peaks`.", pytrace=False)
-        before = Report.from_plain(kept[name]["report"])
-        if (before.compiler, kept[name]["jax"]) != (report.compiler, jax.__version__):
-            then, now = f"jax {kept[name]['jax']}, {before.compiler}", f"jax {jax.__version__}, {report.compiler}"
-            pytest.skip(f"{name} was kept by {then}, this is {now}: not compared. Keep today's with --update-peaks.")
-        if report.peak_bytes > before.peak_bytes * (1 + within):
-            pair = compare({"kept": before, "now": report})
-            pytest.fail(f"{name} grew by more than {100 * within:g} %:\n{pair}\n{pair.changes}", pytrace=False)
+        if tools != (now["jax"], now["compiler"]):
+            pytest.skip(
+                f"{name} was kept with JAX {tools[0]} and the compiler of {tools[1]}; here are JAX {now['jax']} and "
+                f"that of {compiler}. Not compared: keep today's with `pytest --update-peaks`."
+            )
+        change = f"from {size_text(before['peak_bytes'])} to {size_text(report.peak_bytes)}, by {100 * growth:+.1f} %"
+        if growth > within:
+            rows = changed_arrays(arrays_before, arrays)
+            pytest.fail(f"{name} grew {change}, more than {100 * within:g} %:\n{rows}", pytrace=False)
+        if growth < -within:
+            warnings.warn(f"{name} fell {change}: hold it with `pytest --update-peaks`.", stacklevel=2)
         return report
 
     return check

@@ -3,9 +3,9 @@
 import dataclasses
 import functools
 import json
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from jaxmem.chips.chip import Chip, Gpu
 from jaxmem.common.checks import few
@@ -215,7 +215,7 @@ class Comparison(Shown):
         is made at another line is no change. Empty where one of the two reports has no timeline.
         """
         reports = list(self.reports.values())
-        return changed_arrays(reports[0], reports[-1])
+        return changed_arrays(arrays_at_peak(reports[0]), arrays_at_peak(reports[-1]))
 
     def parts_shown(self) -> Iterable[str | Table]:
         """Return one table with a row for each report."""
@@ -242,17 +242,45 @@ def peak_growth(before: Report, after: Report) -> float:
     return after.peak_bytes / max(before.peak_bytes, 1) - 1
 
 
-def changed_arrays(before: Report, after: Report, most: int = 12) -> Table:
-    """Return the table of `Comparison.changes`: the `most` largest changes."""
-    held: Counter[tuple[str, str]] = Counter()
-    origin: dict[tuple[str, str], tuple[str, str]] = {}
-    if before.timeline and after.timeline:
-        for sign, timeline in ((-1, before.timeline), (1, after.timeline)):
-            for span in timeline.at_peak():
-                held[span.category, span.shape] += sign * span.bytes
-                origin[span.category, span.shape] = span.operation, span.source
-    changed = sorted((row for row in held.items() if abs(row[1]) > 2**20), key=lambda row: -abs(row[1]))[:most]
-    cells = [(f"{'+' if size > 0 else '-'}{size_text(abs(size))}", *row, *origin[row]) for row, size in changed]
+class Alike(NamedTuple):
+    """Arrays of one category and shape at a peak: how many, their bytes, what makes the last of them, and where."""
+
+    category: str
+    shape: str
+    times: int
+    bytes: int
+    operation: str
+    source: str
+
+
+def arrays_at_peak(report: Report) -> list[Alike]:
+    """Return what lies at a report's peak, by category and shape; nothing where it has no timeline."""
+    rows: dict[tuple[str, str], Alike] = {}
+    for span in report.timeline.at_peak() if report.timeline else ():
+        kind = span.category, span.shape
+        had = rows.get(kind, Alike(*kind, 0, 0, "", ""))
+        rows[kind] = Alike(*kind, had.times + (span.bytes > 0), had.bytes + span.bytes, span.operation, span.source)
+    return list(rows.values())
+
+
+def changed_arrays(before: Sequence[Alike], after: Sequence[Alike], most: int = 12) -> Table:
+    """Return the table of `Comparison.changes`: the `most` largest changes, of a MiB or more."""
+    rows: dict[tuple[str, str], list[Alike]] = defaultdict(list)
+    size: Counter[tuple[str, str]] = Counter()
+    times: Counter[tuple[str, str]] = Counter()
+    for sign, alike in ((-1, before), (1, after)) if before and after else ():
+        for row in alike:
+            kind = row.category, row.shape
+            rows[kind].append(row)
+            size[kind] += sign * row.bytes
+            times[kind] += sign * row.times
+    changed = sorted((kind for kind in size if abs(size[kind]) > 2**20), key=lambda kind: -abs(size[kind]))[:most]
+    cells = []
+    for kind in changed:
+        category, shape = kind
+        count, last = abs(times[kind]), rows[kind][-1]
+        shown = f"{'+' if size[kind] > 0 else '-'}{size_text(abs(size[kind]))}"
+        cells.append((shown, category, f"{count} x {shape}" if count > 1 else shape, last.operation, last.source))
     return Table(("change", "what", "shape", "operation", "line"), cells)
 
 

@@ -20,9 +20,13 @@ def read_reports(file: Path) -> dict[str, Report]:
 
     Raises OSError where it cannot be read, ValueError, with the file's name, where it is no such file.
     """
-    reports = read_json(file, _MOST_BYTES).get("reports")
-    if not isinstance(reports, dict) or not reports:
-        raise ValueError(f"{file} holds no reports: expected what `python -m jaxmem report ... --json {file}` writes.")
+    whole = read_json(file, _MOST_BYTES)
+    reports = whole.get("reports")
+    if whole.get("schema") != SCHEMA or not isinstance(reports, dict) or not reports:
+        raise ValueError(
+            f"{file} holds no reports of schema {SCHEMA}: expected what `python -m jaxmem report ... --json {file}` "
+            "writes."
+        )
     try:
         return {chip: Report.from_plain(plain) for chip, plain in reports.items()}
     except ValueError as error:

@@ -35,6 +35,8 @@ def misspelt(): return mke_step()
 @pytest.fixture
 def step_file(tmp_path, monkeypatch):
     (tmp_path / "some_step.py").write_text(STEP)
+    (tmp_path / "needs_more.py").write_text("import absent_package")
+    (tmp_path / "raises.py").write_text("raise RuntimeError('boom')")
     monkeypatch.chdir(tmp_path)
     return "some_step.py"
 
@@ -56,6 +58,7 @@ def test_a_checkpoint_that_was_forgotten_fails_the_gate_and_is_named(step_file, 
         assert main(["report", f"{step_file}:{name}", "--json", f"{name}.json"]) == 0
     capsys.readouterr()
     assert main(["diff", "kept.json", "kept.json", "--fail-above", "0%"]) == 0
+    assert "No array of a MiB or more came or went" in capsys.readouterr().out
     assert main(["diff", "kept.json", "forgotten.json"]) == 0
     assert main(["diff", "kept.json", "forgotten.json", "--fail-above", "2%", "--markdown"]) == 1
     out, error = capsys.readouterr()
@@ -67,7 +70,7 @@ def test_a_checkpoint_that_was_forgotten_fails_the_gate_and_is_named(step_file, 
     assert forgotten.peak_bytes > kept.peak_bytes
     if kept.timeline:
         came = [row for row in compare({"kept": kept, "forgotten": forgotten}).changes.rows if row[0].startswith("+")]
-        assert came[0][1:3] == ("residuals", "f32[40,3000,512]"), came
+        assert came[0][1:3] == ("residuals", "2 x f32[40,3000,512]"), came
 
 
 def test_what_is_above_the_limit_ends_with_one_and_what_cannot_be_asked_with_two(step_file, capsys):
@@ -80,6 +83,8 @@ def test_what_is_above_the_limit_ends_with_one_and_what_cannot_be_asked_with_two
         "some_step:absent": "has no function absent",
         "some_step:no_tuple": "return step, state, batch",
         "some_step:misspelt": "name 'mke_step' is not defined",
+        "needs_more:make_step": "needs_more imports absent_package, which is not installed here",
+        "raises:make_step": 'raises.py", line 1',
     }.items():
         assert main(["report", wrong]) == 2
         assert says in capsys.readouterr().err
@@ -88,6 +93,19 @@ def test_what_is_above_the_limit_ends_with_one_and_what_cannot_be_asked_with_two
     assert "no JSON object" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["report", "some_step:make_step", "--at-most", "much"])
+
+
+def test_a_chip_of_one_file_alone_is_named_and_another_schema_is_refused(step_file, tmp_path, capsys):
+    assert main(["report", "some_step:make_step", "--json", "one.json"]) == 0
+    one = json.loads(Path("one.json").read_text())
+    (report,) = one["reports"].values()
+    Path("two.json").write_text(json.dumps(one | {"reports": one["reports"] | {"other": report}}))
+    Path("later.json").write_text(json.dumps(one | {"schema": 2}))
+    for pair in (("one.json", "two.json"), ("two.json", "one.json")):
+        assert main(["diff", *pair]) == 0
+        assert "note: one.json has no report for other: not compared" in capsys.readouterr().out
+    assert main(["diff", "one.json", "later.json"]) == 2
+    assert "later.json holds no reports of schema 1" in capsys.readouterr().err
 
 
 def test_only_reports_of_one_chip_are_said_to_change():
@@ -105,15 +123,19 @@ def test_the_fixture_keeps_a_peak_beside_the_test_and_holds_it(pytester):
             test_peak_of_a_step=textwrap.dedent(STEP)
             + f"\ndef test_peak(peak):\n    assert peak(*make_step({layers}), chip='cpu').peak_bytes > 0\n"
         )
-        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:nbval", *options)
+        return pytester.runpytest_inprocess("-p", "no:cacheprovider", "-p", "no:nbval", "-W", "default", *options)
 
     run(3).stdout.fnmatch_lines(["*holds no peak of test_peak on cpu: keep today's with*--update-peaks*"])
     run(3, "--update-peaks").assert_outcomes(passed=1)
     run(3).assert_outcomes(passed=1)
     grown = run(5)
     grown.assert_outcomes(failed=1)
-    grown.stdout.fnmatch_lines(["*test_peak on cpu grew by more than 2 %*"])
+    grown.stdout.fnmatch_lines(["*test_peak on cpu grew from * to *, more than 2 %*", "*+*weights*f32?5,512,512?*"])
     file = pytester.path / "test_peak_of_a_step.peaks.json"
+    assert len(file.read_text().splitlines()) == 3
+    shrunk = run(1)
+    shrunk.assert_outcomes(passed=1, warnings=1)
+    shrunk.stdout.fnmatch_lines(["*fell from*hold it with*"])
     file.write_text(file.read_text().replace(jax.__version__, "0.0.1"))
     run(5).assert_outcomes(skipped=1)
 
