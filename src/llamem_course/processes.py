@@ -13,19 +13,19 @@ _FOR_ALL = {
 
 
 def start(program: str, count: int, *arguments: object) -> list[subprocess.Popen[str]]:
-    """Start `count` processes that run a program, with `arguments`.
+    """Start `count` processes that run a program: `program ADDRESS COUNT HOST arguments...`.
 
-    Each finds in its environment where process 0 listens, how many they are, and which of them it is.
+    Process 0 listens at ADDRESS, they are COUNT, and this one is number HOST of them.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # a port that nobody uses
         address = f"127.0.0.1:{free.getsockname()[1]}"
     processes = []
     for host in range(count):
-        facts = {"LLAMEM_COORDINATOR": address, "LLAMEM_NUM_HOSTS": str(count), "LLAMEM_HOST": str(host)}
-        command = [sys.executable, program, *map(str, arguments)]
-        environment = os.environ | _FOR_ALL | facts
-        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        command = [sys.executable, program, *map(str, (address, count, host, *arguments))]
+        process = subprocess.Popen(
+            command, env=os.environ | _FOR_ALL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         processes.append(process)
     return processes
 

@@ -5,11 +5,12 @@ import pytest
 from llamem_course.processes import printed, start
 
 PROGRAM = """
-import os, sys
+import sys
+address, hosts, host, word = sys.argv[1:]
 print("[Gloo] Rank 0 is connected")
-print(os.environ["LLAMEM_HOST"], "of", os.environ["LLAMEM_NUM_HOSTS"], sys.argv[1])
-print(os.environ["LLAMEM_COORDINATOR"])
-if sys.argv[1] == "fail":
+print(host, "of", hosts, word)
+print(address)
+if word == "fail":
     raise ValueError("no such host")
 """
 
