@@ -1,16 +1,14 @@
-"""What fills a chip while layers stream through it, and which copies run beside matmuls."""
+"""What fills a chip while layers stream through it."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 
 from jaxmem.reading.provenance import Category
 from jaxmem.reading.timeline import Span, Timeline
@@ -21,7 +19,7 @@ from llamem.llama.config import LlamaConfig
 ROLES: dict[Category, tuple[str, str]] = {
     "weights": ("head and embedding, and their gradients", "#3f90da"),
     "optimizer": ("one layer: weights, moments, gradients", "#ffa90e"),
-    "workspace": ("one layer: activations, and the rest", "#c9d1d3"),
+    "workspace": ("activations", "#c9d1d3"),
 }
 
 
@@ -41,67 +39,6 @@ def visiting(timeline: Timeline, config: LlamaConfig) -> Timeline:
 
     buffers = tuple(dataclasses.replace(span, category=role(span)) for span in timeline.buffers)
     return dataclasses.replace(timeline, buffers=buffers)
-
-
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """One turn of a loop of a program: its steps, when each copy of a layer's matrix begins and is waited for, and
-    at which steps matmuls begin.
-    """
-
-    steps: range
-    copies: tuple[tuple[int, int], ...]
-    matmuls: tuple[int, ...]
-
-    @classmethod
-    def of(cls, timeline: Timeline, loop: int = 0) -> "Turn":
-        """Return a turn of one of the loops, in a program that fetches layers by `jax.lax.dynamic_index_in_dim`."""
-        steps = range(timeline.loops[loop].first, timeline.loops[loop].end)
-        matmuls = (step for step in steps if "dot_general" in timeline.operations[step])
-        # A copy on its way is written down as (from, to, ...), the latter one layer's slice.
-        copies = (
-            (one.first, one.last)
-            for one in timeline.buffers
-            if one.first in steps
-            and re.search(r", \w+\[1,", one.shape)
-            and re.search("dynamic_(index_in_dim|slice)", one.operation)
-        )
-        return cls(steps, tuple(sorted(copies)), tuple(matmuls))
-
-    @property
-    def pairs(self) -> int:
-        """How many pairs of a copy and a matmul there are."""
-        return len(self.copies) * len(self.matmuls)
-
-    @property
-    def beside(self) -> int:
-        """How many pairs of a copy and a matmul there are in which the copy is on its way when the matmul begins."""
-        return sum(begins < step < awaited for begins, awaited in self.copies for step in self.matmuls)
-
-
-def turns_drawn(turns: Mapping[str, Turn]) -> tuple[Figure, str]:
-    """Return a figure, and its words: by chip the matmuls of a turn, and under them a bar for each copy.
-
-    A line goes down from each matmul: it meets the bars of the copies that are under way when the matmul begins.
-    """
-    lanes = max(len(turn.copies) for turn in turns.values())
-    fig, axes = plt.subplots(1, len(turns), figsize=(9, 3.6), sharey=True, squeeze=False, layout="constrained")
-    for ax, (chip, turn) in zip(axes[0], turns.items(), strict=True):
-        first = turn.steps[0]
-        for lane, (begins, awaited) in enumerate(turn.copies, 1):
-            ax.barh(lane, awaited - begins, 0.6, begins - first, color="C1")
-        for step in turn.matmuls:
-            ax.plot([step - first] * 2, [-0.3, lanes + 0.5], color="C0", linewidth=1)
-            ax.plot(step - first, -0.3, "v", color="C0", markersize=7, clip_on=False)
-        ax.set(title=chip, yticks=[], ylim=(lanes + 0.6, -0.8), xlabel="step of a turn", xlim=(0, len(turn.steps)))
-        ax.spines["left"].set_visible(False)
-    marks = [
-        plt.Line2D([], [], color="C0", marker="v", label="a matmul"),
-        Patch(color="C1", label="a copy, until awaited"),
-    ]
-    fig.legend(marks, ("a matmul", "a copy, until awaited"), loc="outside lower center", ncols=2, frameon=False)
-    told = "; ".join(f"{chip}: {turn.beside} of {turn.pairs}" for chip, turn in turns.items())
-    return fig, f"Matmuls, and under them bars for copies, over a turn's steps. Pairs side by side: {told}."
 
 
 def visitors_drawn(timeline: Timeline, config: LlamaConfig) -> tuple[Figure, str]:

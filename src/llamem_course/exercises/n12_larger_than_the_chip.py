@@ -231,11 +231,18 @@ def _one_loop(answer: Answer, *limit: float) -> None:
 def _no_second_stack(answer: Answer, *limit: float) -> None:
     """Refuse whatever is as large as all layers, but a loop's carry and updates in place."""
     in_place = ("dynamic_update_slice", "scatter", "device_put", "optimization_barrier")
+    stacks, of_state = {(L, D, F), (L, F, D)}, len(jax.tree.leaves(GIVEN[0]))
     for eqn, _ in equations(_program(answer, *limit)):
+        given = sum(getattr(var.aval, "shape", ()) in stacks for var in eqn.invars)
+        assert eqn.primitive.name not in ("scan", "while") or given <= of_state, (
+            f"the numbers are right, but a loop is given {given} arrays as large as all layers, and the state has "
+            f"{of_state}. Gradients that are kept are one more, and so is an old state that is read while a new one is "
+            "written. From which one must a turn read?"
+        )
         made = eqn.outvars[scan_parts(eqn)[1] :] if eqn.primitive.name == "scan" else eqn.outvars
         if eqn.primitive.name in in_place or (inner_jaxprs(eqn) and eqn.primitive.name != "scan"):
             continue
-        assert not {getattr(var.aval, "shape", ()) for var in made} & {(L, D, F), (L, F, D)}, (
+        assert not {getattr(var.aval, "shape", ()) for var in made} & stacks, (
             f"the numbers are right, but `{eqn.primitive.name}` makes an array as large as the weights of all layers, "
             "beside the state that was given. There is no room for two. A scan's outputs are a second stack: in which "
             "part of a scan does one turn change what the next one is given?"
@@ -294,6 +301,24 @@ def _python_loop(layer: Answer, update: Answer, state: Any, inputs_LND: Any, dy_
     return dy_ND, state
 
 
+def _reads_the_old(layer: Answer, update: Answer, state: Any, inputs_LND: Any, dy_ND: Any) -> Any:
+    def visit(layer: Answer, update: Answer, dx: Any, new: Any, i: Any, x: Any) -> Any:
+        grads, dx = jax.vjp(layer, _take(state, i)["w"], x)[1](dx)
+        return dx, _put(new, update(_take(state, i), grads), i)
+
+    return _by(visit)(layer, update, state, inputs_LND, dy_ND)
+
+
+def _gradients_carried(layer: Answer, update: Answer, state: Any, inputs_LND: Any, dy_ND: Any) -> Any:
+    def visit(layer: Answer, update: Answer, dx: Any, both: Any, i: Any, x: Any) -> Any:
+        grads, dx = jax.vjp(layer, _take(both[0], i)["w"], x)[1](dx)
+        kept = _put(both[1], grads, i)
+        return dx, (_put(both[0], update(_take(both[0], i), _take(kept, i)), i), kept)
+
+    dx_ND, (state, _) = _by(visit)(layer, update, (state, state["w"]), inputs_LND, dy_ND)
+    return dx_ND, state
+
+
 def _stacked(layer: Answer, update: Answer, state: Any, inputs_LND: Any, dy_ND: Any) -> Any:
     def turn(dx: Any, at: Any) -> Any:
         grads, dx = jax.vjp(layer, at[0]["w"], at[1])[1](dx)
@@ -338,7 +363,10 @@ check_backward_scan = Exercise(
         _no_layer_twice: {"Which call gives both gradients": _by(_through(after=False))},
         _no_gradient_waits: {"wait for their update": [_all_at_once, _two_by_two]},
         _one_loop: {"a loop of Python's": _python_loop},
-        _no_second_stack: {"There is no room for two": _stacked},
+        _no_second_stack: {
+            "There is no room for two": _stacked,
+            "From which one must a turn read": [_reads_the_old, _gradients_carried],
+        },
     },
     ask=_found,
     told=_layers_off,
@@ -439,7 +467,10 @@ check_clipped_scan = Exercise(
         },
         _clipping(_no_gradient_waits): {"wait for their update": _but(_to_the_norm)},
         _clipping(_one_loop): {"a loop of Python's": _again(_carried_norm, _python_loop)},
-        _clipping(_no_second_stack): {"There is no room for two": _again(_norm_of_autodiff)},
+        _clipping(_no_second_stack): {
+            "There is no room for two": _again(_norm_of_autodiff),
+            "From which one must a turn read": _again(_carried_norm, _reads_the_old),
+        },
     },
     otherwise="All gradients are to be smaller by one factor, max_norm / norm.",
     ask=_new_state,
