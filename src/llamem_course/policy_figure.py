@@ -1,4 +1,4 @@
-"""A layer's named values: what each costs, who reads it, which choice keeps it; and the choices against each other."""
+"""A layer's named values: what each costs, who reads it, which choice keeps it."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 
 # The steps of a Llama layer's backward pass, from the layer's end to its beginning, and the named values that each
 # reads. Cheap elementwise results, such as silu(gate) * up and the norms' outputs, are made again of these.
@@ -66,44 +65,6 @@ def readers_alt(price: Mapping[str, float], keeps: Mapping[str, Sequence[str]]) 
         who = f"read by {'; '.join(read)}" if read else "read by nobody"
         rows.append(f"{name} {size:.0f} MiB, {who}, kept by {'; '.join(kept) or 'none'}")
     return f"A layer's named values, a row each. {'. '.join(rows)}."
-
-
-def frontier(points: Mapping[str, tuple[float, float]], room: float, title: str) -> Figure:
-    """Return a figure of peaks (GiB) against matmuls (TFLOP), a line through the points that nothing beats.
-
-    `room` is what the chip has, in GiB; right of it the ground is grey. `frontier_alt` says it in words.
-    """
-    fig, ax = plt.subplots(figsize=(9, 4.4))
-    line = sorted(point for name, point in points.items() if name not in _beaten(points))
-    ax.plot(*zip(*line, strict=True), "o-", color="C0", markersize=8)
-    for name, point in points.items():
-        if name in _beaten(points):
-            ax.plot(*point, "X", color="C1", markersize=10)
-        ax.annotate(name, point, (8, 6), textcoords="offset points", fontsize=10)
-    ax.set(xscale="log", xlabel="GiB at the peak (log scale)", ylabel="matmuls (TFLOP)", title=title)
-    ax.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 1.2, 1.5, 2, 3, 4, 6)))
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.minorticks_off()
-    ax.margins(x=0.15, y=0.14)
-    ax.axvspan(room, max(room, *ax.get_xlim()) * 1.05, color="0.9", zorder=0)
-    ax.text(room, 0.96, "  does not fit", transform=ax.get_xaxis_transform(), va="top", fontsize=10)
-    return fig
-
-
-def frontier_alt(points: Mapping[str, tuple[float, float]], room: float) -> str:
-    """Return what `frontier` shows, in words."""
-    told = "; ".join(f"{name} {peak:.1f} GiB and {work:.1f} TFLOP" for name, (peak, work) in points.items())
-    beaten = " and ".join(sorted(_beaten(points))) or "nothing"
-    return f"Peak against matmuls, {room:.1f} GiB of room: {told}. Beaten: {beaten}."
-
-
-def _beaten(points: Mapping[str, tuple[float, float]]) -> set[str]:
-    """Return who needs no less memory and does no fewer matmuls than another."""
-    return {
-        name
-        for name, (peak, work) in points.items()
-        if any(a <= peak and b <= work and (a, b) != (peak, work) for a, b in points.values())
-    }
 
 
 def _asked_for(name: str) -> bool:

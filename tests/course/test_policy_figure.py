@@ -2,25 +2,21 @@
 
 import re
 
-import jax
-import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import numpy as np
-from flax import nnx
 
 import llamem
 from jaxmem.tracing.residuals import saved_residuals
 from llamem.llama import ACTIVATIONS
+from llamem_course.measuring import abstract_layers
 from llamem_course.policy_figure import READERS, readers, readers_alt
 
 
 def test_jax_keeps_of_all_names_those_that_have_a_reader():
     plan = llamem.Plan(remat=llamem.Policy(save=ACTIVATIONS), attention="xla")
     config = llamem.LlamaConfig.from_name("llama3.2-1b", n_layers=2)
-    graphdef, params = nnx.split(nnx.eval_shape(lambda: llamem.Llama(config, rngs=nnx.Rngs(0), plan=plan)))
-    rows = saved_residuals(
-        lambda p, t: nnx.merge(graphdef, p).hidden(t).sum(), params, jax.ShapeDtypeStruct((1, 96), jnp.int32)
-    ).rows
+    layers, *shapes = abstract_layers(config, plan, 96)
+    rows = saved_residuals(lambda p, t: layers(p, t).sum(), *shapes).rows
     kept = {found[1] for row in rows if (found := re.search(r"named '(\w+)'", row.operation))}
     assert kept == {name for read in READERS.values() for name in read}
 

@@ -284,7 +284,7 @@ _STEPS = (
     ((4, 4, 4), (10, 10, 10), 48, 4, 90, 20),
     ((1, 2, 4, 8), (16, 32, 64, 128), 60, 3, 1000, 300),
     ((7,), (5,), 8, 8, 11, 2),
-    ((9, 3), (2, 40), 12, 2, 6, 1),
+    ((9, 3), (2, 40), 13, 4, 6, 1),
 )
 
 
@@ -308,6 +308,9 @@ check_step_schedule = Exercise(
             tile=lambda at, last: (at, last)
         ),
         "An operation of the loss makes one tile, not all of the logits.": _but(tile_logits=1),
+        "All tiles together are all logits and their gradient: is some of them rounded away?": (
+            lambda x, dw, logits, tiles, *rest: _schedule(x, dw, 2 * logits // tiles * tiles / 2, tiles, *rest)
+        ),
         "All inputs wait for the backward pass, until their own operation has read them, and no longer.": [
             _but(read=lambda at, last: at - 1),
             _but(read=lambda at, last: last),

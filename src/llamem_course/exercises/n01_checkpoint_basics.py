@@ -178,7 +178,7 @@ def _sizes(n_layers: int) -> list[int]:
 
 def _played(n_layers: int, kept: int, size: int) -> float:
     """Return the peak, in inputs: where the last group runs backward, its layers but one wait, and one is at work."""
-    return n_layers // size - 1 + kept * (size - 1) + 11
+    return n_layers // size - 1 + kept * (size - 1) + 21
 
 
 def _cheapest(price: Answer) -> Answer:
@@ -213,7 +213,9 @@ check_best_group = Exercise(
         "Is that the size of a group, or how many groups there are?": lambda n_layers, kept: (
             n_layers // _best(n_layers, kept)
         ),
-        "It would be best if each of these layers kept 1.": _cheapest(lambda groups, size, kept: groups + size),
+        "It would be best if each of these layers kept 1: is `kept` counted, and are sizes below the root tried?": (
+            _cheapest(lambda groups, size, kept: groups + size)
+        ),
         "What is kept once per group, and what for each of its layers?": [
             _cheapest(lambda groups, size, kept: kept * groups + size),
             lambda n_layers, kept: 1,

@@ -152,7 +152,11 @@ def _spared(table: Table, names: Iterable[str]) -> int:
 
 
 def _kept_and_spared(answer: Answer, table: Table, budget: int) -> tuple[int, int]:
-    policy = answer(dict(table), budget)
+    try:
+        policy = answer(dict(table), budget)
+    except ValueError as error:
+        assert budget, f"A budget of no bytes fits the choice that keeps nothing. Yours ends in: {error}"
+        raise
     assert isinstance(policy, Policy), f"Return a llamem.Policy that says what to save, not {type(policy).__name__}."
     assert policy == Policy(save=policy.save) and set(policy.save) <= set(table), (
         f"{policy}: save names of the table, and nothing else. It prices no other place."
@@ -190,11 +194,16 @@ check_best_policy = Exercise(
         "It prices no other place.": lambda table, budget: Policy(offload=tuple(table)),
         "That is more than there is.": lambda table, budget: _most(_spared)(table, 16 * budget),
         "Is there no name that fits?": lambda table, budget: Policy(),
+        "A budget of no bytes fits the choice that keeps nothing.": lambda table, budget: Policy(
+            save=max((names for names in _fitting(table, budget) if _sum(table, names, 0) < budget), key=len)
+        ),
         "A full budget is not the aim, nor the first name that fits. What does a byte of each choice spare?": [
             _most(lambda table, names: _sum(table, names, 0)),
             _first(lambda n_bytes, flops: -flops),
-            _first(lambda n_bytes, flops: -flops / n_bytes),
         ],
+        "The best bargains first, and there is room left that no name fits. Which one would you give back?": (
+            _first(lambda n_bytes, flops: -flops / n_bytes)
+        ),
         "Is there a choice of more names, and may it fill the budget to the last byte?": [
             lambda table, budget: _most(_spared)(table, budget - 1),
             _most(_spared, lambda names: len(names) < 4),
