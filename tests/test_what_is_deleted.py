@@ -82,6 +82,8 @@ MAY = {
     ("tests/run_notebooks.py", "run"): "the notebook that it ran, from an unfinished name beside it",
     ("tests/train/hosts_in_namespaces.sh", NETNS): "of namespaces that it made, which bear its process's number",
     ("tests/train/test_chats.py", "test_adapters_train_on_chats_over_given_weights_and_go_on_bit_by_bit"): TMP,
+    ("tests/train/test_data.py", "test_equal_documents_are_all_trained_or_all_held_out"): TMP,
+    ("tests/train/test_loop.py", "test_rows_whose_snapshots_were_deleted_are_kept_beside"): TMP,
     ("tests/train/test_snapshots.py", "test_a_snapshot_under_another_step_s_name_is_noticed"): TMP,
 }
 
