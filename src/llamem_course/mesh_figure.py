@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 LAYOUTS_ALT = (
-    "Four panels. data, fsdp and context: logits in eight bands of rows, the head grey or in slices of D. "
-    "tensor: hidden states grey, head and logits in eight bands of columns. "
-    "The rows are one sequence for context, eight sequences for the others."
+    "Three panels. data and fsdp: logits in eight bands of rows, the head grey or in slices of D. "
+    "tensor: hidden states grey, head and logits in eight bands of columns."
 )
 ROUNDS_ALT = (
     "Two grids of devices by rounds. Left: in each round all eight devices work on the same tile, owned by one. "
@@ -46,8 +45,7 @@ def layouts_drawn(layouts: Mapping[str, tuple[P, P, P]], meshes: Mapping[str, Me
         _array(ax, meshes[axis], P(*(*x_spec, None)[:2]), (-1.7, 0, 1.2, 4), "x_ND")
         _array(ax, meshes[axis], P(*reversed((*head_spec, None, None)[:2])), (0, 4.6, 4, 0.9), "head_VD.T")
         _array(ax, meshes[axis], P(rows, columns), (0, 0, 4, 4), "logits_NV")
-        sequences = "one sequence" if axis == "context" else "eight sequences"
-        ax.text(-1.8, 2, sequences, rotation=90, ha="right", va="center", fontsize=9)
+        ax.text(-1.8, 2, "eight sequences", rotation=90, ha="right", va="center", fontsize=9)
         ax.set_title(axis, x=2 / 3)
         ax.set(xlim=(-2.4, 4.2), ylim=(-0.1, 6.0), aspect="equal")
         ax.axis("off")
