@@ -18,7 +18,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "05": ({"chip": "v6e-8"}, {"chip": "v5p-16", "seed": 3}),
     "06": ({"model": "llama3.1-8b", "tokens": 2048}, {"seed": 3}),
     "07": (
-        {"compile_for": "t4", "steps": 24, "chat_steps": 3},
+        {"steps": 24, "chat_steps": 3},
         {"num_tiles": 8, "batch_size": 3, "seq_len": 100, "steps": 13},
     ),
     "08": (

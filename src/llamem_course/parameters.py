@@ -1,9 +1,7 @@
-"""What a notebook does with its parameters first: names of chips are checked, sizes chosen."""
+"""What a notebook does with its parameters first: rules and names of chips are checked."""
 
-from collections.abc import Mapping
 from typing import Any
 
-from jaxmem.chips.chip import Chip
 from jaxmem.chips.names import chip_called
 
 
@@ -23,17 +21,3 @@ def check_parameters(*rules: tuple[bool, str], **chips: Any) -> None:
                 chip_called(name)
             except ValueError as unknown:
                 raise ValueError(f"{parameter}: {unknown}") from None
-
-
-def sizes_for(chip: Chip, wished: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return a preset and the sizes of a run that are worth a device; a size that is wished, and not None, comes first.
-
-    A CPU's run takes a minute or two. The larger ones were chosen from compilers' reports, and have not been run.
-    """
-    if chip.platform == "cpu":
-        preset, sizes = "tiny", dict(steps=120, batch_size=1, seq_len=128, learning_rate=6e-3)
-    elif (chip.capacity_bytes or 0) < 60 * 2**30:
-        preset, sizes = "small", dict(steps=1000, batch_size=16, seq_len=1024, learning_rate=1e-3)
-    else:
-        preset, sizes = "llama3.2-1b", dict(steps=1000, batch_size=16, seq_len=2048, learning_rate=3e-4)
-    return preset, sizes | {name: value for name, value in wished.items() if value is not None}

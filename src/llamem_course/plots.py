@@ -102,7 +102,8 @@ def loss_curves(
     for name, rows, key, style in (("each batch", metrics, "loss", "-"), (held_out, judged, "val_loss", "o-")):
         if not rows:  # a run that holds nothing out
             continue
-        (line,) = ax.plot([row["step"] for row in rows], [row[key] for row in rows], style)
+        width = 1 if key == "loss" else 2  # batches scatter; what is held out stands before them
+        (line,) = ax.plot([row["step"] for row in rows], [row[key] for row in rows], style, linewidth=width)
         names.append((rows[-1][key], f"{name}, {rows[-1][key]:.3g}", line.get_color(), "bold"))
     for (name, value), style in zip((bars or {}).items(), (":", "--", "-."), strict=False):
         ax.axhline(value, color="black", linestyle=style)

@@ -16,7 +16,7 @@ def tool_prices(prices: Mapping[tuple[int, str], tuple[float, float]]) -> Figure
     for ax, i, scale, form in zip(axes, (0, 1), (1, 100), ("%.2f", "%.0f %%"), strict=True):
         for n, (length, hatch) in enumerate(zip(lengths, HATCHES, strict=False)):
             places = [place + height * (n - (len(lengths) - 1) / 2) for place in range(len(names))]
-            sizes = [max(0.0, scale * prices[length, name][i]) for name in names]
+            sizes = [scale * prices[length, name][i] for name in names]
             bars = ax.barh(places, sizes, height, hatch=hatch, edgecolor="white", label=f"{length:,} tokens")
             ax.bar_label(bars, fmt=form, padding=3, fontsize=9)
         ax.margins(x=0.15)
@@ -34,7 +34,7 @@ def tool_prices(prices: Mapping[tuple[int, str], tuple[float, float]]) -> Figure
 def tool_prices_alt(prices: Mapping[tuple[int, str], tuple[float, float]]) -> str:
     """Return what `tool_prices` shows, in words."""
     told = [
-        f"At {tokens:,} tokens {name}: {saved:.2f} GiB less, {more:.0%} more time."
+        f"At {tokens:,} tokens {name}: {abs(saved):.2f} GiB {'less' if saved >= 0 else 'more'}, {more:.0%} more time."
         for (tokens, name), (saved, more) in prices.items()
     ]
     return "What each tool buys in memory and costs in time, as bars for each length. " + " ".join(told)

@@ -1,31 +1,12 @@
-"""Figures of notebook 07: losses beside each other, and which tokens of a chat have a loss."""
+"""A figure of notebook 07: which tokens of a chat have a loss."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from llamem_course.plots import MARKERS
-
 _CHARACTERS = 114  # in a line of the strip of tokens
-
-
-def loss_lines(lines: Mapping[str, Mapping[int, float]], marked: bool = False) -> Figure:
-    """Draw losses by step, a line for each name; `marked`: with a marker at each of them."""
-    fig, ax = plt.subplots(figsize=(9.4, 3.6))
-    for (name, losses), marker in zip(lines.items(), MARKERS, strict=False):
-        ax.plot(list(losses), list(losses.values()), marker=marker if marked else "", label=name)
-    ax.set(xlabel="step", ylabel="loss (nats per token)")
-    ax.legend(frameon=False)
-    return fig
-
-
-def loss_lines_alt(lines: Mapping[str, Mapping[int, float]]) -> str:
-    """Say what `loss_lines` shows."""
-    ends = [(name, *list(losses.items())[:: len(losses) - 1 or 1]) for name, losses in lines.items()]
-    told = (f"{name}: {first[1]:.2f} at step {first[0]}, {last[1]:.2f} at {last[0]}" for name, first, *_, last in ends)
-    return f"Losses by step. {'; '.join(told)}."
 
 
 def token_strip(tokens: Sequence[str], wrote: Iterable[bool]) -> Figure:

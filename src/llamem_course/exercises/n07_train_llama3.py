@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import sys
+import tracemalloc
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -53,15 +54,9 @@ check_inputs_and_targets = Exercise(
     "The model reads the whole chat, and learns only to write its own part.",
     {
         "Return inputs and targets, as a pair.": lambda ids, wrote: _pair(ids, wrote)[1],
-        "places at which a next token is known": [
-            lambda ids, wrote: (ids, np.where(wrote, ids, -100)),
-            lambda ids, wrote: (ids[wrote][:-1], ids[wrote][1:]),
-        ],
+        "places at which a next token is known": lambda ids, wrote: (ids[wrote][:-1], ids[wrote][1:]),
         "The model reads every token but the last, the user's and the assistant's alike, since an answer depends on "
-        "the question.": [
-            lambda ids, wrote: (np.where(wrote, ids, -100)[:-1], _pair(ids, wrote)[1]),
-            lambda ids, wrote: (ids[1:], np.where(wrote, ids, -100)[:-1]),
-        ],
+        "the question.": lambda ids, wrote: (np.where(wrote, ids, -100)[:-1], _pair(ids, wrote)[1]),
         "They are the right tokens, and the marks are one place off: is it who wrote the input that counts, or who "
         "wrote the token that is to be predicted?": lambda ids, wrote: (ids[:-1], np.where(wrote[:-1], ids[1:], -100)),
         "Each target is its own input: what has a model to learn in order to repeat what it reads?": (
@@ -150,9 +145,20 @@ def _is_shuffled(answer: Answer) -> None:
 
 
 def _orders_never_meet(answer: Answer) -> None:
-    """Ask for epochs and seeds that a recipe of one number, such as 1000 * seed + epoch, maps to the same order."""
+    """Ask for epochs and seeds that a recipe of one number, such as 1000 * seed + epoch, maps to the same order.
+
+    Where a generator was made from a number below 2**32, that number is asked for too, as a seed and as an epoch.
+    """
     seen: dict[tuple[int, ...], tuple[int, int]] = {}
-    far = (2, 3, 10, 100, 1000, 10_000, 100_000, 1_000_000)
+    far = {2, 3, 10, 100, 1000, 10_000, 100_000, 1_000_000}
+    with (
+        mock.patch.object(np.random, "default_rng", wraps=np.random.default_rng) as of_numpy,
+        mock.patch.object(jax.random, "key", wraps=jax.random.key) as of_jax,
+    ):
+        for seed, epoch in ((0, 1), (1, 0)):
+            _numbers(answer, [epoch], seed, 12, 12)
+    calls = of_numpy.call_args_list + of_jax.call_args_list
+    far |= {one for call in calls for one in call.args if isinstance(one, int) and 0 <= one < 2**32}
     for seed, epoch in [*itertools.product((0, 1), (0, 1, *far)), *itertools.product(far, (0, 1))]:
         order = tuple(_numbers(answer, [epoch], seed, 12, 12))
         other = seen.setdefault(order, (seed, epoch))
@@ -185,23 +191,33 @@ def _survives_a_restart(answer: Answer) -> None:
 
 
 def _replays_nothing(answer: Answer) -> None:
-    """Count the lines of Python that an early and a late step run."""
-    lines, before = collections.Counter(), sys.gettrace()
+    """Count the lines of Python that an early and a late step run, and the bytes that they hold at most."""
+    lines, held, before = collections.Counter(), collections.Counter(), sys.gettrace()
     for step in (0, 20_000, 0, 20_000):  # the first two warm it up
 
         def count(frame: Any, event: str, _: Any, step: int = step) -> Any:
             lines[step] += event == "line"
             return count
 
+        tracemalloc.start()
         sys.settrace(count)
         try:
             answer(step, 0, 10, 4)
         finally:
             sys.settrace(before)
-    assert lines[20_000] < 3 * lines[0] + 1000, (
-        f"Step 0 runs {lines[0]:,} lines of Python, step 20,000 {lines[20_000]:,}: is every epoch before it shuffled "
-        "again? What does one order need?"
-    )
+            held[step] = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+    for found, what, some in ((lines, "lines of Python", 1000), (held, "bytes", 100_000)):
+        assert found[20_000] < 3 * found[0] + some, (
+            f"Step 0 takes {found[0]:,} {what}, step 20,000 {found[20_000]:,}: is every epoch before it shuffled "
+            "again? What does one order need?"
+        )
+
+
+def _replayed_at_once(step: int, seed: int, count: int, batch_size: int) -> Any:
+    orders = np.tile(np.arange(count), ((step + 1) * batch_size // count + 1, 1))
+    orders = np.random.default_rng([seed, 1]).permuted(orders, axis=1)
+    return orders.ravel()[step * batch_size :][:batch_size]
 
 
 def _replayed(step: int, seed: int, count: int, batch_size: int) -> Any:
@@ -241,13 +257,9 @@ check_order = Exercise(
         "What does a batch do where an epoch ends?": lambda step, seed, count, size: _epoch_by_epoch(
             step, seed, count, size, batches=-(-count // size), cut=lambda order, size: order[:size]
         ),
-        "Sequences are numbered from 0 to": [
-            _by(_order, moved=1),
-            lambda *given: [128 * number for number in _by(_order)(*given)],
-        ],
+        "Sequences are numbered from 0 to": _by(_order, moved=1),
         _CONSECUTIVE: [
             lambda step, seed, count, size: np.random.default_rng([seed, step]).integers(count, size=size),
-            lambda step, seed, count, size: np.resize(_order(seed, step, count), size),
             lambda step, *given: _by(_order)(0, *given),
             lambda step, seed, count, size: _epoch_by_epoch(
                 step, seed, count, size, batches=max(count // size, 1), cut=np.resize
@@ -260,12 +272,8 @@ check_order = Exercise(
             "beside the seed": [
                 _by(lambda seed, epoch, count: _drawn(seed, count)),
                 _by(lambda seed, epoch, count: np.roll(_drawn(seed, count), epoch)),
-                _by(lambda seed, epoch, count: (_drawn(seed, count) + epoch) % count),
             ],
-            "where does the seed come in": [
-                _by(lambda seed, epoch, count: _drawn(epoch, count)),
-                _by(lambda seed, epoch, count: np.roll(_drawn(epoch, count), seed)),
-            ],
+            "where does the seed come in": _by(lambda seed, epoch, count: np.roll(_drawn(epoch, count), seed)),
             "few orders": _by(lambda seed, epoch, count: _drawn([seed % 2, epoch], count)),
         },
         _orders_never_meet: {
@@ -273,6 +281,8 @@ check_order = Exercise(
                 _by(lambda seed, epoch, count: _drawn(seed + epoch, count)),
                 _by(lambda seed, epoch, count: _drawn(1000 * seed + epoch, count)),
                 _by(lambda seed, epoch, count: _drawn([seed, epoch % 2], count)),
+                _by(lambda seed, epoch, count: _drawn(seed ^ (epoch * 7919), count)),
+                _by(lambda seed, epoch, count: _drawn(seed * 1_000_003 + epoch, count)),
             ]
         },
         _survives_a_restart: {
@@ -283,7 +293,7 @@ check_order = Exercise(
                 _by(lambda seed, epoch, count: _drawn([os.getpid(), seed, epoch], count)),
             ],
         },
-        _replays_nothing: {"is every epoch before it shuffled again": _replayed},
+        _replays_nothing: {"is every epoch before it shuffled again": [_replayed, _replayed_at_once]},
     },
     otherwise=_CONSECUTIVE,
     ask=_epochs,
@@ -348,8 +358,8 @@ def _written_out(value_and_grad: Answer, params: Any, batch_BD: Any, parts: int)
     return jax.tree.map(lambda *leaves: jnp.mean(jnp.stack(leaves), 0), *found)
 
 
-def _kept(value_and_grad: Answer, params: Any, batch_BD: Any, parts: int, *, over: Answer = jax.lax.map) -> Any:
-    found = over(lambda part_BD: value_and_grad(params, part_BD), _parts(batch_BD, parts))
+def _kept(value_and_grad: Answer, params: Any, batch_BD: Any, parts: int) -> Any:
+    found = jax.lax.map(lambda part_BD: value_and_grad(params, part_BD), _parts(batch_BD, parts))
     return jax.tree.map(lambda a: a.astype(jnp.float32).mean(0).astype(a.dtype), found)
 
 
@@ -435,10 +445,6 @@ def _memory_stays(answer: Answer) -> None:
     )
 
 
-def _latest(total: Any, one: Any, parts: int) -> Any:
-    return parts * one
-
-
 check_accumulated = Exercise(
     3,
     _whole,
@@ -451,18 +457,13 @@ check_accumulated = Exercise(
             lambda vg, params, batch_BD, parts: _summed(vg, params, batch_BD, len(batch_BD)),
         ],
         "That is the loss of one part: which does each turn of the loop take, and what becomes of those before?": [
-            partial(_summed, add=_latest),
-            lambda *given: (_summed(*given, add=_latest)[0], _summed(*given)[1]),
+            partial(_summed, add=lambda total, one, parts: parts * one),
             _of_rows(lambda x_BD, size: jnp.tile(x_BD[:size], (len(x_BD) // size, 1))),
         ],
-        "Some part is left out, or taken twice. Which part does each turn of the loop take?": [
-            _of_rows(lambda x_BD, size: x_BD[size:]),
-            _of_rows(lambda x_BD, size: x_BD[:-size]),
-        ],
-        "The loss is a mean: of what, after the loop?": [
-            partial(_summed, mean=lambda total, parts: total),
-            partial(_summed, mean=lambda total, parts: total, mean_of=lambda total, p, parts: total),
-        ],
+        "Some part is left out, or taken twice. Which part does each turn of the loop take?": (
+            _of_rows(lambda x_BD, size: x_BD[:-size])
+        ),
+        "The loss is a mean: of what, after the loop?": partial(_summed, mean=lambda total, parts: total),
         "The loss is right. It is a mean over sequences: what is its gradient, made of the parts' gradients?": (
             partial(_summed, mean_of=lambda total, p, parts: total)
         ),
@@ -487,10 +488,7 @@ check_accumulated = Exercise(
             ]
         },
         _memory_stays: {
-            "Which arrays have one entry for each part": [
-                _kept,
-                partial(_kept, over=lambda of_part, parts_BD: jax.vmap(of_part)(parts_BD)),
-            ]
+            "Which arrays have one entry for each part": _kept,
         },
     },
     otherwise="The loss is a mean over all sequences: what are it and its gradient, made of the parts'?",
