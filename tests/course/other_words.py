@@ -270,6 +270,10 @@ OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
         lambda n, x, w: jnp.array(n03_scan_vs_unrolled.check_best_groups.right(n, x, w)),
     ),
     (n03_scan_vs_unrolled.check_scan_runs, runs_by_hand),
+    (
+        n03_scan_vs_unrolled.check_scan_runs,
+        functools.partial(n03_scan_vs_unrolled._runs, run=functools.partial(n03_scan_vs_unrolled._scan, unroll=2)),
+    ),
     (n04_vocabulary_tiling.check_crossing, lambda d, v, n: jnp.array(2 * d * n / (n - 2))),
     (n04_vocabulary_tiling.check_smoothed_gradient, n04_vocabulary_tiling.check_smoothed_gradient.right),
     (n04_vocabulary_tiling.check_frozen_loss, of_x_alone),

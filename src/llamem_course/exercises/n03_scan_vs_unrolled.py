@@ -18,9 +18,14 @@ from llamem_course.exercises.exercise import Answer, Exercise, quickly
 MiB = 2**20
 
 
-def _temporaries(one_input: int, workspace: int, room_elsewhere: int = 0) -> Answer:
+def _temporaries(one_input: int, workspace: int, room_elsewhere: int = 0, at_once: int = 1) -> Answer:
     """Return what a compiler says of each depth: inputs cost nothing until they no longer find room elsewhere."""
-    return lambda n: workspace + (n * one_input if n * one_input > room_elsewhere else 0)
+
+    def held(n: int) -> int:
+        inputs = n // at_once * at_once * one_input
+        return workspace + (inputs if inputs > room_elsewhere else 0)
+
+    return held
 
 
 def _deepest(room: int, layer: int, temporaries: Answer, copies: int = 2) -> int:
@@ -59,8 +64,10 @@ check_layers_that_fit = Exercise(
         "A large chip": (80 * 2**30, 116 * MiB, _temporaries(256 * MiB, 3000 * MiB)),
         "A small chip": (16 * 2**30, 116 * MiB, _temporaries(32 * MiB, 928 * MiB)),
         "Small layers, large inputs": (10_000, 30, _temporaries(400, 100)),
+        "Many small layers": (200_000, 30, _temporaries(400, 100)),
         "Ten layers fill the room to the last byte": (3000, 100, _temporaries(50, 500)),
         "Inputs of 24 layers find room elsewhere": (2**32, 50 * MiB, _temporaries(16 * MiB, 462 * MiB, 400 * MiB)),
+        "Room for inputs is set aside eight at a time": (8800, 50, _temporaries(400, 100, at_once=8)),
     },
     "You asked the compiler, and drew no line through two answers.",
     {
@@ -78,7 +85,12 @@ check_layers_that_fit = Exercise(
         ),
         "The last layer does not fit whole.": lambda *given: _deepest(*given) + 1,
         "One more layer would still fit, if only just.": lambda *given: _deepest(*given) - 1,
-        "A line through two depths? Look at the temporaries of more of them.": [_by_line, partial(_by_line, first=1)],
+        "A line through two depths? Look at the temporaries of more of them.": [
+            partial(_by_line, first=depth) for depth in (1, 8, 16, 32, 64, 1000)
+        ],
+        "How many layers would fit if they needed nothing but weights and gradients?": (
+            lambda *given: min(_deepest(*given), 255)
+        ),
         "a part of a layer is of no use": [
             lambda room, layer, held: (room - 2 * held(8) + held(16)) / (2 * layer + (held(16) - held(8)) / 8),
             lambda *given: "as many as can be",
@@ -122,6 +134,7 @@ check_best_groups = Exercise(
         f"{n} layers, inputs of {x} and weights of {w} bytes": (n, x, w)
         for n, x, w in (
             (24, 100, 150),
+            (30, 20, 25),
             (60, 100, 96),
             (64, 128, 116),
             (100, 3, 10),
@@ -149,6 +162,7 @@ check_best_groups = Exercise(
         "The root of a formula falls between two divisors. Which of them holds less?": [
             lambda n, x, w: min(_divisors(n), key=lambda g: abs(g - (n * (1 + 2 * w / x)) ** 0.5)),
             lambda n, x, w: max(g for g in _divisors(n) if g * g <= n * (1 + 2 * w / x)),
+            lambda n, x, w: min([g for g in _divisors(n) if g * g >= n * (1 + 2 * w / x)], default=n),
         ],
         "Copies of weights grow with the layers in a group, not with the number of groups.": (
             lambda n, x, w: min(_divisors(n), key=lambda g: (g + n // g) * x + 2 * g * w)
@@ -240,7 +254,8 @@ def _loops_are_loops(answer: Answer) -> None:
         written = lowered.count("dot_general") + lowered.count("call @")
         return sum(eqn.primitive.name == "dot_general" for eqn, _ in traced), written
 
-    few, many = _of_widths(4, 4, 7, 7), _of_widths(*(4,) * 6 + (7,) * 9)
+    # Depths that 2, 3 and 4 divide: a loop that takes some turns at once is one as well.
+    few, many = _of_widths(*(4,) * 12 + (7,) * 12), _of_widths(*(4,) * 24 + (7,) * 12)
     assert products(few) == products(many), (
         "the program grows with the layers, where the runs are as many: each layer is written into it. Which function "
         "of jax.lax writes it once, and does anything unroll that?"

@@ -1,5 +1,6 @@
 """The exercises of notebook 04."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -38,7 +39,10 @@ check_crossing = Exercise(
             lambda d, v, n: v * _crossing(d, v, n),
             lambda d, v, n: _crossing(d, v, n) / v,
         ],
-        "Return the fraction, unrounded.": lambda *given: round(_crossing(*given)),
+        "Return the fraction, unrounded.": [
+            lambda *given: round(_crossing(*given)),
+            lambda *given: math.ceil(_crossing(*given)),
+        ],
     },
     otherwise="Write down both and solve for N; on which side does num_tiles stand?",
     told=_both_sides,
@@ -76,6 +80,10 @@ def _by_words(z: Any, t: Any, eps: float) -> Any:
 
 def _unshifted(z: Any) -> Any:
     return jnp.exp(z) / jnp.exp(z).sum(1, keepdims=True)
+
+
+def _row_sum(first: float) -> str:
+    return "" if abs(first) < 0.005 else f"the sums of your rows begin with {first:.3f}."
 
 
 _Z_NV = jax.random.normal(jax.random.key(0), (6, 5))
@@ -126,7 +134,7 @@ check_smoothed_gradient = Exercise(
         ],
     },
     otherwise="How much of a target's weight goes to which words, and does it all arrive?",
-    told=lambda got, *_: f"the sums of your rows begin with {np.asarray(got).sum(-1).ravel()[0]:.3f}.",
+    told=lambda got, *_: _row_sum(np.asarray(got, float).sum(-1).ravel()[0]),
 )
 
 
