@@ -248,8 +248,11 @@ def _long_tiles(h: int, keys: int) -> Iterator[tuple[Any, Any]]:
 
 
 def _keeps_little(answer: Answer) -> None:
-    """Ask for eight long tiles and for eight wide ones; the first two warm the answer up."""
-    for q_h, keys, enough in ((_Q_h, 8192, 8192), (jnp.ones(4096) / 4096, 16, 4096)):
+    """Ask for eight long tiles and for eight wide ones; the first two warm the answer up.
+
+    So long and so wide that a tile's scores, or its row, are more than what JAX keeps of a loop that it traces anew.
+    """
+    for q_h, keys in ((_Q_h, 32_768), (jnp.ones(32_768) / 32_768, 16)):
         held: list[int] = []
 
         def measured(h: int = len(q_h), keys: int = keys, held: list[int] = held) -> Iterator[tuple[Any, Any]]:
@@ -267,7 +270,7 @@ def _keeps_little(answer: Answer) -> None:
             "know every key that came, and is the size of a head, or of a tile, written into your answer?"
         )
         kept = (held[-1] - held[2]) / (len(held) - 3)
-        assert kept < enough, (
+        assert kept < 100_000, (
             f"the numbers are right, but with each tile of {keys:,} keys of {len(q_h):,} numbers {kept:,.0f} more "
             "bytes stay in memory: scores, rows or whole tiles. What has the next tile to know of all before it?"
         )
