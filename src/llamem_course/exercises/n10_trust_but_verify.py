@@ -350,7 +350,8 @@ _WORTH = {
 
 def _judged(answer: Answer, name: str, n_layers: int, rows: int) -> bool:
     loss, worth, question = _WORTH[name]
-    assert "verify_remat" not in getattr(getattr(answer, "__code__", None), "co_names", ()), (
+    used = getattr(getattr(answer, "__code__", None), "co_names", ())
+    assert not {"verify_remat", "assert_remat"} & set(used), (
         "verify_remat is the library's line, and this exercise builds it. Which two numbers would you compare?"
     )
     found = answer(loss, jax.tree.map(operator.itemgetter(slice(n_layers)), _W), _START[:rows])
