@@ -156,16 +156,16 @@ def untiled(hidden: Any, head_VD: Any, targets: Any) -> Any:
 def looped(
     layer: Any, layers: Any, x: Any, *inputs: Any, remat: Any = None, has_aux: bool = False, checkpointed: bool
 ) -> Any:
-    rows = []
+    outs = []
     for i in range(len(layers) or len(inputs[0])):
         one = layers[i] if layers else layers
         call = functools.partial(layer, one)  # closed over: equinox's modules hold more than arrays
-        given = [jax.tree.map(lambda leaf, i=i: leaf[i], row) for row in inputs]
+        given = [jax.tree.map(lambda leaf, i=i: leaf[i], rows) for rows in inputs]
         x = (jax.checkpoint(call) if checkpointed else call)(x, *given)
         if has_aux:
-            x, row = x
-            rows.append(row)
-    return (x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)) if has_aux else x
+            x, out = x
+            outs.append(out)
+    return (x, jax.tree.map(lambda *leaves: jnp.stack(leaves), *outs)) if has_aux else x
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from jaxmem.chips.names import available
 from jaxmem.common.files import cache_folder
 from jaxmem.common.printing import Table, size_text
 from jaxmem.compiling import compile_report
-from jaxmem.report import Report, compare, peak_growth
+from jaxmem.report import Report, compare, growth
 from jaxmem.report_files import read_reports, write_reports
 
 FITS, GREW, BAD_INPUT = 0, 1, 2  # exit codes
@@ -129,13 +129,12 @@ def _diff(given: argparse.Namespace) -> int:
         print(_text(parts, given.markdown), end="\n\n")
         if before[chip].compiler != after[chip].compiler:
             print(f"note: before by {before[chip].compiler}, after by {after[chip].compiler}.\n")
-        growth = peak_growth(before[chip], after[chip])
-        if given.fail_above is not None and growth > given.fail_above:
-            grew.append(f"{chip}: the peak grew by {100 * growth:.1f} %, more than {100 * given.fail_above:g} %")
-    for file, chip in [(given.before, c) for c in after if c not in before] + [
-        (given.after, c) for c in before if c not in after
-    ]:
-        print(f"note: {file} has no report for {chip}: not compared.\n")
+        part = growth(before[chip].peak_bytes, after[chip].peak_bytes)
+        if given.fail_above is not None and part > given.fail_above:
+            grew.append(f"{chip}: the peak grew by {100 * part:.1f} %, more than {100 * given.fail_above:g} %")
+    for file, other, own in ((given.before, after, before), (given.after, before, after)):
+        for chip in (chip for chip in other if chip not in own):
+            print(f"note: {file} has no report for {chip}: not compared.\n")
     print("\n".join(grew), file=sys.stderr, end="\n" if grew else "")
     return GREW if grew else FITS
 

@@ -135,10 +135,7 @@ def advise(study: Study) -> Advice:
 
 def _rows(spans: Iterable[Span], most: int = 3) -> tuple[str, ...]:
     """Return the largest arrays in words, equal ones of layers as one."""
-    groups: dict[tuple[str, str], list[Span]] = defaultdict(list)
-    for span in spans:
-        groups[_kind(span)].append(span)
-    rows = sorted(groups.values(), key=lambda group: -sum(span.bytes for span in group))[:most]
+    rows = sorted(_alike(spans), key=lambda group: -sum(span.bytes for span in group))[:most]
     return tuple(
         f"{len(group)} x {group[0].shape}, {size_text(sum(span.bytes for span in group))}: "
         f"{unnumbered(group[0].operation) if len(group) > 1 else group[0].operation} {group[0].source}".rstrip()
@@ -217,14 +214,11 @@ def checkpoint_scans(study: Study) -> Remedy | None:
 def checkpoint_list(study: Study) -> Remedy | None:
     """Find layers in a Python list that keep what each of them computes."""
     timeline = study.schedule
-    groups: dict[tuple[str, str], list[Span]] = defaultdict(list)
-    for span in timeline.buffers:
-        if span.category == "residuals" and span.space == "device":
-            groups[_kind(span)].append(span)
-    stacks = [group for group in groups.values() if len(group) >= _FEW]
+    groups = _alike(span for span in timeline.buffers if span.category == "residuals" and span.space == "device")
+    stacks = [group for group in groups if len(group) >= _FEW]
     size = sum(span.bytes for group in stacks for span in group)
     # Of a scan the residuals are stacked: what is there several times are queries, keys and values.
-    if not timeline.passes or 2 * size <= sum(span.bytes for group in groups.values() for span in group):
+    if not timeline.passes or 2 * size <= sum(span.bytes for group in groups for span in group):
         return None
     by_count: dict[int, int] = defaultdict(int)
     for group in stacks:
@@ -269,11 +263,9 @@ def _waiting(study: Study) -> list[Span]:
     That of a checkpointed layer is made at once.
     """
     sizes = {math.prod(leaf.shape.shape) for leaf in study.of("weights")}
-    groups: dict[tuple[str, str], list[Span]] = defaultdict(list)
-    for span in study.schedule.buffers:
-        if span.category == "gradients" and span.space == "device" and math.prod(_axes(span)) not in sizes:
-            groups[_kind(span)].append(span)
-    return [span for group in groups.values() if len(group) >= _FEW for span in group]
+    made = [span for span in study.schedule.buffers if span.category == "gradients" and span.space == "device"]
+    groups = _alike(span for span in made if math.prod(_axes(span)) not in sizes)
+    return [span for group in groups if len(group) >= _FEW for span in group]
 
 
 def tile_loss(study: Study) -> Remedy | None:
@@ -336,6 +328,14 @@ def _axes(span: Span) -> list[int]:
 def _kind(span: Span) -> tuple[str, str]:
     """Return what a span and those of other layers have in common."""
     return span.shape, unnumbered(span.operation)
+
+
+def _alike(spans: Iterable[Span]) -> list[list[Span]]:
+    """Return spans of one kind together."""
+    groups: dict[tuple[str, str], list[Span]] = defaultdict(list)
+    for span in spans:
+        groups[_kind(span)].append(span)
+    return list(groups.values())
 
 
 def _head(traced: jex_core.ClosedJaxpr, tokens: int) -> tuple[int, int]:

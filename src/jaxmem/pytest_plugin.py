@@ -18,7 +18,7 @@ import pytest
 from jaxmem.common.files import read_json, write_whole
 from jaxmem.common.printing import size_text
 from jaxmem.compiling import compile_report
-from jaxmem.report import Alike, Report, arrays_at_peak, changed_arrays
+from jaxmem.report import Alike, Report, arrays_at_peak, changed_arrays, growth
 
 _MOST_BYTES = 50_000_000
 
@@ -52,7 +52,7 @@ def peak(request: pytest.FixtureRequest) -> Callable[..., Report]:
             return report
         try:
             before, arrays_before = kept[name], [Alike(*row) for row in kept[name]["arrays"]]
-            growth = report.peak_bytes / max(before["peak_bytes"], 1) - 1
+            part = growth(before["peak_bytes"], report.peak_bytes)
             tools = before["jax"], before["compiler"]
         except (KeyError, TypeError):
             pytest.fail(f"{file} holds no peak of {name}: keep today's with `pytest --update-peaks`.", pytrace=False)
@@ -61,11 +61,11 @@ def peak(request: pytest.FixtureRequest) -> Callable[..., Report]:
                 f"{name} was kept with JAX {tools[0]} and the compiler of {tools[1]}; here are JAX {now['jax']} and "
                 f"that of {compiler}. Not compared: keep today's with `pytest --update-peaks`."
             )
-        change = f"from {size_text(before['peak_bytes'])} to {size_text(report.peak_bytes)}, by {100 * growth:+.1f} %"
-        if growth > within:
+        change = f"from {size_text(before['peak_bytes'])} to {size_text(report.peak_bytes)}, by {100 * part:+.1f} %"
+        if part > within:
             rows = changed_arrays(arrays_before, arrays)
             pytest.fail(f"{name} grew {change}, more than {100 * within:g} %:\n{rows}", pytrace=False)
-        if growth < -within:
+        if part < -within:
             warnings.warn(f"{name} fell {change}: hold it with `pytest --update-peaks`.", stacklevel=2)
         return report
 

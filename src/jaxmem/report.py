@@ -231,15 +231,15 @@ class Comparison(Shown):
                 "" if left is None else f"{left / 1e12:.2f}{kernels}",
             )
             cells = (name, report.chip.name, *(f"{size / GiB:.2f}" for size in sizes), *flops)
-            change = [f"{100 * peak_growth(first, report):+.1f} %" if rows else ""] if one_chip else []
+            change = [f"{100 * growth(first.peak_bytes, report.peak_bytes):+.1f} %" if rows else ""] if one_chip else []
             rows.append((*cells, *change, "fits" if report.fits else "does not fit"))
         head = ("program", "chip", "peak GiB", "arguments", "outputs", "temporaries", "host", "TFLOP", "compiled")
         yield Table((*head, *(["change"] if one_chip else []), ""), rows)
 
 
-def peak_growth(before: Report, after: Report) -> float:
-    """Return by which part the peak grew from one report to another: 0.036 for 3.6 %, negative where it fell."""
-    return after.peak_bytes / max(before.peak_bytes, 1) - 1
+def growth(before: int, after: int) -> float:
+    """Return by which part a peak of so many bytes grew: 0.036 for 3.6 %, negative where it fell."""
+    return after / max(before, 1) - 1
 
 
 class Alike(NamedTuple):

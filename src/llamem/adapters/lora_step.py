@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from llamem.adapters.adapted_weights import IN_LAYERS, put_on
 from llamem.adapters.lora import Adapters, LoraConfig, check_adapters
@@ -171,13 +171,19 @@ def _loss_of(place: Place, graphdef: nnx.GraphDef, base: Any, adapters: Adapters
     return loss
 
 
+def tokens_of_adapters(count: int, batch: AdapterBatch) -> Int[Array, " A"]:
+    """Return how many targets of a batch count for each of `count` adapters, `[A]`."""
+    _, targets_BT, adapter_B, *_ = batch
+    return jax.ops.segment_sum(jnp.sum(targets_BT != IGNORED, axis=1), adapter_B, num_segments=count)
+
+
 def _of_adapters(count: int, place: Place, batch: AdapterBatch) -> tuple[Array, Array, Callable[[Array], Array]]:
     """Return one over the tokens of each sequence's adapter `[B]`, the tokens of each adapter `[A]`, and what
     makes the mean losses `[A]` of the summed losses of sequences `[B]`.
     """
-    _, targets_BT, adapter_B, *_ = batch
+    adapter_B = batch[2]
     per_adapter = partial(jax.ops.segment_sum, segment_ids=adapter_B, num_segments=count)
-    tokens_A = place.sum_sequences(per_adapter(jnp.sum(targets_BT != IGNORED, axis=1)))
+    tokens_A = place.sum_sequences(tokens_of_adapters(count, batch))
     weights_B = 1 / jnp.maximum(tokens_A, 1)[jnp.clip(adapter_B, 0, count - 1)]
 
     def mean(losses_B: Array) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from llamem.adapters.lora import Adapters, LoraConfig
-from llamem.adapters.lora_step import init_lora_state, lora_losses, make_lora_step
+from llamem.adapters.lora_step import init_lora_state, lora_losses, make_lora_step, tokens_of_adapters
 from llamem.host.memory import same_places
 from llamem.llama.config import LlamaConfig
 from llamem.llama.model import Llama
@@ -96,9 +96,7 @@ def trained_adapters(
         return place.arrays(init_lora_state(jax.tree.map(jnp.copy, first), settings), "same")
 
     def losses(adapters: Adapters, base: Any, batch: Any) -> tuple[Any, Any]:
-        is_own_AB = batch[2] == jnp.arange(adapters.count)[:, None]
-        tokens_A = jnp.sum(is_own_AB * jnp.sum(batch[1] != IGNORED, axis=1), axis=1)
-        return lora_losses(place, graphdef, base, adapters, batch), tokens_A
+        return lora_losses(place, graphdef, base, adapters, batch), tokens_of_adapters(adapters.count, batch)
 
     return Trained(
         {

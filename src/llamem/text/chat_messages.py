@@ -172,6 +172,10 @@ def check_nothing_lost(
         parts.append((where, value))
         return f"p{len(parts)}z{len(text)}"
 
+    def with_one_part(number: int, word: str) -> tuple[list[Message], list[Any]]:
+        count = itertools.count(1)
+        return _with_parts(messages, tools, lambda _, value: word if next(count) == number else value)
+
     # All that is said at once, in words that stand nowhere else: what comes out needs no text of its own.
     said = [f"q{i}z{len(text)}" for i in range(len(messages))]
     others, other_tools = _with_parts(messages, tools, say)
@@ -192,10 +196,9 @@ def check_nothing_lost(
             if is_lost([*messages[:i], other, *messages[i + 1 :]]):
                 refuse(f"the {field} of messages[{i}]", value)
     for n, (where, value) in enumerate(parts, start=1):
-        if (word := f"p{n}z{len(text)}") not in written:
-            count = itertools.count(1)
-            if is_lost(*_with_parts(messages, tools, lambda _, v, n=n, w=word, c=count: w if next(c) == n else v)):
-                refuse(where, value)
+        word = f"p{n}z{len(text)}"
+        if word not in written and is_lost(*with_one_part(n, word)):
+            refuse(where, value)
 
 
 def _with_parts(

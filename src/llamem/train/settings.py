@@ -16,8 +16,7 @@ class TrainSettings:
     A step reads `batch_size` sequences of `seq_len` tokens, in `accumulate` equal parts one after the other. AdamW's
     rate rises linearly for `warmup_steps`, at most all steps but the last, then falls along a cosine to a tenth. Counts
     of steps are updates; 0 turns the regular evaluation or snapshot off. An evaluation reads each held-out sequence
-    once, `eval_batches` batches at most. How a step is computed is not said here: see
-    `llamem.Plan`.
+    once, `eval_batches` batches at most. How a step is computed is not said here: see `llamem.Plan`.
 
     `accumulate` saves activations and costs sums: between parts the gradients of all weights wait in f32, 4 bytes a
     weight beside those of the part. So 2 parts can need more memory than 1 where bf16 weights are large beside a part's

@@ -217,9 +217,11 @@ class Snapshots:
                 if odd or (written.strip() and not up_to):
                     as_it_was = _free_name(self._metrics.with_name("metrics-as-it-was.jsonl"))
                     write_whole(as_it_was, written)
-                    why = f", line {few(odd)}: no row of a step, so it is left out, and the others stay"
-                    if not up_to:
-                        why = ": no snapshot goes on from its rows, so that the run begins at step 0 in a new file"
+                    why = (
+                        f", line {few(odd)}: no row of a step, so it is left out, and the others stay"
+                        if up_to
+                        else ": no snapshot goes on from its rows, so that the run begins at step 0 in a new file"
+                    )
                     kept_as = f"The file as it was is kept as {as_it_was.name}."
                     warnings.warn(f"{self._metrics}{why}. {kept_as}", stacklevel=3)
                 write_whole(self._metrics, "".join(json.dumps(row) + "\n" for row in rows))
