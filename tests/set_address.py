@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = (
     "README.md",
     "action.yml",
+    "docs/how_do_i.md",
     "docs/memory_in_ci.md",
     "CONTRIBUTING.md",
     "CITATION.cff",
@@ -59,7 +60,8 @@ def rewrite(text: str, slug: str, tag: str) -> str:
 
     for place in PLACES:
         text = re.sub(place, replace, text)
-    return text
+    owner, name = slug.split("/")
+    return re.sub(r"//[\w-]+\.github\.io/[\w.-]+/can_i", f"//{owner}.github.io/{name}/can_i", text)
 
 
 def main(root: Path, url: str | None = None) -> None:

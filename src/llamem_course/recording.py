@@ -2,8 +2,9 @@
 
 With compilers, a run records their answers, and by what each question is known at this version of JAX. Without, at
 another version, it records by what the same questions are known there: the stored answer to a question is the one to
-that of the same likeness, the first to the first. A likeness is what no version of JAX renames: the chip, the shapes of
-what goes in and comes out, and how often which operation runs.
+that of the same likeness, the first to the first. A likeness is what no version of JAX changes: the chip, the shapes of
+what goes in and comes out, and which operations run. How often they do is not in it: 0.10 traces a layer's attention
+once more where its output is saved.
 """
 
 import datetime
@@ -34,17 +35,17 @@ def likeness(question: Question) -> str:
     inputs = [(leaf.shape.shape, str(leaf.shape.dtype), leaf.donated, leaf.on_host) for leaf in question.leaves]
     places = [tuple(getattr(leaf.shape.sharding, "spec", None) or ()) for leaf in question.leaves]
     outputs = [(out.shape, str(out.dtype)) for out in traced.out_avals]
-    counts: Counter[tuple[str, str]] = Counter()
-    for eqn, times in equations(traced.jaxpr):
+    kinds: set[tuple[str, str]] = set()
+    for eqn, _ in equations(traced.jaxpr):
         if (name := given_name(eqn)) is not None:
-            counts["name", name] += times
+            kinds.add(("name", name))
         elif eqn.primitive.name in _TOLD:
             for out in eqn.outvars:
                 # How many numbers, and not in which shape: versions differ in axes of one.
                 size, dtype = getattr(out.aval, "size", 0), getattr(out.aval, "dtype", "")
                 if size > 1:
-                    counts[eqn.primitive.name, f"{size} {dtype}"] += times
-    alike = (question.chip.name, inputs, places, outputs, moved_to_host(traced.jaxpr) > 0, sorted(counts.items()))
+                    kinds.add((eqn.primitive.name, f"{size} {dtype}"))
+    alike = (question.chip.name, inputs, places, outputs, moved_to_host(traced.jaxpr) > 0, sorted(kinds))
     return digest(repr(alike))[:12]
 
 

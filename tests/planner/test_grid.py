@@ -2,6 +2,8 @@
 
 import functools
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -90,3 +92,25 @@ def test_rows_are_asked_again_and_a_peak_that_moved_is_told(asked, tmp_path, mon
 
 def _by_somebody(row, *arguments):
     return {**row(*arguments), "by": "an estimate"}
+
+
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = ROOT / "docs" / "can_i_train_it.jsonl"
+TOLD = re.compile(r"^(\S+) +(\S+) +1 x ([\d,]+) +([\d.]+) .* (Plan\(.*?\))(?:;|$)", re.MULTILINE)
+
+
+def test_pages_and_notebook_tell_what_the_rows_say():
+    rows = {tuple(row[name] for name in ("model", "way", "chip", "tokens")): row for row in grid.read(ROWS)}
+    told = []
+    for page in ("README.md", "docs/how_do_i.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for command, lines in re.findall(r"llamem plan (.*)\n```\n\n```\n((?:.*\n)+?)```", text):
+            way = "adapters over four bits" if "--quantize q4_0" in command else "all parameters"
+            told += [(model, way, chip, tokens, gib, plan) for model, chip, tokens, gib, plan in TOLD.findall(lines)]
+    notebook = (ROOT / "notebooks" / "08_long_context.ipynb").read_text(encoding="utf-8")
+    plan, gib = re.findall(r'"(Plan\(.*\)): ([\d.]+) of .* on v5e-1 \(compiled\)', notebook)[0]
+    told.append(("llama3.2-1b", "all parameters", "v5e-1", "131,072", gib, plan))
+    assert len(told) == 4
+    for *question, tokens, gib, plan in told:
+        row = rows[*question, int(tokens.replace(",", ""))]
+        assert (f"{row['peak_bytes'] / 2**30:.2f}", row["plan"]) == (gib, plan), row

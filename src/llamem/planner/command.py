@@ -164,10 +164,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, metavar="FILE", help="the file of rows")
     add("--models", nargs="+", default=MODELS, metavar="MODEL", help=f"default {', '.join(MODELS)}")
     add("--ways", nargs="+", default=[*WAYS], choices=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)}; default all")
-    add("--chip", nargs="+", default=PLACES, metavar="CHIP", help="default all, and slices that people rent")
-    add(
-        "--tokens", nargs="+", type=_tokens, default=TOKENS, metavar="N", help="default 2k to 128k, each twice the last"
-    )
+    add("--chip", nargs="+", default=PLACES, metavar="CHIP", help=f"default {', '.join(PLACES)}")
+    add("--tokens", nargs="+", type=_tokens, default=TOKENS, metavar="N", help="default 4k, 8k, 32k and 128k")
     add("--check", type=int, metavar="ROWS", help="ask so many of the file's rows again, drawn at random")
     add("--seed", type=int, default=0, help="of what is drawn")
     return parser

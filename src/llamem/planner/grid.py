@@ -8,7 +8,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from jaxmem.chips.chip import CHIPS
 from jaxmem.chips.names import chip_called
 from jaxmem.fitting import NothingFits
 from jaxmem.report import GiB
@@ -34,8 +33,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "adapters over 16 bits": {"lora": LoraConfig(ranks=(16,))},
     "adapters over four bits": {"lora": LoraConfig(ranks=(16,)), "quantize": "q4_0"},
 }
-TOKENS = (2048, 4096, 8192, 16_384, 32_768, 65_536, 131_072)
-PLACES = (*CHIPS, "v5e:4x4", "v5e:16x16", "v6e:4x4", "v5p:4x4x4")  # chips, and slices that people rent
+TOKENS = (4096, 8192, 32_768, 131_072)
+# Chips and slices that people have or rent.
+PLACES = ("t4", "l4", "a10g", "rtx3090", "rtx4090", "rtx5090", "a100-40", "a100-80", "h100", "h200", "v5e-1", "v6e-1")
+PLACES += ("v5e-8", "v6e-8", "v5p-8", "h100-8", "v5e:16x16", "v5p:4x4x4")
 HOST_BYTES = 512 * GiB  # what a rented machine has at most, where a plan needs the host
 _BEGIN = '{"model": '  # of a row
 MOVED = 0.01  # of a peak: more is told by `check`
