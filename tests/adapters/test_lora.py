@@ -47,7 +47,6 @@ def gradients(config, adapters, tokens, ids=IDS, accumulate=1, model=None, **pla
     )
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.weekly), True])
 def test_losses_and_every_gradient_equal_plain_models_in_float64(tied):
     """All eight targets, three ranks, four sequences; each way to compute it once."""
@@ -68,6 +67,7 @@ def test_losses_and_every_gradient_equal_plain_models_in_float64(tied):
         assert len(errors) == 16 and max(errors.values()) < 5e-5, (plan, errors)
 
 
+@pytest.mark.quick
 def test_more_adapters_than_sequences_and_more_sequences_than_adapters():
     lora = LoraConfig(ranks=(2, 1, 3, 2, 1, 4, 2), target_modules=("head", "v"))
     adapters, tokens = adapters_of(SMALL, lora), tokens_of(SMALL, T=9, B=3)

@@ -168,8 +168,7 @@ IN_PART = [
 ]
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(("whole", "part", "says"), IN_PART)
+@pytest.mark.parametrize(("whole", "part", "says"), [pytest.param(*IN_PART[0], marks=pytest.mark.quick), *IN_PART[1:]])
 def test_parts_of_calls_and_tools_that_a_template_drops_are_refused_by_name(whole, part, says):
     """Their words stand elsewhere in the text; an id and types stand nowhere, and may."""
     given = {"tools": [{"type": "function", "function": GET}] * 2}

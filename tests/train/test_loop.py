@@ -177,7 +177,6 @@ def test_snapshots_of_another_run_are_refused(finished):
         train(CONFIG, corpus(), less, finished, progress=False, on_change="continue")
 
 
-@pytest.mark.quick
 def test_in_batches_of_another_size_no_sequence_is_left_out_or_read_twice(tmp_path, monkeypatch, capsys):
     """Three sizes that do not divide what was read, a stop among them, and the second epoch."""
     seen, place = {}, loop.place_batch

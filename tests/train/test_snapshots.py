@@ -55,7 +55,6 @@ def data_files(folder):
     return sorted(files, key=lambda path: -path.stat().st_size if "d" in path.parent.parts[-1:] else 0)
 
 
-@pytest.mark.quick
 def test_no_flipped_bit_is_restored_as_other_numbers(folder):
     """Each flip either hits bytes that nobody reads, or is found; where tensorstore finds nothing, our sums name it."""
     assert_same(restore(folder), state_of())
