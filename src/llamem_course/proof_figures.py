@@ -19,9 +19,10 @@ _QUESTIONS = {
 
 def proof_grid(answers: Mapping[str, Verification]) -> Figure:
     """Draw programs beside proofs: where one fails, cannot tell or has nothing to judge."""
-    rows = [(question, title) for question, titles in _QUESTIONS.items() for title in titles]
     shade = {True: 1, None: 2, False: 3}
     judged = [{proof.name: shade[proof.holds] for proof in answer.proofs} for answer in answers.values()]
+    asked = {title for one in judged for title in one}
+    rows = [(question, title) for question, titles in _QUESTIONS.items() for title in titles if title in asked]
     grid = np.array([[one.get(title, 0) for one in judged] for _, title in rows])
     colours = ListedColormap(["#f4f4f4", "#a9c8e8", "#c4c4c4", "#b5402a"])
     gaps = {question: 0.2 * i for i, question in enumerate(_QUESTIONS)}  # above the rows of each

@@ -94,6 +94,11 @@ def prevent_cse_outside_a_scan(w, x, how):
     return unrolled(jax.checkpoint(layer, prevent_cse=False) if how else layer, w, x)
 
 
+@broken(Title.OPTIONS, "that is not unrolled")
+def prevent_cse_in_an_unrolled_scan(w, x, how):
+    return scanned(jax.checkpoint(layer, prevent_cse=False) if how else layer, w, x, unroll=True)
+
+
 SEEN = []
 
 

@@ -85,9 +85,9 @@ def standardised(x: Any) -> Any:
     return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
 
 
-def scanned(layer: Callable, w: Any, x: Any) -> Any:
+def scanned(layer: Callable, w: Any, x: Any, unroll: int | bool = 1) -> Any:
     """JAX's own scan, and the mean of the squares."""
-    return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0] ** 2)
+    return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, w, unroll=unroll)[0] ** 2)
 
 
 def unrolled(layer: Callable | list[Any], w: Any, x: Any, n: int = L) -> Any:

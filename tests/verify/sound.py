@@ -62,6 +62,11 @@ SOUND |= {
 
 
 @sound()
+def no_barrier_in_a_scan_unrolled_by_two(w, x, how):
+    return scanned(jax.checkpoint(layer, prevent_cse=False) if how else layer, w, x, unroll=2)
+
+
+@sound()
 def keywords_integers_jit(w, x, how):
     @jax.jit
     def body(w, x, *, scale, places):

@@ -62,7 +62,14 @@ def operations(
         runs = times * (eqn.params["length"] if name == "scan" else 1)
         around = under if operation.call is None else (*under, operation)
         for inner in inner_jaxprs(eqn):
-            yield from operations(inner, runs, in_loop or name in ("scan", "while"), around, operation.again)
+            yield from operations(inner, runs, in_loop or _is_loop(eqn), around, operation.again)
+
+
+def _is_loop(eqn: jex_core.JaxprEqn) -> bool:
+    """Whether a loop is left in what is compiled: of a scan that is unrolled as far as it is long, none is."""
+    if eqn.primitive.name == "scan":
+        return eqn.params["unroll"] == 1 or eqn.params["unroll"] < eqn.params["length"]
+    return eqn.primitive.name == "while"
 
 
 def find_checkpoints(jaxpr: jex_core.Jaxpr) -> list[Operation]:
@@ -199,7 +206,7 @@ def option_faults(jaxpr: jex_core.Jaxpr, gradient: Callable[[], jex_core.Jaxpr])
         if not checkpoint.call.prevent_cse and not checkpoint.in_loop:
             faults.append(
                 "prevent_cse=False outside a loop: the compiler may merge the second computation with the first. Leave "
-                "it out; only inside lax.scan is it harmless."
+                "it out; only inside a lax.scan that is not unrolled is it harmless."
             )
         if any(tells_the_host(eqn) for eqn, _ in equations(checkpoint.call.body)):
             faults.append(

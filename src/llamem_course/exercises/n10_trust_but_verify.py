@@ -314,6 +314,13 @@ def _around_all(w: Any, x: Any, remat: bool) -> Any:
     return (jax.checkpoint(whole) if remat else whole)(w, x)
 
 
+def _in_a_python_loop(w: Any, x: Any, remat: bool) -> Any:
+    body = jax.checkpoint(_layer, prevent_cse=False) if remat else _layer
+    for i in range(len(w["up"])):
+        x = body(jax.tree.map(operator.itemgetter(i), w), x)
+    return _mean_square(x)
+
+
 def _few_rows(w: Any, x: Any, remat: bool) -> Any:
     rows = len(x) // 16  # and a product of two losses, so that what both keep waits at once
     return _scanned(_layer, w, x[rows:]) * _with(jax.checkpoint)(w, x[:rows], remat)
@@ -339,6 +346,11 @@ _WORTH = {
         _with(partial(jax.checkpoint, policy=_POLICIES.save_only_these_names("h"))),
         True,
         "No matmul runs again in it. Which operations do, and what need not be kept because of them?",
+    ),
+    "prevent_cse=False in a Python loop": (
+        _in_a_python_loop,
+        False,
+        "Its matmuls run again in the jaxpr, and little waits. Does the compiled program compute anything twice?",
     ),
     "a checkpoint for a sixteenth of the rows": (
         _few_rows,
@@ -369,6 +381,10 @@ def _matmuls(loss: Answer, w: Any, x: Any, remat: bool) -> int:
     return matmul_flops(jax.make_jaxpr(jax.grad(loss), static_argnums=2)(w, x, remat).jaxpr)
 
 
+def _residuals(loss: Answer, w: Any, x: Any, remat: bool) -> int:
+    return saved_residuals(lambda w, x: loss(w, x, remat), w, x).bytes
+
+
 def _smaller(measure: Answer, least: float = 0.9) -> Answer:
     """Whether `measure(loss, w, x, remat)` is smaller with the flag than without, times `least`."""
     return lambda loss, w, x: measure(loss, w, x, True) < least * measure(loss, w, x, False)
@@ -390,8 +406,11 @@ check_worth_it = Exercise(
         ],
         "How much is there at once": [
             lambda loss, w, x: _matmuls(loss, w, x, True) > _matmuls(loss, w, x, False),
-            _smaller(lambda loss, w, x, remat: saved_residuals(lambda w, x: loss(w, x, remat), w, x).bytes),
+            _smaller(_residuals),
         ],
+        "Does the compiled program": lambda loss, w, x: (
+            _smaller(_residuals)(loss, w, x) and _matmuls(loss, w, x, True) < 1.3 * _matmuls(loss, w, x, False)
+        ),
         "Which operations do": lambda loss, w, x: (
             _matmuls(loss, w, x, False) < _matmuls(loss, w, x, True) < 1.2 * _matmuls(loss, w, x, False)
         ),
