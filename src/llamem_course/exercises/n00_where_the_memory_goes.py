@@ -252,7 +252,7 @@ def _schedule(
 def _held(answer: Answer, *sizes: Any) -> list[float]:
     """Return what each operation holds by an answer's schedule: from 0 to the last."""
     last = 2 * len(sizes[0]) + sizes[3]
-    rows = np.asarray(answer(*(list(size) if isinstance(size, tuple) else size for size in sizes)), float)
+    rows = np.asarray(list(answer(*(list(size) if isinstance(size, tuple) else size for size in sizes))), float)
     assert rows.ndim == 2 and rows.shape[1] == 3, "Return a list of (first, last, size), as in exercise 1."
     assert rows[:, 1].max() <= last, (
         f"Yours goes on to operation {rows[:, 1].max():.0f}. Count: the forward operations, those of the loss, the "

@@ -104,11 +104,13 @@ check_layers_that_fit = Exercise(
 
 
 def _held(groups: int, n_layers: int, x: float, w: float, copies: float = 2) -> float:
+    if groups == n_layers:  # the plain scan
+        return n_layers * x
     return (groups + n_layers // groups) * x + copies * (n_layers // groups) * w
 
 
 def _divisors(n: int) -> list[int]:
-    return [g for g in range(1, n + 1) if n % g == 0]
+    return [g for g in range(2, n + 1) if n % g == 0]
 
 
 def _least(n: int, x: float, w: float, among: Answer = _divisors, **options: float) -> int:
@@ -124,6 +126,7 @@ def _bytes_held(answer: Answer, n_layers: int, x: float, w: float) -> float:
     assert groups >= 1 and n_layers % groups == 0, (
         f"{groups} does not divide {n_layers}: all groups need the same number of layers."
     )
+    assert groups > 1, "One group is the plain scan, run once more for nothing. What is returned for the plain scan?"
     return _held(groups, n_layers, x, w)
 
 
@@ -141,6 +144,7 @@ check_best_groups = Exercise(
             (36, 20, 60),
             (7, 5, 5),
             (28, 102, 748),
+            (16, 32, 96),
         )
     },
     "Not the square root: heavy weights want more groups, each of fewer layers.",
@@ -152,10 +156,13 @@ check_best_groups = Exercise(
             lambda n, x, w: min(_divisors(n), key=lambda g: abs(g - 8)),
         ],
         "What does a group at work hold twice, its weights or something else?": partial(_least, copies=1),
-        "Each layer may be a group of its own: what does the formula say for that?": [
-            partial(_least, among=lambda n: _divisors(n)[:-1]),
-            partial(_least, among=lambda n: _divisors(n)[1:-1] or [1]),
+        "Which holds less, any of these groups or the plain scan?": [
+            partial(_least, among=lambda n: _divisors(n)[:-1] or [n]),
+            lambda n, x, w: min(_divisors(n)[:-1] or [n], key=lambda g: (g + n // g) * x + 2 * (n // g) * w),
         ],
+        "Does anything lie twice in a plain scan?": lambda n, x, w: min(
+            _divisors(n), key=lambda g: (g + n // g) * x + 2 * (n // g) * w
+        ),
         "Are powers of two the only numbers that divide a depth?": (
             partial(_least, among=lambda n: [g for g in (1, 2, 4, 8, 16, 32, 64) if n % g == 0])
         ),
@@ -167,7 +174,7 @@ check_best_groups = Exercise(
         "Copies of weights grow with the layers in a group, not with the number of groups.": (
             lambda n, x, w: min(_divisors(n), key=lambda g: (g + n // g) * x + 2 * g * w)
         ),
-        "With one group all inputs are there at once, and all weights twice.": lambda n, x, w: 1,
+        "One group is the plain scan": lambda n, x, w: 1,
         "does not divide": lambda n, x, w: n + 1,
         "not of an integer type": lambda n, x, w: n**0.5,
     },
