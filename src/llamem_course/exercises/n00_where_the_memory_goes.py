@@ -1,7 +1,7 @@
 """The exercises of notebook 00."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -252,7 +252,8 @@ def _schedule(
 def _held(answer: Answer, *sizes: Any) -> list[float]:
     """Return what each operation holds by an answer's schedule: from 0 to the last."""
     last = 2 * len(sizes[0]) + sizes[3]
-    rows = np.asarray(list(answer(*(list(size) if isinstance(size, tuple) else size for size in sizes))), float)
+    found = answer(*(list(size) if isinstance(size, tuple) else size for size in sizes))
+    rows = np.asarray(list(found) if isinstance(found, Iterator) else found, float)
     assert rows.ndim == 2 and rows.shape[1] == 3, "Return a list of (first, last, size), as in exercise 1."
     assert rows[:, 1].max() <= last, (
         f"Yours goes on to operation {rows[:, 1].max():.0f}. Count: the forward operations, those of the loss, the "

@@ -65,6 +65,7 @@ check_layers_that_fit = Exercise(
         "A small chip": (16 * 2**30, 116 * MiB, _temporaries(32 * MiB, 928 * MiB)),
         "Small layers, large inputs": (10_000, 30, _temporaries(400, 100)),
         "Many small layers": (200_000, 30, _temporaries(400, 100)),
+        "Not one layer fits": (3000, 1600, _temporaries(50, 500)),
         "Ten layers fill the room to the last byte": (3000, 100, _temporaries(50, 500)),
         "Inputs of 24 layers find room elsewhere": (2**32, 50 * MiB, _temporaries(16 * MiB, 462 * MiB, 400 * MiB)),
         "Room for inputs is set aside eight at a time": (8800, 50, _temporaries(400, 100, at_once=8)),
@@ -85,6 +86,7 @@ check_layers_that_fit = Exercise(
         ),
         "The last layer does not fit whole.": lambda *given: _deepest(*given) + 1,
         "One more layer would still fit, if only just.": lambda *given: _deepest(*given) - 1,
+        "layers are too many": lambda *given: max(1, _deepest(*given)),
         "A line through two depths? Look at the temporaries of more of them.": [
             partial(_by_line, first=depth) for depth in (1, 8, 16, 32, 64, 1000)
         ],
@@ -142,6 +144,7 @@ check_best_groups = Exercise(
             (64, 128, 116),
             (100, 3, 10),
             (36, 20, 60),
+            (32, 29, 46),
             (7, 5, 5),
             (28, 102, 748),
             (16, 32, 96),

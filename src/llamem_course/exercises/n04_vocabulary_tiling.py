@@ -255,7 +255,12 @@ def _times(got: Any, expected: Any, scale: float) -> str:
 check_frozen_loss = Exercise(
     3,
     lambda sweep: _losses,
-    {"Under a sum": (1.0,), "Under a mean": (1 / 12,), "In a loss that is subtracted": (-1 / 3,)},
+    {
+        "Under a sum": (1.0,),
+        "Under a mean": (1 / 12,),
+        "In a loss that is subtracted": (-1 / 3,),
+        "With a loss scale": (1024.0,),
+    },
     "One sweep, one residual, no head in the backward pass at all.",
     {
         "Return the loss, a function of": lambda sweep: sweep(*_inputs(jnp.float32)),
