@@ -16,8 +16,14 @@ from llamem_course.exercises.exercise import Answer, Exercise
 
 def _advantages(rewards_GB: Any, axis: Any = 1, ddof: int = 1, add: float = 0.0) -> Any:
     above_GB = rewards_GB - jnp.mean(rewards_GB, axis, keepdims=True)
-    deviation = jnp.std(rewards_GB, axis, ddof=ddof, keepdims=True)
-    return above_GB / jnp.where(deviation == 0, 1, deviation + add)
+    deviation = jnp.std(rewards_GB, axis, ddof=ddof, keepdims=True) + add
+    # A mean of equals is rounded, so that their deviation need not be zero.
+    equal = jnp.max(rewards_GB, axis, keepdims=True) == jnp.min(rewards_GB, axis, keepdims=True)
+    return jnp.where(equal, 0, above_GB / jnp.where(equal, 1, deviation))
+
+
+def _over(rewards_GB: Any, divided: Answer) -> Any:
+    return divided(rewards_GB - rewards_GB.mean(1, keepdims=True), rewards_GB.std(1, ddof=1, keepdims=True))
 
 
 def _one_for_each(answer: Answer, rewards_GB: Any) -> Any:
@@ -45,6 +51,7 @@ check_advantages_of = Exercise(
         "Answers to three prompts": (_GROUPS_GB,),
         "A hundredth of those rewards": (_GROUPS_GB / 100,),
         "A group of equals beside another": (jnp.array([[0.25, 0.25, 0.25, 0.25], [0.0, 1.0, 0.0, 1.0]]),),
+        "Groups of eight equals": (jnp.repeat(1 - jnp.arange(12.0)[:, None] / 12, 8, axis=1),),
     },
     "No second model had to guess what was to be expected: the group says it.",
     {
@@ -63,8 +70,13 @@ check_advantages_of = Exercise(
         "With 1e-4 added to the deviation, as TRL and llamem.group_advantages do, a hundredth of the rewards is pushed "
         "less. Here nothing is added.": llamem.group_advantages,
         "In a group of equals the deviation is zero, and you divide by it.": (
-            lambda rewards: (rewards - rewards.mean(1, keepdims=True)) / rewards.std(1, ddof=1, keepdims=True)
+            lambda rewards: _over(rewards, lambda above, spread: above / spread)
         ),
+        "The mean of equals is rounded, so that their deviation is tiny and not zero. How do you see that they are "
+        "equal?": [
+            lambda rewards: _over(rewards, lambda above, spread: above / jnp.where(spread == 0, 1, spread)),
+            lambda rewards: _over(rewards, lambda above, spread: jnp.nan_to_num(above / spread)),
+        ],
     },
     {
         _all_rows_at_once: {
