@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 from IPython.display import display
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -90,21 +91,24 @@ def loss_curves(
     held_out: str,
     bars: Mapping[str, float] | None = None,
 ) -> Figure:
-    """Return a figure: the loss of each step's batch, the held-out loss where it was taken, and bars to compare with.
+    """Return a figure: the loss of each step's batch and their mean, the held-out loss where it was taken, and bars.
 
     `metrics` are those of `llamem.runs.train`, one dictionary per step; `held_out` names what its `val_loss` is of.
-    Without bars the axis of losses is logarithmic.
+    The mean is that of the last ten batches. Without bars the axis of losses is logarithmic.
     """
     fig, ax = plt.subplots(figsize=(9.4, 4.3))
     fig.subplots_adjust(left=0.08, right=0.79)  # room for the names
     judged, last = [row for row in metrics if "val_loss" in row], metrics[-1]["step"]
-    names = []
-    for name, rows, key, style in (("each batch", metrics, "loss", "-"), (held_out, judged, "val_loss", "o-")):
-        if not rows:  # a run that holds nothing out
+    steps, losses = ([row[key] for row in metrics] for key in ("step", "loss"))
+    means = [float(np.mean(losses[max(0, i - 9) : i + 1])) for i in range(len(losses))]
+    ax.plot(steps, losses, "o", color="0.8", markersize=3)
+    names: list[tuple[float, str, Any, str]] = [(losses[-1], "each batch", "0.6", "bold")]
+    kept_out = [row["step"] for row in judged], [row["val_loss"] for row in judged]
+    for name, (x, y), style in (("mean of ten", (steps, means), "-"), (held_out, kept_out, "o-")):
+        if not x:  # a run that holds nothing out
             continue
-        width = 1 if key == "loss" else 2  # batches scatter; what is held out stands before them
-        (line,) = ax.plot([row["step"] for row in rows], [row[key] for row in rows], style, linewidth=width)
-        names.append((rows[-1][key], f"{name}, {rows[-1][key]:.3g}", line.get_color(), "bold"))
+        (line,) = ax.plot(x, y, style, linewidth=2)
+        names.append((y[-1], f"{name}, {y[-1]:.3g}", line.get_color(), "bold"))
     for (name, value), style in zip((bars or {}).items(), (":", "--", "-."), strict=False):
         ax.axhline(value, color="black", linestyle=style)
         names.append((value, f"{name}, {value:.2f}", "black", "normal"))
