@@ -94,17 +94,21 @@ def loss_curves(
     """Return a figure: the loss of each step's batch and their mean, the held-out loss where it was taken, and bars.
 
     `metrics` are those of `llamem.runs.train`, one dictionary per step; `held_out` names what its `val_loss` is of.
-    The mean is that of the last ten batches. Without bars the axis of losses is logarithmic.
+    A mean is of as many batches as a twelfth of the run has. Without bars the axis of losses is logarithmic.
     """
     fig, ax = plt.subplots(figsize=(9.4, 4.3))
     fig.subplots_adjust(left=0.08, right=0.79)  # room for the names
     judged, last = [row for row in metrics if "val_loss" in row], metrics[-1]["step"]
     steps, losses = ([row[key] for row in metrics] for key in ("step", "loss"))
-    means = [float(np.mean(losses[max(0, i - 9) : i + 1])) for i in range(len(losses))]
-    ax.plot(steps, losses, "o", color="0.8", markersize=3)
-    names: list[tuple[float, str, Any, str]] = [(losses[-1], "each batch", "0.6", "bold")]
+    window = max(1, len(losses) // 12)
+    means = [float(np.mean(losses[max(0, i + 1 - window) : i + 1])) for i in range(len(losses))]
+    names: list[tuple[float, str, Any, str]] = []
+    if window > 1:
+        ax.plot(steps, losses, "o", color="0.8", markersize=3)
+        names.append((losses[-1], "each batch", "0.6", "bold"))
     kept_out = [row["step"] for row in judged], [row["val_loss"] for row in judged]
-    for name, (x, y), style in (("mean of ten", (steps, means), "-"), (held_out, kept_out, "o-")):
+    trained = f"mean of {window}" if window > 1 else "each batch"
+    for name, (x, y), style in ((trained, (steps, means), "-"), (held_out, kept_out, "o-")):
         if not x:  # a run that holds nothing out
             continue
         (line,) = ax.plot(x, y, style, linewidth=2)

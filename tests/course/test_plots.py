@@ -48,9 +48,13 @@ def test_loss_curves_show_each_step_and_name_their_bars():
     metrics = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "val_loss": 2.5}]
     fig = plots.loss_curves(metrics, "held-out text", {"only counts": 2.2})
     ax = fig.axes[0]
-    assert [np.asarray(line.get_ydata()).tolist() for line in ax.lines] == [[3.0, 2.0], [3.0, 2.5], [2.5], [2.2, 2.2]]
-    words = ["mean of ten, 2.5", "held-out text, 2.5", "only counts, 2.20", "each batch"]
-    assert [text.get_text() for text in ax.texts] == words
+    assert [np.asarray(line.get_ydata()).tolist() for line in ax.lines] == [[3.0, 2.0], [2.5], [2.2, 2.2]]
+    assert [text.get_text() for text in ax.texts] == ["held-out text, 2.5", "only counts, 2.20", "each batch, 2"]
+    plt.close(fig)
+    fig = plots.loss_curves([{"step": i, "loss": float(i % 2)} for i in range(24)], "nothing")
+    dots, means = fig.axes[0].lines
+    assert np.asarray(dots.get_ydata()).tolist() == [0, 1] * 12
+    assert np.asarray(means.get_ydata()).tolist() == [0] + [0.5] * 23
     plt.close(fig)
 
 
