@@ -31,6 +31,7 @@ PLACES = (
     rf"(uses: )(?P<slug>{SLUG})(@)(?P<ref>v0[\w.-]*)(\s)",  # of our own versions: actions of others have later ones
     rf"(repository-code: \"?https://github\.com/)(?P<slug>{SLUG})(?P<ref>)(\"?\n)",
     rf"(https://github\.com/)(?P<slug>{SLUG})(?P<ref>)(/(?:actions/workflows|issues)\b(?!/\d)|#notebooks)",
+    r"(https://)(?P<owner>[\w-]+)(\.github\.io/)(?P<name>[\w.-]+)(/can_i_train_it\.html)",
 )
 
 
@@ -50,18 +51,20 @@ def _slug(url: str) -> str:
 def rewrite(text: str, slug: str, tag: str) -> str:
     """The text with this address and tag in every known place."""
 
+    owner, name = slug.split("/")
+    values = {"slug": slug, "ref": tag, "owner": owner, "name": name}
+
     def replace(match: re.Match) -> str:
         parts, at = [], match.start()
-        for name, value in (("slug", slug), ("ref", tag)):
-            if match[name]:
-                parts += [match.string[at : match.start(name)], value]
-                at = match.end(name)
+        for group, old in match.groupdict().items():
+            if old:
+                parts += [match.string[at : match.start(group)], values[group]]
+                at = match.end(group)
         return "".join([*parts, match.string[at : match.end()]])
 
     for place in PLACES:
         text = re.sub(place, replace, text)
-    owner, name = slug.split("/")
-    return re.sub(r"//[\w-]+\.github\.io/[\w.-]+/can_i", f"//{owner}.github.io/{name}/can_i", text)
+    return text
 
 
 def main(root: Path, url: str | None = None) -> None:

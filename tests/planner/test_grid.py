@@ -10,6 +10,10 @@ import pytest
 from llamem.planner import grid
 from llamem.planner.command import BAD_INPUT, FITS, NOTHING_FITS, main
 
+ROOT = Path(__file__).resolve().parents[2]
+ROWS = ROOT / "docs" / "can_i_train_it.jsonl"
+TOLD = re.compile(r"^(\S+) +(\S+) +1 x ([\d,]+) +([\d.]+) .* (Plan\(.*?\))(?:;|$)", re.MULTILINE)
+
 
 @pytest.fixture
 def asked(monkeypatch):
@@ -92,11 +96,6 @@ def test_rows_are_asked_again_and_a_peak_that_moved_is_told(asked, tmp_path, mon
 
 def _by_somebody(row, *arguments):
     return {**row(*arguments), "by": "an estimate"}
-
-
-ROOT = Path(__file__).resolve().parents[2]
-ROWS = ROOT / "docs" / "can_i_train_it.jsonl"
-TOLD = re.compile(r"^(\S+) +(\S+) +1 x ([\d,]+) +([\d.]+) .* (Plan\(.*?\))(?:;|$)", re.MULTILINE)
 
 
 def test_pages_and_notebook_tell_what_the_rows_say():

@@ -106,8 +106,10 @@ check_layers_that_fit = Exercise(
 
 
 def _held(groups: int, n_layers: int, x: float, w: float, copies: float = 2) -> float:
-    if groups == n_layers:  # the plain scan
-        return n_layers * x
+    return n_layers * x if groups == n_layers else _nested(groups, n_layers, x, w, copies)  # the plain scan, or groups
+
+
+def _nested(groups: int, n_layers: int, x: float, w: float, copies: float = 2) -> float:
     return (groups + n_layers // groups) * x + copies * (n_layers // groups) * w
 
 
@@ -159,12 +161,11 @@ check_best_groups = Exercise(
             lambda n, x, w: min(_divisors(n), key=lambda g: abs(g - 8)),
         ],
         "What does a group at work hold twice, its weights or something else?": partial(_least, copies=1),
-        "Which holds less, any of these groups or the plain scan?": [
-            partial(_least, among=lambda n: _divisors(n)[:-1] or [n]),
-            lambda n, x, w: min(_divisors(n)[:-1] or [n], key=lambda g: (g + n // g) * x + 2 * (n // g) * w),
-        ],
-        "Does anything lie twice in a plain scan?": lambda n, x, w: min(
-            _divisors(n), key=lambda g: (g + n // g) * x + 2 * (n // g) * w
+        "Which holds less, any of these groups or the plain scan?": (
+            partial(_least, among=lambda n: _divisors(n)[:-1] or [n])
+        ),
+        "Does anything lie twice in a plain scan?": (
+            lambda n, x, w: min(_divisors(n), key=lambda groups: _nested(groups, n, x, w))
         ),
         "Are powers of two the only numbers that divide a depth?": (
             partial(_least, among=lambda n: [g for g in (1, 2, 4, 8, 16, 32, 64) if n % g == 0])
