@@ -1,5 +1,6 @@
-"""Which arrays of sixteen layers are there at once in the backward pass, by a scan and by a nested scan."""
+"""What one more layer costs, and which arrays of sixteen layers are there at once in the backward pass."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -20,6 +21,35 @@ _ROWS = (
     ("weights, once more", _LAST, "4 layers' weights", "C1", ".."),
     ("gradients, once more", _LAST, "4 layers' weights", "C2", "//"),
 )
+
+_MIB = 2**20
+
+
+def one_more(costs: Mapping[tuple[str, str], float], parts: Mapping[str, float]) -> Figure:
+    """Draw what one more layer adds to the peak, in bytes, as a bar for each way and chip.
+
+    `parts` are the bytes that every layer brings, one after another; what a bar has beyond them stands out.
+    """
+    fig, ax = plt.subplots(figsize=(8, 0.36 * len(costs) + 0.8), layout="constrained")
+    labels = [f"{way}, {chip}" for way, chip in costs]
+    left = 0.0
+    for (name, size), colour in zip(parts.items(), ("C1", "C2", "C0"), strict=True):
+        ax.barh(labels, size / _MIB, left=left, color=colour, alpha=0.6, height=0.7, label=name)
+        left += size / _MIB
+    rest = [max(cost / _MIB - left, 0.0) for cost in costs.values()]
+    ax.barh(labels, rest, left=left, color="C3", alpha=0.6, height=0.7, label="what else?")
+    ax.set(xlabel="MiB for one more layer")
+    ax.invert_yaxis()
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(loc="lower right", frameon=False)
+    return fig
+
+
+def one_more_alt(costs: Mapping[tuple[str, str], float], parts: Mapping[str, float]) -> str:
+    """Say in words what `one_more` draws."""
+    known = sum(parts.values())
+    beyond = "; ".join(f"{way}, {chip}: {(cost - known) / _MIB:,.0f} MiB" for (way, chip), cost in costs.items())
+    return f"Bars of what one more layer costs: {', '.join(parts)}, {known / _MIB:,.0f} MiB, and beyond them {beyond}."
 
 
 def alive() -> Figure:
