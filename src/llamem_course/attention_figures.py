@@ -20,7 +20,7 @@ def turning_pair(
     new_p: Float[np.ndarray, "p"],
     seen: int,
 ) -> Figure:
-    """Draw one pair of a query and a key, turned as far as their places say, and how many tokens a turn of each takes.
+    """Draw one pair of a query and a key, turned as far as their places say, and how many turns each pair makes.
 
     `angle`: the pair's, in radians per token; `places` of query and key. `old_p`, `new_p`: the angles of all pairs in
     Llama 3 and 3.1; `seen`: tokens of the first training.
@@ -38,11 +38,11 @@ def turning_pair(
         ax.axis("off")
     ax = fig.add_subplot(grid[-1])
     for angle_p, name, style, colour in ((old_p, "Llama 3", "-", "C2"), (new_p, "Llama 3.1", "--", "C4")):
-        ax.semilogy(2 * np.pi / angle_p, style, color=colour, linewidth=2, label=name)
-    ax.axhline(seen, color="black", linewidth=1, linestyle=":")
-    ax.text(0, seen * 1.3, f"first training: {seen:,} tokens", fontsize=9)
-    ax.set(xlabel="pair of channels", ylabel="tokens for one turn")
-    ax.legend(frameon=False, loc="lower right")
+        ax.semilogy(seen * angle_p / (2 * np.pi), style, color=colour, linewidth=2, label=name)
+    ax.axhline(1, color="black", linewidth=1, linestyle=":")
+    ax.text(0, 1.3, "one turn", fontsize=9)
+    ax.set(xlabel="pair of channels", ylabel=f"turns in {seen:,} tokens")
+    ax.legend(frameon=False)
     return fig
 
 
@@ -60,9 +60,9 @@ def turning_pair_alt(
     shown = ", ".join(f"at {a} and {b} {degrees:.0f}°" for (a, b), degrees in zip(places, between, strict=True))
     slow = int(np.sum(2 * np.pi / old_p > seen))
     return (
-        f"Arrows of one pair's query and key. The angle between them: {shown}. Beside them the tokens that one turn "
-        f"takes, by pair, on a log scale: a straight line for Llama 3, which Llama 3.1 leaves upwards for slow pairs. "
-        f"{slow} of {len(old_p)} pairs never turn once in {seen:,} tokens."
+        f"Arrows of one pair's query and key. The angle between them: {shown}. Beside them the turns in {seen:,} "
+        f"tokens, by pair, on a log scale: a straight line for Llama 3, and below it for the slow pairs of Llama 3.1. "
+        f"{slow} of {len(old_p)} pairs make less than one turn."
     )
 
 

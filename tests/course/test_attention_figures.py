@@ -12,9 +12,12 @@ def test_the_angle_between_query_and_key_is_told_and_stays_when_both_move():
     fig = turning_pair(*drawn)
     assert [ax.get_title() for ax in fig.axes[:3]] == [f"query at {a}, key at {b}" for a, b in drawn[3]]
     ends = [np.asarray(line.get_ydata())[-1] for line in fig.axes[3].lines[:2]]
-    assert np.allclose(ends, [2 * np.pi / angle_p[-1], 4 * np.pi / angle_p[-1]])
+    assert np.allclose(ends, 8192 * angle_p[-1] / np.array([2 * np.pi, 4 * np.pi]))
     words = turning_pair_alt(*drawn)
-    assert "at 5 and 3 281°, at 25 and 23 281°, at 5 and 4 276°" in words and "1 of 4 pairs never turn once" in words
+    assert (
+        "at 5 and 3 281°, at 25 and 23 281°, at 5 and 4 276°" in words
+        and "1 of 4 pairs make less than one turn" in words
+    )
     plt.close(fig)
 
 

@@ -1,15 +1,15 @@
 """A tiny Llama 3.1 that `transformers` made, and what it computed with it; written by tests/files/make_golden.py."""
 
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import save_file
 
-from llamem.files import save_pretrained
-from llamem.llama import Llama
+from llamem.files import load_pretrained
 
 
 def transformers_llama() -> Path:
@@ -17,17 +17,15 @@ def transformers_llama() -> Path:
     return Path(__file__).parent / "llama31"
 
 
-def transformers_numbers() -> dict[str, np.ndarray]:
-    """Return what `transformers` computed: tokens, logits, loss, the text it wrote, and "grad NAME" for each weight."""
-    with np.load(transformers_llama() / "numbers.npz") as file:
-        return dict(file)
+def transformers_numbers() -> dict[str, Any]:
+    """Return what `transformers` computed: tokens, logits, loss, the text it wrote, and the gradients of all weights.
 
-
-def as_in_transformers(model: Llama, gradients: Any) -> dict[str, np.ndarray]:
-    """Return gradients of this model's weights under the names, and turned the way, of `transformers`' files.
-
-    They have the shapes of weights: a model that holds them is saved, and its file read.
+    Gradients have the names and the layout of the weights that `llamem` reads: a file of them is read as such weights.
     """
+    with np.load(transformers_llama() / "numbers.npz") as file:
+        numbers = dict(file)
+    gradients = {name.removeprefix("grad "): numbers.pop(name) for name in list(numbers) if name.startswith("grad ")}
     with tempfile.TemporaryDirectory() as folder:
-        save_pretrained(nnx.merge(nnx.graphdef(model), gradients), folder)
-        return load_file(f"{folder}/model.safetensors")
+        shutil.copy(transformers_llama() / "config.json", folder)
+        save_file(gradients, f"{folder}/model.safetensors")
+        return numbers | {"gradients": nnx.to_pure_dict(nnx.state(load_pretrained(folder)))}
