@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -80,24 +82,38 @@ def questions_of(
 def fill(file: Path, questions: Sequence[Question], progress: Callable[[str], None]) -> None:
     """Append a row to `file`, JSON in lines, for each question that has none.
 
-    Stop it and start it again: what is there stays. After a question that nothing fits, longer ones of the same model,
-    way and chip are answered without a compiler.
+    Stop it and start it again: what is there stays. Two questions are asked at a time, because half of an answer is a
+    wait for the chip's compiler, in a process of its own. After a question that nothing fits, longer ones of the same
+    model, way and chip are answered without a compiler.
     """
     rows = {_question(row): row for row in read(file)}
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a+", encoding="utf-8") as out:
+    lengths: dict[Question, list[Question]] = {}  # of the same model, way and chip
+    for question in questions:
+        if question not in rows:
+            lengths.setdefault(dataclasses.replace(question, tokens=0), []).append(question)
+    writing = threading.Lock()
+    with file.open("a+", encoding="utf-8") as out, ThreadPoolExecutor(2) as pool:
         out.seek(0)
         text = out.read()
         out.truncate(len(text[: _end_of_rows(text)].encode()))
-        for number, question in enumerate(questions, 1):
-            if question in rows:
-                continue
-            hopeless = any(not row["fits"] and question.is_longer_than(other) for other, row in rows.items())
-            row = _row(question, None, "a shorter one does not fit") if hopeless else ask(question)
-            rows[question] = row
-            out.write(json.dumps(row) + "\n")
-            out.flush()
-            progress(f"{number} of {len(questions)}: {_in_words(row)}")
+
+        def answer(asked: list[Question]) -> None:
+            for question in asked:
+                hopeless = any(not row["fits"] and question.is_longer_than(other) for other, row in list(rows.items()))
+                row = _row(question, None, "a shorter one does not fit") if hopeless else ask(question)
+                with writing:
+                    rows[question] = row
+                    out.write(json.dumps(row) + "\n")
+                    out.flush()
+                    progress(f"{len(rows.keys() & questions)} of {len(questions)}: {_in_words(row)}")
+
+        try:
+            for answered in [pool.submit(answer, asked) for asked in lengths.values()]:
+                answered.result()
+        except BaseException:  # Ctrl-C too: what has not begun does not begin
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def check(file: Path, count: int, seed: int, progress: Callable[[str], None]) -> int:
