@@ -16,8 +16,8 @@ LAYOUTS_ALT = (
     "tensor: hidden states grey, head and logits in eight bands of columns."
 )
 ROUNDS_ALT = (
-    "Two grids of devices by rounds. Left: in each round all eight devices work on the same tile, owned by one. "
-    "Right: each device works on eight tiles of its own."
+    "Two grids of devices by tiles. Left: all eight devices work at the whole of each tile, which one of them holds. "
+    "Right: each device works at the eighth of each tile that it holds."
 )
 COLLECTIVES_ALT = (
     "Three panels of four devices, before and after. all-gather: one part each becomes all parts on each. "
@@ -73,17 +73,22 @@ def _array(ax: Axes, mesh: Mesh, spec: P, box: tuple[float, float, float, float]
 
 
 def rounds_drawn() -> Figure:
-    """Return a figure: the tile that each of eight devices works on in each round, now and as wanted."""
+    """Return a figure: which part of a tile each of eight devices works at in each round, of two kinds of tiles."""
     fig, axes = plt.subplots(1, 2, figsize=(10, 3.4), sharey=True)
-    titles = "now: one tile per round, everybody on it", "wanted: everybody on tiles of its own"
+    titles = "consecutive tokens: all work at all of a tile", "every eighth token: each works at an eighth"
     for ax, title in zip(axes, titles, strict=True):
         for device in range(_DEVICES):
-            for step in range(_DEVICES):
-                owner = step if ax is axes[0] else device
-                ax.add_patch(Rectangle((step, device), 0.94, 0.9, facecolor=_colours()[owner]))
-                _number(ax, step + 0.47, device + 0.45, f"{step}" if ax is axes[0] else f"{device}.{step}", owner)
-        ax.set(title=title, xlabel="round of the loop", xlim=(0, _DEVICES), ylim=(_DEVICES, 0))
-        ax.set_xticks(np.arange(_DEVICES) + 0.5, range(_DEVICES))
+            for tile in range(_DEVICES):
+                ax.add_patch(Rectangle((tile, device), 0.94, 0.9, facecolor="none", edgecolor="lightgray"))
+                if ax is axes[0]:
+                    ax.add_patch(Rectangle((tile, device), 0.94, 0.9, facecolor=_colours()[tile]))
+                    _number(ax, tile + 0.47, device + 0.45, str(tile), tile)
+                else:
+                    part = 0.94 / _DEVICES
+                    corner = tile + device * part, device
+                    ax.add_patch(Rectangle(corner, part, 0.9, facecolor=_colours()[device]))
+        ax.set(title=title, xlabel="tile, one in each round", xlim=(0, _DEVICES), ylim=(_DEVICES, 0))
+        ax.set_xticks(np.arange(_DEVICES) + 0.47, range(_DEVICES))
     axes[0].set(ylabel="device")
     axes[0].set_yticks(np.arange(_DEVICES) + 0.45, range(_DEVICES))
     return fig

@@ -1,0 +1,47 @@
+"""What notebook 05 measures: how exact a loss is on a mesh, and what each device works and receives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmem import Report, compile_report
+from llamem_course.baseline import exact_loss, relative_error
+
+
+class Counted(NamedTuple):
+    """Of one of eight devices: its work in shares, eighths of the whole, its messages, and the bytes that arrive."""
+
+    work: float
+    messages: int
+    arriving: int
+
+
+def counted(report: Report) -> Counted:
+    """Return what one of eight devices does in a compiled program; where the work is divided, it does one share."""
+    share = report.matmul_flops / 8
+    messages = sum(row.times for row in report.collectives)
+    arriving = sum(row.arriving for row in report.collectives)
+    return Counted((report.compiled_matmul_flops or 0) / share, messages, arriving)
+
+
+def compare(
+    name: str, programs: Mapping[str, Callable[..., Any]], placed: Mapping[str, Sequence[jax.Array]]
+) -> dict[str, Counted]:
+    """Run a loss on each axis of a mesh, print a table, and return what is counted on each axis.
+
+    `programs[axis]` takes hidden states, head and targets, and returns the loss summed over tokens and both gradients.
+    `placed[axis]` are these arrays on the devices. The error is the largest of the three results, against float64.
+    """
+    print(f"{name:22}error{'work':>8}{'messages':>11}{'KiB arrive':>13}")
+    found = {}
+    for axis, program in programs.items():
+        arrays = placed[axis]
+        exact = exact_loss(*arrays)
+        sums = jax.tree.leaves(jax.jit(program)(*arrays))
+        tokens = len(arrays[2])
+        error = max(relative_error(np.asarray(got) / tokens, want) for got, want in zip(sums, exact, strict=True))
+        found[axis] = work, messages, arriving = counted(compile_report(program, *arrays))
+        print(f"    {axis:18}{error:5.0e}{work:8.2f}{messages:11}{arriving / 1024:13,.0f}")
+    return found
