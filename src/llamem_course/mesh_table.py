@@ -22,7 +22,7 @@ def counted(report: Report) -> Counted:
     """Return what one of eight devices does in a compiled program; where the work is divided, it does one share."""
     share = report.matmul_flops / 8
     messages = sum(row.times for row in report.collectives)
-    arriving = sum(row.arriving for row in report.collectives)
+    arriving = sum(row.arriving or 0 for row in report.collectives)
     return Counted((report.compiled_matmul_flops or 0) / share, messages, arriving)
 
 
