@@ -27,7 +27,7 @@ def run_for(chip: Chip, preset: str, wished: Mapping[str, Any]) -> tuple[LlamaCo
     sizes |= {name: value for name, value in wished.items() if value is not None}
     settings = TrainSettings(
         **sizes,
-        warmup_steps=5,
+        warmup_steps=min(5, sizes["steps"] - 1),
         eval_every=max(1, sizes["steps"] // 3),
         eval_batches=max(1, 2048 // (sizes["batch_size"] * sizes["seq_len"])),
         snapshot_every=max(1, sizes["steps"] - 5),
@@ -40,10 +40,10 @@ def run_for(chip: Chip, preset: str, wished: Mapping[str, Any]) -> tuple[LlamaCo
 def counting_losses(batches: Batches, steps: int, heldout: Batches, judges: int, vocab_size: int) -> dict[str, float]:
     """Return losses in nats per token, by what a table knows, on the first `judges` batches of `heldout`.
 
-    "knows nothing": every token has the same chance. "counts tokens": a token's share of what the first `steps` of
-    `batches` read, each epoch once, with a little added for tokens that never came. "counts pairs": its share of what
-    came after the token before, mixed with its chance alone, which counts as some more readings. How much is added and
-    mixed is chosen on the tokens that judge.
+    "knowing nothing": every token has the same chance. "counting single tokens": a token's share of what the first
+    `steps` of `batches` read, each epoch once, with a little added for tokens that never came. "counting pairs": its
+    share of what came after the token before, mixed with its chance alone, which counts as some more readings. How
+    much is added and mixed is chosen on the tokens that judge.
     """
     before, after = _tokens(batches, min(steps, max(1, batches.num_sequences // batches.batch_size)))
     judged, judged_next = _tokens(heldout, judges)
@@ -55,9 +55,9 @@ def counting_losses(batches: Batches, steps: int, heldout: Batches, judges: int,
     times = np.bincount(before, minlength=vocab_size)[judged]
     mixed = ((seen + k * chance_V[judged_next]) / (times + k) for k in (3, 10, 30, 100, 300))
     return {
-        "knows nothing": float(np.log(vocab_size)),
-        "counts tokens": _loss(chance_V[judged_next]),
-        "counts pairs": min(map(_loss, mixed)),
+        "knowing nothing": float(np.log(vocab_size)),
+        "counting single tokens": _loss(chance_V[judged_next]),
+        "counting pairs": min(map(_loss, mixed)),
     }
 
 

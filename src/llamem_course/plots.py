@@ -1,14 +1,10 @@
 """Figures of the course: one style, alternative text for those who listen, and pictures that several notebooks draw."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
-import numpy as np
 from IPython.display import display
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, MaxNLocator
 
 from jaxmem.report import GiB, Report
 from jaxmem.tracing.residuals import Residuals
@@ -16,7 +12,6 @@ from llamem_course.timeline_figure import timeline, timeline_alt
 from llamem_course.timeline_html import timeline_page
 
 __all__ = [
-    "loss_curves",
     "report_bars",
     "residual_bars",
     "show",
@@ -84,53 +79,3 @@ def residual_bars(residuals: Residuals, most: int = 12) -> Figure:
     ax.set_xlabel(f"MiB{others}")
     ax.legend(frameon=False, loc="lower right")
     return fig
-
-
-def loss_curves(
-    metrics: Sequence[Mapping[str, Any]],
-    held_out: str,
-    bars: Mapping[str, float] | None = None,
-) -> Figure:
-    """Return a figure: the loss of each step's batch and their mean, the held-out loss where it was taken, and bars.
-
-    `metrics` are those of `llamem.runs.train`, one dictionary per step; `held_out` names what its `val_loss` is of.
-    A mean is of as many batches as a twelfth of the run has. Without bars the axis of losses is logarithmic.
-    """
-    fig, ax = plt.subplots(figsize=(9.4, 4.3))
-    fig.subplots_adjust(left=0.08, right=0.79)  # room for the names
-    judged, last = [row for row in metrics if "val_loss" in row], metrics[-1]["step"]
-    steps, losses = ([row[key] for row in metrics] for key in ("step", "loss"))
-    window = max(1, len(losses) // 12)
-    means = [float(np.mean(losses[max(0, i + 1 - window) : i + 1])) for i in range(len(losses))]
-    names: list[tuple[float, str, Any, str]] = []
-    if window > 1:
-        ax.plot(steps, losses, "o", color="0.8", markersize=3)
-        names.append((losses[-1], "each batch", "0.6", "bold"))
-    kept_out = [row["step"] for row in judged], [row["val_loss"] for row in judged]
-    trained = f"mean of {window}" if window > 1 else "each batch"
-    for name, (x, y), style in ((trained, (steps, means), "-"), (held_out, kept_out, "o-")):
-        if not x:  # a run that holds nothing out
-            continue
-        (line,) = ax.plot(x, y, style, linewidth=2)
-        names.append((y[-1], f"{name}, {y[-1]:.3g}", line.get_color(), "bold"))
-    for (name, value), style in zip((bars or {}).items(), (":", "--", "-."), strict=False):
-        ax.axhline(value, color="black", linestyle=style)
-        names.append((value, f"{name}, {value:.2f}", "black", "normal"))
-    ax.set(xlabel="step", ylabel="loss (nats per token)", xlim=(0, last))
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if not bars:
-        ax.set_yscale("log")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        ax.yaxis.set_major_formatter("{x:g}")
-        ax.minorticks_off()
-    _name_ends(ax, names)
-    return fig
-
-
-def _name_ends(ax: Axes, names: Sequence[tuple[float, str, Any, str]]) -> None:
-    """Write (value, words, colour, weight) to the right of the axes, one below the other where values are close."""
-    to_axes, above = ax.transData + ax.transAxes.inverted(), 2.0
-    for value, words, colour, weight in sorted(names, reverse=True):
-        height = to_axes.transform((ax.get_xlim()[1], value))[1]
-        above = min(height, above - 0.06)
-        ax.text(1.02, above, words, transform=ax.transAxes, va="center", color=colour, fontweight=weight)

@@ -44,17 +44,23 @@ def test_bars_add_up_to_the_peak():
     plt.close(fig)
 
 
-def test_loss_curves_show_each_step_and_name_their_bars():
-    metrics = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "val_loss": 2.5}]
-    fig = plots.loss_curves(metrics, "held-out text", {"only counts": 2.2})
+def test_a_run_and_a_longer_one_stand_beside_what_counting_reaches():
+    rows, longer = [(20, 8.5, 8.4, 8.0), (40, 8.1, 8.2, 7.9)], [(50, 8.0, 8.1, 7.8), (100, 7.0, 7.5, 6.5)]
+    fig = training_figures.learning_and_counting([9.0, 7.0] * 24, rows, longer)
     ax = fig.axes[0]
-    assert [np.asarray(line.get_ydata()).tolist() for line in ax.lines] == [[3.0, 2.0], [2.5], [2.2, 2.2]]
-    assert [text.get_text() for text in ax.texts] == ["held-out text, 2.5", "only counts, 2.20", "each batch, 2"]
+    means, *lines = [np.asarray(line.get_xydata()).tolist() for line in ax.lines]
+    assert means[0] == [40 / 48, 9] and means[-1] == [40, 8]
+    expected = [[[row[0], row[column]] for row in some] for some in (rows, longer) for column in (2, 3, 1)]
+    assert lines == expected and ax.get_xlim() == (0, 100)
+    words = [text.get_text() for text in ax.texts]
+    assert words == ["this run, 8.10", "counting single tokens, 7.50", "a longer run, 7.00", "counting pairs, 6.50"]
     plt.close(fig)
-    fig = plots.loss_curves([{"step": i, "loss": float(i % 2)} for i in range(24)], "nothing")
-    dots, means = fig.axes[0].lines
-    assert np.asarray(dots.get_ydata()).tolist() == [0, 1] * 12
-    assert np.asarray(means.get_ydata()).tolist() == [0] + [0.5] * 23
+
+
+def test_a_stored_run_that_is_not_longer_is_left_out():
+    fig = training_figures.learning_and_counting([9.0], [(40, 8.1, 8.2, 7.9)], [(40, 8.0, 8.1, 7.8)])
+    words = [text.get_text() for text in fig.axes[0].texts]
+    assert words == ["counting single tokens, 8.20", "this run, 8.10", "counting pairs, 7.90"]
     plt.close(fig)
 
 
