@@ -207,7 +207,8 @@ def _areas(ax: Axes, one: Timeline, n_bytes: int, edges: np.ndarray) -> None:
         upper = base + sizes / n_bytes
         if sizes.any():
             lower_edge, upper_edge = np.append(base, base[-1]), np.append(upper, upper[-1])
-            named = sizes.max() / n_bytes > 0.004 * height  # else too thin for the legend
+            seen = sizes @ np.diff(edges) / n_bytes > 0.0004 * height * ax.get_xlim()[1]
+            named = seen and sizes.max() / n_bytes > 0.004 * height  # else too thin, or too short, for the legend
             ax.fill_between(
                 edges,
                 lower_edge,
