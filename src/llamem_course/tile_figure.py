@@ -18,8 +18,8 @@ _KINDS = {
     "adds to, in float32": ("C3", "xx"),
 }
 TWO_CUTS_ALT = (
-    "The logits cut twice. A tile of tokens reads its tokens and all of W, finishes its rows of dX, adds to all of dW. "
-    "A tile of the vocabulary reads all of X and its words, finishes its part of dW, adds to dX."
+    "The logits cut twice. A tile of tokens reads its tokens and all of W, finishes its rows of dx, adds to all of dW. "
+    "A tile of the vocabulary reads all of x and its words, finishes its part of dW, adds to dx."
 )
 
 
@@ -40,7 +40,7 @@ def _patch(box: Box, colour: str, hatch: str, label: str = "") -> Rectangle:
 
 
 def _cut(ax: Axes, title: str, boxes: list[list[Box]]) -> None:
-    arrays = {"X [N, D]": _X, "Wᵀ [D, V]": _W, "dX [N, D]": _DX, "dWᵀ [D, V]": _DW, "": _LOGITS}
+    arrays = {"x [N, D]": _X, "Wᵀ [D, V]": _W, "dx [N, D]": _DX, "dWᵀ [D, V]": _DW, "": _LOGITS}
     for (x, y, width, height), name in zip(arrays.values(), arrays, strict=True):
         ax.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor="gray"))
         upright = height > width  # names stand beside the tile, not under it
