@@ -48,7 +48,7 @@ def adapter_drawn(D: int, F: int, R: int) -> Figure:
     for start, end in arrows:
         ax.annotate("", end, start, arrowprops={"arrowstyle": "->", "shrinkA": 0, "shrinkB": 0, "linewidth": 1.2})
     ax.text(plus, 0, "+", ha="center", va="center", fontsize=15)
-    ax.text((at_up + F + plus) / 2 + 12, low / 2 - 14, "times s", va="top", fontsize=11)
+    ax.text((at_up + F + plus) / 2 + 12, low / 2 - 14, "times scale", va="top", fontsize=11)
     ax.set(xlim=(-10, at_y + F + 10), ylim=(low - D / 2 - 90, high + D / 2 + 10), aspect="equal")
     ax.axis("off")
     return fig
@@ -63,7 +63,7 @@ def ledger_bars(
     """
     fig, ax = plt.subplots(figsize=(9, 3.6))
     rows = [(bits, chip) for bits in reversed([*ledgers]) for chip in reversed([*rooms])]
-    left, labels = np.zeros(len(rows)), [*next(iter(ledgers.values())), "a layer at work"]
+    left, labels = np.zeros(len(rows)), [*next(iter(ledgers.values())), "more, by the compiler"]
     for name, hatch in zip(labels, HATCHES, strict=False):
         wanted = [
             ledgers[bits].get(name, peaks.get((chip, bits), 0) - sum(ledgers[bits].values())) for bits, chip in rows
