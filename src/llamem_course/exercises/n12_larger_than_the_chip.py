@@ -17,9 +17,21 @@ L, N, D, F = 5, 6, 8, 12  # layers, tokens and widths of the stack that answers 
 ONCE = 3 * L * 2 * N * 2 * D * F  # FLOPs of one way back: the layer again, and two matmuls for each of its own
 
 
-def _hidden(flops: float, link: float, n_bytes: int, trained: bool, moved: Any = (7, 2), work: Any = (8, 6)) -> float:
-    """Return the tokens from which on a link is hidden: numbers of a weight that cross, FLOPs for each token."""
-    return n_bytes * moved[not trained] / link / (work[not trained] / flops)
+_FORWARD, _TRAINED, _FROZEN = (1, 2), (6, 6), (1, 4)  # of a loop: numbers of a weight that cross, FLOPs for each token
+_Loop = tuple[int, int]
+
+
+def _hidden(
+    flops: float,
+    link: float,
+    n_bytes: int,
+    trained: bool,
+    forward: _Loop = _FORWARD,
+    backward: tuple[_Loop, _Loop] = (_TRAINED, _FROZEN),
+) -> float:
+    """Return the tokens from which on the link is hidden in both loops."""
+    loops = forward, backward[not trained]
+    return max(moved / work for moved, work in loops) * n_bytes * flops / link
 
 
 def _tokens(answer: Answer, *given: Any) -> Any:
@@ -53,36 +65,30 @@ check_hidden_from = Exercise(
     {
         "return one number": lambda *given: [1.0, 2.0],
         "Set them equal, for one weight": lambda *given: 4096**2 * _hidden(*given),
-        "Six FLOPs for each weight and token keep everything. What runs once more?": partial(_hidden, work=(6, 4)),
-        "Four FLOPs for each weight and token? There are four matmuls, each multiplies and adds.": (
-            partial(_hidden, work=(4, 3))
+        "Copies of the backward loop cannot hide behind matmuls of the forward loop, which is over. Count each loop.": (
+            partial(_hidden, forward=(0, 1), backward=((7, 8), (2, 6)))
         ),
-        "That is the forward pass alone. What else is computed while a layer's bytes are on their way?": [
-            partial(_hidden, work=(2, 2)),
-            partial(_hidden, work=(8, 2)),
+        "What runs once more in the backward loop?": partial(_hidden, backward=((6, 4), (1, 2))),
+        "A matmul multiplies and adds: two FLOPs for each weight and token.": (
+            partial(_hidden, forward=(1, 1), backward=((6, 3), (1, 2)))
+        ),
+        "Is that the forward loop alone, or a link that works both ways at once?": [
+            partial(_hidden, backward=(_FORWARD, _FORWARD)),
+            partial(_hidden, backward=((3, 6), _FROZEN)),
         ],
-        "Do you send gradients, or leave the forward pass out?": partial(_hidden, moved=(8, 2)),
-        "All bytes are asked for. What is fetched, how often, and what goes back?": [
-            partial(_hidden, moved=(moved, 2)) for moved in (3, 4, 5)
-        ],
-        "Weights are fetched once in your answer. In which passes are they needed?": [
-            partial(_hidden, moved=(6, 1)),
-            partial(_hidden, moved=(7, 1)),
+        "That is the backward loop alone. With frozen weights, which of the two is harder to hide?": (
+            partial(_hidden, forward=(0, 1))
+        ),
+        "Do you send gradients? The layer is updated where they are.": partial(_hidden, backward=((7, 6), _FROZEN)),
+        "Not all bytes are there. On the way back, what is fetched, and what goes home?": [
+            partial(_hidden, backward=((moved, 6), _FROZEN)) for moved in (4, 5)
         ],
         "Four bytes for each number, here as well? How many has it?": (
             lambda flops, link, n_bytes, trained: _hidden(flops, link, 4, trained)
         ),
-        "Frozen weights are not trained. Which matmul of the backward pass has nobody asked for?": (
-            partial(_hidden, work=(8, 8))
+        "Adapters move, the frozen weights do not. What of a frozen layer has to cross the link?": (
+            partial(_hidden, backward=(_TRAINED, _TRAINED))
         ),
-        "Adapters move, the frozen weights do not. What of a frozen layer has to cross the link?": [
-            partial(_hidden, moved=(7, 7)),
-            partial(_hidden, moved=(7, 7), work=(8, 8)),
-        ],
-        "Half as many again. Does a frozen weight go home? And what runs once more in the backward pass?": [
-            partial(_hidden, work=(8, 4)),
-            partial(_hidden, moved=(7, 3)),
-        ],
     },
     otherwise="Count both sides for one weight.",
     ask=_tokens,
