@@ -63,6 +63,7 @@ def learning_and_counting(batch_losses: Sequence[float], rows: Sequence[Row], st
             counting = (single[-1], "counting single tokens", "black"), (pairs[-1], "counting pairs", "black")
             names += [(model[-1], words, colour), *((y, f"{words}, {y:.2f}", black) for y, words, black in counting)]
     ax.set(xlabel="tokens read", ylabel="loss (nats per token)", xlim=(0, max(read, stored[-1][0] * is_longer)))
+    ax.set_ylim(top=max(rows[0][1:]) + 1)  # the fall from a guess is cut off
     ax.xaxis.set_major_formatter("{x:,.0f}")
     _name_ends(ax, names)
     return fig

@@ -81,7 +81,7 @@ def _order(seed: int, epoch: int, count: int) -> Any:
     return _drawn([seed, epoch], count)
 
 
-def _drawn(seed: int | Sequence[int], count: int) -> Any:
+def _drawn(seed: int | Sequence[int] | np.random.SeedSequence, count: int) -> Any:
     return np.random.default_rng(seed).permutation(count)
 
 
@@ -153,11 +153,12 @@ def _orders_never_meet(answer: Answer) -> None:
     far = {2, 3, 10, 100, 1000, 10_000, 100_000, 1_000_000}
     with (
         mock.patch.object(np.random, "default_rng", wraps=np.random.default_rng) as of_numpy,
+        mock.patch.object(np.random, "SeedSequence", wraps=np.random.SeedSequence) as of_sequence,
         mock.patch.object(jax.random, "key", wraps=jax.random.key) as of_jax,
     ):
         for seed, epoch in ((0, 1), (1, 0)):
             _numbers(answer, [epoch], seed, 12, 12)
-    calls = of_numpy.call_args_list + of_jax.call_args_list
+    calls = of_numpy.call_args_list + of_sequence.call_args_list + of_jax.call_args_list
     far |= {one for call in calls for one in call.args if isinstance(one, int) and 0 <= one < 2**32}
     for seed, epoch in [*itertools.product((0, 1), (0, 1, *far)), *itertools.product(far, (0, 1))]:
         order = tuple(_numbers(answer, [epoch], seed, 12, 12))
@@ -280,6 +281,7 @@ check_order = Exercise(
             "How do two numbers become one seed without meeting?": [
                 _by(lambda seed, epoch, count: _drawn(seed + epoch, count)),
                 _by(lambda seed, epoch, count: _drawn(1000 * seed + epoch, count)),
+                _by(lambda seed, epoch, count: _drawn(np.random.SeedSequence(seed + 7919 * epoch), count)),
                 _by(lambda seed, epoch, count: _drawn([seed, epoch % 2], count)),
                 _by(lambda seed, epoch, count: _drawn(seed ^ (epoch * 7919), count)),
                 _by(lambda seed, epoch, count: _drawn(seed * 1_000_003 + epoch, count)),
