@@ -134,6 +134,9 @@ def _draws_with_own_keys(answer: Answer) -> None:
             "A layer draws with the step's key itself, of which the other layers' keys are made. JAX promises "
             "independent numbers only where a key is used once: to draw, or to make others of it."
         )
+        assert len(set(drawn)) == len(drawn), (
+            f"{len(drawn)} layers draw with {len(set(drawn))} keys: those that share one drop the same units."
+        )
 
 
 def _keeps_inputs_alone(answer: Answer) -> None:
@@ -179,6 +182,9 @@ check_cured_dropout = Exercise(
         },
         _draws_with_own_keys: {
             "used once": _but(keys=lambda key, n: jnp.concatenate([key[None], jax.random.split(key, n - 1)])),
+            "drop the same units": _but(
+                keys=lambda key, n: jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(n) // 2)
+            ),
         },
         _keeps_inputs_alone: {"keep anything else": _keeping(_POLICIES.save_only_these_names("h"))},
     },

@@ -51,6 +51,7 @@ check_advantages_of = Exercise(
         "Answers to three prompts": (_GROUPS_GB,),
         "A hundredth of those rewards": (_GROUPS_GB / 100,),
         "A group of equals beside another": (jnp.array([[0.25, 0.25, 0.25, 0.25], [0.0, 1.0, 0.0, 1.0]]),),
+        "A group that hardly differs": (jnp.array([[0.5, 0.5 + 2**-11, 0.5 - 2**-11, 0.5]]),),
         "Groups of eight equals": (jnp.repeat(1 - jnp.arange(12.0)[:, None] / 12, 8, axis=1),),
     },
     "No second model had to guess what was to be expected: the group says it.",
@@ -76,6 +77,7 @@ check_advantages_of = Exercise(
         "equal?": [
             lambda rewards: _over(rewards, lambda above, spread: above / jnp.where(spread == 0, 1, spread)),
             lambda rewards: _over(rewards, lambda above, spread: jnp.nan_to_num(above / spread)),
+            lambda rewards: _over(rewards, lambda above, spread: jnp.where(spread > 1e-3, above / spread, 0)),
         ],
     },
     {
