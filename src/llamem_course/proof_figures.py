@@ -45,7 +45,7 @@ def proof_grid(answers: Mapping[str, Verification]) -> Figure:
         ax.text(len(answers) - 0.4, middle, question, va="center", fontweight="bold")
     ax.tick_params(which="both", length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("blue: the proof holds; ?: it cannot tell; pale: nothing to judge")
+    ax.set_xlabel("blue: the proof holds; ?: it cannot tell" + "; pale: nothing to judge" * bool((grid == 0).any()))
     return fig
 
 
