@@ -92,7 +92,7 @@ def fill(file: Path, questions: Sequence[Question], progress: Callable[[str], No
     for question in questions:
         if question not in rows:
             lengths.setdefault(dataclasses.replace(question, tokens=0), []).append(question)
-    writing = threading.Lock()
+    writing, stopped = threading.Lock(), threading.Event()
     with file.open("a+", encoding="utf-8") as out, ThreadPoolExecutor(2) as pool:
         out.seek(0)
         text = out.read()
@@ -100,6 +100,8 @@ def fill(file: Path, questions: Sequence[Question], progress: Callable[[str], No
 
         def answer(asked: list[Question]) -> None:
             for question in asked:
+                if stopped.is_set():
+                    return
                 hopeless = any(not row["fits"] and question.is_longer_than(other) for other, row in list(rows.items()))
                 row = _row(question, None, "a shorter one does not fit") if hopeless else ask(question)
                 with writing:
@@ -112,6 +114,7 @@ def fill(file: Path, questions: Sequence[Question], progress: Callable[[str], No
             for answered in [pool.submit(answer, asked) for asked in lengths.values()]:
                 answered.result()
         except BaseException:  # Ctrl-C too: what has not begun does not begin
+            stopped.set()
             pool.shutdown(cancel_futures=True)
             raise
 
