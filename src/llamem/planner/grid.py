@@ -144,7 +144,8 @@ def ask(question: Question) -> dict[str, Any]:
         **way,
     }
     why = ""
-    clip = "global" if "lora" in way else "layer"  # layers that are updated one by one are clipped one by one
+    # Layers that are updated one by one, which one chip alone does, are clipped one by one.
+    clip = "global" if "lora" in way or chip.devices > 1 else "layer"
     hosts: list[dict[str, Any]] = [{"host_bytes": 0}, {"host_bytes": HOST_BYTES, "clip": clip}]
     for host in hosts:
         try:

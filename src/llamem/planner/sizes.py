@@ -71,6 +71,11 @@ class Question:
             )
         if self.host_bytes is not None:
             check_number("host_bytes", self.host_bytes, at_least=0)
+        if self.clip == "layer" and self.chip.devices > 1:
+            raise ValueError(
+                f"clip='layer' on {self.chip.name}, {self.chip.devices} chips: norms of layers would depend on how "
+                "arrays are split. Leave clip='global'."
+            )
         if quantize is not None:
             check_kinds(config, quantize)
         if quantize is not None and lora is None:
