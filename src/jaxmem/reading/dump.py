@@ -13,9 +13,9 @@ from jaxmem.reading.cost import estimated_cycles
 from jaxmem.reading.hlo import describe, kernel_constant_bytes, parse
 from jaxmem.reading.timeline import read_schedule
 
-# What the compilers for TPUs and for GPUs write next, once memory is assigned and the files that say how are closed. A
-# program that a TPU's compiler refuses as too big never comes so far.
-_NEXT = ("*jit_call*after_optimizations_after_buffer_assignment.txt", "*jit_call*.ir-no-opt.ll")
+# What the compilers for TPUs and for GPUs write next, once memory is assigned and the files that say how are closed: of
+# GPUs' kernels the first code. A program that a TPU's compiler refuses as too big never comes so far.
+_NEXT = ("*jit_call*after_optimizations_after_buffer_assignment.txt", "*jit_call*.ptx", "*jit_call*.ir-no-opt.ll")
 
 _ASSIGNED, _GENERATED = "after_optimizations", "after_codegen"  # how the names of a program's two files end
 _TOTALS = "-memory-usage-report.txt"
