@@ -1,84 +1,53 @@
-"""What fills a chip while layers stream through it."""
+"""The figure of notebook 12: when layers cross the link and when the chip computes, on the way back."""
 
-import dataclasses
-import math
-import re
-from typing import Any
+from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
-import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jaxmem.reading.provenance import Category
-from jaxmem.reading.timeline import Span, Timeline
-from jaxmem.report import GiB
-from llamem.llama.config import LlamaConfig
-
-# What is told apart, in the order of the stack: the category that stands for it, its words, its colour.
-ROLES: dict[Category, tuple[str, str]] = {
-    "weights": ("head and embedding, and their gradients", "#3f90da"),
-    "optimizer": ("one layer: weights, moments, gradients", "#ffa90e"),
-    "workspace": ("activations", "#c9d1d3"),
-}
+# What happens to a layer, in this order, and its colour.
+STAGES = (("fetch", "#ffa90e"), ("compute", "#c9d1d3"), ("put back", "#3f90da"))
+Starts = list[tuple[float, float, float]]
 
 
-def visiting(timeline: Timeline, config: LlamaConfig) -> Timeline:
-    """Return the timeline of a streamed step with the categories of `ROLES`, told by the buffers' shapes."""
-    matrices = {
-        config.d_model * width
-        for width in (config.d_ff, config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim)
-    }
+def starts(fetch: float, compute: float, n_layers: int, beside: bool) -> Starts:
+    """Return when each layer's three stages begin, in seconds; putting back takes as long as fetching.
 
-    def role(span: Span) -> Category:
-        sizes = [int(size) for size in re.findall(r"\d+", span.shape.partition("[")[2].partition("]")[0])]
-        # The update cuts the vocabulary's tables into pieces of rows.
-        if any(size > 1000 and config.vocab_size % size == 0 for size in sizes):
-            return "weights"
-        return "optimizer" if math.prod(sizes) in matrices or span.name == "argument" else "workspace"
-
-    buffers = tuple(dataclasses.replace(span, category=role(span)) for span in timeline.buffers)
-    return dataclasses.replace(timeline, buffers=buffers)
-
-
-def visitors_drawn(timeline: Timeline, config: LlamaConfig) -> tuple[Figure, str]:
-    """Return a figure of what lies on the chip at each step of a streamed program, by `ROLES`, and its words."""
-    shown = visiting(timeline, config)
-    fig, ax = plt.subplots(figsize=(9, 4.2), layout="constrained")
-    capacity, base = (shown.capacity_bytes or shown.peak_bytes) / GiB, np.zeros(shown.steps)
-    parts = {category: row[shown.peak_step] / GiB for category, row in shown.by_category().items()}
-    for category, sizes in shown.by_category().items():
-        words, colour = f"{parts[category]:.1f}: {ROLES[category][0]}", ROLES[category][1]
-        upper = base + sizes / GiB
-        ax.fill_between(np.arange(shown.steps), base, upper, step="post", color=colour, linewidth=0, label=words)
-        base = upper
-    ax.step(np.arange(shown.steps), base, where="post", color="black", linewidth=0.7)
-    ax.plot(shown.peak_step, base.max(), marker="v", color="black", markersize=6)
-    peak, words = (shown.peak_step, base.max()), f"highest: {base.max():.1f} GiB"
-    ax.annotate(words, peak, xytext=(-9, -2), textcoords="offset points", ha="right")
-    ax.axhline(capacity, color="black", linestyle="--", linewidth=1.2)
-    ax.text(0.995 * shown.steps, 1.01 * capacity, f"the chip offers {capacity:.2f} GiB", ha="right", va="bottom")
-    _loops(ax, shown, config.n_layers)
-    ax.set(xlim=(0, shown.steps), ylim=(0, 1.16 * capacity), ylabel="GiB on the chip")
-    ax.set_xlabel("step of the compiled program; one turn of each loop is written down")
-    handles, labels = ax.get_legend_handles_labels()
-    legend: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (1, 0.86), "frameon": False, "fontsize": 9.5}
-    ax.legend(handles[::-1], labels[::-1], title="GiB where it is highest", title_fontsize=9.5, **legend)
-    told = "; ".join(f"{size:.1f} {ROLES[category][0]}" for category, size in parts.items())
-    alt = f"GiB on the chip over a streamed step. Highest in the backward loop, {base.max():.1f}: {told}."
-    return fig, alt
-
-
-def _loops(ax: Axes, one: Timeline, n_layers: int) -> None:
-    """Mark the outermost loops above the axes, and say what each is for by its place among those over layers."""
-    above, drawn_to, over_layers = ax.get_xaxis_transform(), -1, 0
-    for loop in one.loops:
-        if loop.first < drawn_to or loop.end - loop.first < 0.02 * one.steps:
+    `beside`: copies run beside matmuls and both ways at once, and a layer is fetched as soon as the one before it
+    begins to compute. Otherwise one stage follows the other.
+    """
+    found: Starts = []
+    for i in range(n_layers):
+        if not beside:
+            first = i * (2 * fetch + compute)
+            found.append((first, first + fetch, first + fetch + compute))
             continue
-        drawn_to = loop.end
-        over_layers += loop.trips == n_layers
-        names = {0: "", 1: "forward", 2: "backward and update"} if loop.trips == n_layers else {1: "loss", 2: "table"}
-        name = names.get(over_layers, "")
-        ax.plot([loop.first, loop.end], [1.02, 1.02], transform=above, color="0.35", linewidth=2.5, clip_on=False)
-        middle = (loop.first + loop.end) / 2
-        ax.text(middle, 1.03, f"{name}\nx {loop.trips}", transform=above, ha="center", va="bottom", fontsize=8.5)
+        link = found[-1][1] if found else 0.0
+        matmuls = max(link + fetch, found[-1][1] + compute if found else 0.0)
+        home = max(matmuls + compute, found[-1][2] + fetch if found else 0.0)
+        found.append((link, matmuls, home))
+    return found
+
+
+def backward_drawn(fetch: float, rows: Sequence[tuple[str, float, bool]], n_layers: int) -> tuple[Figure, str]:
+    """Return a figure of the first turns of the backward loop against time, a panel for each row, and its words.
+
+    `fetch`: seconds in which a layer crosses the link. A row is its title, seconds in which the chip computes a layer,
+    and whether stages run beside each other, as in `starts`. The last of the model's `n_layers` comes first.
+    """
+    fig, axes = plt.subplots(len(rows), figsize=(9, 1.45 * len(rows) + 0.5), sharex=True, layout="constrained")
+    shown, said = min(4, n_layers), []
+    for ax, (title, compute, beside) in zip(axes, rows, strict=True):
+        turns = starts(fetch, compute, shown, beside)
+        for i, turn in enumerate(turns):
+            for lane, (start, long, (_, colour)) in enumerate(zip(turn, (fetch, compute, fetch), STAGES, strict=True)):
+                ax.barh(lane, long, left=start, height=0.8, color=colour, edgecolor="black", linewidth=0.6)
+                ax.text(start + long / 2, lane, str(n_layers - i), ha="center", va="center", fontsize=9)
+        end = turns[-1][2] + fetch
+        said.append(f"{title}: {shown} layers in {end:.2f} s, {shown * compute:.2f} of them matmuls")
+        ax.set_title(title, loc="left", fontsize=10)
+        ax.set_yticks(range(len(STAGES)), [stage for stage, _ in STAGES])
+        ax.set_ylim(len(STAGES) - 0.45, -0.55)
+        ax.tick_params(axis="y", length=0)
+    axes[-1].set_xlabel("seconds from the start of the backward loop; the number is the layer's")
+    return fig, f"Fetch, compute and put back of each layer against time. {'; '.join(said)}."

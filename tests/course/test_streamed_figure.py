@@ -1,34 +1,29 @@
-"""The figure of notebook 12: what lies on the chip is told by shapes."""
+"""The figure of notebook 12: stages wait for each other as links and chips do."""
 
 import matplotlib.pyplot as plt
+import pytest
 
-from jaxmem.reading.timeline import Loop, Span, Timeline
-from llamem.llama.config import LlamaConfig
 from llamem_course import streamed_figure
 
-MIB = 2**20
+
+def test_one_stage_follows_the_other():
+    assert streamed_figure.starts(2.0, 3.0, 2, beside=False) == [(0, 2, 5), (7, 9, 12)]
 
 
-def span(name, shape, first, last, number):
-    return Span(name, MIB, first, last, "device", number, 0, shape, "residuals", "", "", "")
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        (1.0, [(0, 2, 3), (2, 4, 5), (4, 6, 7)]),  # the chip waits for the link
+        (5.0, [(0, 2, 7), (2, 7, 12), (7, 12, 17)]),  # the link waits for the chip
+    ],
+)
+def test_the_slower_of_link_and_chip_sets_the_pace(compute, expected):
+    assert streamed_figure.starts(2.0, compute, 3, beside=True) == expected
 
 
-def test_a_buffer_is_what_its_shape_says():
-    config = LlamaConfig.from_name("tiny")
-    shapes = {
-        f"f32[{config.vocab_size},{config.d_model}]": "weights",
-        f"f32[1,{config.d_model},{config.d_ff}]": "optimizer",
-        f"bf16[{config.d_ff},{config.d_model}]": "optimizer",
-        f"bf16[1,77,{config.d_model}]": "workspace",
-    }
-    buffers = tuple(span(f"b{i}", shape, i, 9, i) for i, shape in enumerate(shapes))
-    loops = (Loop(1, 4, config.n_layers), Loop(5, 9, config.n_layers))
-    one = Timeline("v5e-1", 16 * MIB, 4 * MIB, 10, buffers, loops, (), ("",) * 10)
-    shown = streamed_figure.visiting(one, config)
-    assert [buffer.category for buffer in shown.buffers] == list(shapes.values())
-    assert shown.by_category()["optimizer"].tolist() == [0, MIB] + 8 * [2 * MIB]
-    fig, alt = streamed_figure.visitors_drawn(one, config)
-    words = {text.get_text() for text in fig.axes[0].texts}
-    times = f"\nx {config.n_layers}"
-    assert "Highest in the backward loop" in alt and {f"forward{times}", f"backward and update{times}"} <= words
+def test_layers_are_numbered_from_the_last():
+    fig, alt = streamed_figure.backward_drawn(2.0, [("in turns", 1.0, False), ("beside", 5.0, True)], 3)
+    numbers = [text.get_text() for text in fig.axes[1].texts]
+    assert numbers == ["3"] * 3 + ["2"] * 3 + ["1"] * 3
+    assert "in turns: 3 layers in 15.00 s, 3.00 of them matmuls" in alt
     plt.close(fig)
