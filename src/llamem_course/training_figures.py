@@ -53,7 +53,7 @@ def learning_and_counting(run: Sequence[Row], stored: Sequence[Row], guess: floa
         (longest[-1], words, "C1" if is_longer else "C0"),
     ]
     if is_longer:
-        ax.plot(tokens, longest, "o-", color="C1", markersize=5, linewidth=2)
+        ax.plot(tokens, longest, "o-", color="C1", markersize=5, linewidth=2, clip_on=False)
         near = {"xytext": (8, 10), "textcoords": "offset points", "color": "C0", "fontweight": "bold"}
         ax.annotate(f"this run, from {guess:.2f} to {of_run[1][-1]:.2f}", of_run[:, -1], **near)
     ax.plot([0, *of_run[0]], [guess, *of_run[1]], "o-", color="C0", markersize=5, linewidth=2)
