@@ -55,7 +55,7 @@ def learning_and_counting(run: Sequence[Row], stored: Sequence[Row], guess: floa
     if is_longer:
         ax.plot(tokens, longest, "o-", color="C1", markersize=5, linewidth=2, clip_on=False)
         near = {"xytext": (8, 10), "textcoords": "offset points", "color": "C0", "fontweight": "bold"}
-        ax.annotate(f"this run, from {guess:.2f} to {of_run[1][-1]:.2f}", of_run[:, -1], **near)
+        ax.annotate(f"this run, from {guess:.2f} to {of_run[1][-1]:.2f}", (of_run[0][-1], of_run[1][-1]), **near)
     ax.plot([0, *of_run[0]], [guess, *of_run[1]], "o-", color="C0", markersize=5, linewidth=2)
     lowest, highest = min(*pairs, *longest), max(of_run[1][0], single[0])
     ax.set(xlabel="tokens read", ylabel="loss (nats per token)", xlim=(0, tokens[-1]))
