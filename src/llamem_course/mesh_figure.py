@@ -16,8 +16,8 @@ LAYOUTS_ALT = (
     "tensor: hidden states grey, head and logits in eight bands of columns."
 )
 ROUNDS_ALT = (
-    "Two grids of devices by tiles. Left: all eight devices work at the whole of each tile, which one of them holds. "
-    "Right: each device works at the eighth of each tile that it holds."
+    "Two grids of devices by tiles. Left: all eight devices work at the whole of each tile. "
+    "Right: each device works at an eighth of each tile."
 )
 COLLECTIVES_ALT = (
     "Three panels of four devices, before and after. all-gather: one part each becomes all parts on each. "
@@ -80,13 +80,10 @@ def rounds_drawn() -> Figure:
         for device in range(_DEVICES):
             for tile in range(_DEVICES):
                 ax.add_patch(Rectangle((tile, device), 0.94, 0.9, facecolor="none", edgecolor="lightgray"))
-                if ax is axes[0]:
-                    ax.add_patch(Rectangle((tile, device), 0.94, 0.9, facecolor=_colours()[tile]))
-                    _number(ax, tile + 0.47, device + 0.45, str(tile), tile)
-                else:
-                    part = 0.94 / _DEVICES
-                    corner = tile + device * part, device
-                    ax.add_patch(Rectangle(corner, part, 0.9, facecolor=_colours()[device]))
+                share, first = (1, 0) if ax is axes[0] else (_DEVICES, device)
+                width = 0.94 / share
+                corner = tile + first * width, device
+                ax.add_patch(Rectangle(corner, width, 0.9, facecolor=_colours()[device]))
         ax.set(title=title, xlabel="tile, one in each round", xlim=(0, _DEVICES), ylim=(_DEVICES, 0))
         ax.set_xticks(np.arange(_DEVICES) + 0.47, range(_DEVICES))
     axes[0].set(ylabel="device")

@@ -31,6 +31,7 @@ check_crossing = Exercise(
     "The vocabulary cancels: the width and the tiles decide.",
     {
         "The tile of logits has been left out: it takes 4 * N * V / num_tiles bytes.": lambda d, v, n: 2 * d,
+        "How many tiles is N cut into, the one that is alive among them?": lambda d, v, n: 4 * d / (2 - 4 / (n - 1)),
         "In a tile a logit takes four bytes, for the softmax.": lambda d, v, n: 4 * d / (2 - 2 / n),
         "Is the sum of the head's gradient in 16 bits, or in 32?": lambda d, v, n: 2 * d / (2 - 4 / n),
         "The tile stands on the side of the tiles: mind the sign.": lambda d, v, n: 4 * d / (2 + 4 / n),
@@ -268,9 +269,10 @@ check_frozen_loss = Exercise(
         "JAX finds nothing in `sweep` to differentiate. Which tool gives it the gradient that `sweep` returns?": (
             lambda sweep: lambda *given: sweep(*given)[0]
         ),
-        "The tool is the right one, and its backward pass hands on zeros. What has your forward pass kept for it?": (
-            _vjp(backward=lambda dx, g: 0 * dx)
-        ),
+        "The gradient is 0. Does something stop it, or does your backward pass hand on zeros?": [
+            _vjp(backward=lambda dx, g: 0 * dx),
+            lambda sweep: lambda *given: jax.lax.stop_gradient(sweep(*given)[0]),
+        ],
         "By which way does your backward pass learn of that number, and is it used once, with its sign?": [
             _vjp(backward=lambda dx, g: dx),
             _vjp(backward=lambda dx, g: g * g * dx),

@@ -81,6 +81,20 @@ def _two_numbers_travel(answer: Answer) -> None:
     _arrive_at_most(99, program, "Two numbers say all that others have to know of a device's 1,000 tokens.")
 
 
+def _it_trains(answer: Answer) -> None:
+    counts_EN = jnp.array(_COUNTS_EN)
+    found_EN = jax.grad(lambda losses_EN: _on_devices(answer, losses_EN, counts_EN)[0])(jnp.array(_LOSSES_EN))
+    assert np.allclose(found_EN, counts_EN / counts_EN.sum(), rtol=1e-4), (
+        "Right, but differentiated for the losses it does not give 1 / count for each that counts. What stops it?"
+    )
+
+
+def _nothing_is_added(answer: Answer) -> None:
+    one_counts_En = np.arange(6).reshape(2, 3) == 4
+    found = float(_on_devices(answer, np.full((2, 3), 4, np.float32), one_counts_En)[0])
+    assert found == 4, f"One token counts, its loss is 4, and the mean is {found:.7}. What else is in your count?"
+
+
 _LOSSES_EN = np.arange(1.0, 49, dtype=np.float32).reshape(8, 6) ** 1.5
 _COUNTS_EN = np.arange(48).reshape(8, 6) % 7 < 4
 _COUNTS_EN[5] = False  # padding alone
@@ -133,7 +147,13 @@ check_mean_over_devices = Exercise(
             "Two numbers say all": (
                 lambda losses, counts, axis: jnp.mean(lax.all_gather(losses, axis), where=lax.all_gather(counts, axis))
             )
-        }
+        },
+        _it_trains: {"What stops it": lambda *given: lax.stop_gradient(_mean(*given))},
+        _nothing_is_added: {
+            "in your count": lambda losses, counts, axis: (
+                lax.psum(_counted(losses, counts), axis) / (lax.psum(jnp.sum(counts), axis) + 1e-6)
+            )
+        },
     },
     otherwise="Which two numbers has each device to give, and when are they divided?",
     ask=_one_number,
@@ -193,11 +213,22 @@ def _one_row_is_read(answer: Answer) -> None:
         "how often its loop runs: one for every token and every word of its own, as its logits are. How many rows of "
         "the head does a token want?"
     )
+    sizes = [getattr(var.aval, "size", 0) for eqn, _ in equations(programs[0].jaxpr) for var in eqn.outvars]
+    assert max(sizes) < len(ids_N) ** 2, (
+        f"Right, but with {len(ids_N)} tokens an array of {max(sizes)} numbers is made, one for each token with each "
+        "token's target. How many of them are wanted?"
+    )
 
 
 def _all_its_logits(x: Any, w: Any, ids: Any, axis: str) -> Any:
     own = _shifted(ids, w, axis)[:, None] == jnp.arange(len(w))
     return lax.psum(jnp.sum((x @ w.T) * own, 1), axis)
+
+
+def _every_pair(x: Any, w: Any, ids: Any, axis: str) -> Any:
+    own = _shifted(ids, w, axis)
+    pairs = x @ w[jnp.clip(own, 0, len(w) - 1)].T
+    return lax.psum(jnp.where((own >= 0) & (own < len(w)), jnp.diagonal(pairs), 0), axis)
 
 
 def _word_by_word(x: Any, w: Any, ids: Any, axis: str) -> Any:
@@ -251,6 +282,7 @@ check_target_logit = Exercise(
                 lambda x, w, ids, axis: jnp.sum(x * lax.all_gather(w, axis, tiled=True)[ids], 1)
             ),
             "one for every token": [_all_its_logits, _word_by_word],
+            "each token's target": _every_pair,
         }
     },
     otherwise="Which row of the head belongs to an id, and what is the logit of a token for it?",
