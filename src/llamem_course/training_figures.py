@@ -35,35 +35,31 @@ def token_strip(tokens: Sequence[str], wrote: Iterable[bool]) -> Figure:
 Row = tuple[int, float, float, float]
 
 
-def learning_and_counting(batch_losses: Sequence[float], rows: Sequence[Row], stored: Sequence[Row]) -> Figure:
-    """Draw losses over the tokens read: a run's and a stored, longer one's, and of both what counting reaches.
+def learning_and_counting(run: Sequence[Row], stored: Sequence[Row], guess: float) -> Figure:
+    """Draw the held-out loss of a run and of a stored, longer one, and what counting reaches on the longer's tokens.
 
-    `batch_losses`: one for each step of the run, drawn as a mean of as many as a twelfth of it has. `rows` and
-    `stored`: where the held-out loss was taken. A stored run that is not longer is left out.
+    `guess`: the loss before the first step, in nats. A stored run that is not longer is left out.
     """
-    fig, ax = plt.subplots(figsize=(9.4, 4.8))
-    fig.subplots_adjust(left=0.08, right=0.74, top=0.97)  # room for the names
-    read, window = rows[-1][0], max(1, len(batch_losses) // 12)
-    means = [np.mean(batch_losses[max(0, i + 1 - window) : i + 1]) for i in range(len(batch_losses))]
-    steps = np.arange(1, len(means) + 1)
-    ax.plot(steps * read / len(means), means, color="C0", linewidth=1, alpha=0.6)
-    is_longer = stored[-1][0] > read
-    names: list[tuple[float, str, str]] = []
-    for some, name, colour in ((rows, "this run", "C0"), (stored, "a longer run", "C1")):
-        if some is stored and not is_longer:
-            continue
-        tokens, model, single, pairs = np.transpose(some)
-        ax.plot(tokens, single, "k--", tokens, pairs, "k-.", linewidth=1.5)
-        ax.plot(tokens, model, "o-", color=colour, markersize=5, linewidth=2)
-        words = f"{name}, {model[-1]:.2f}"
-        if some is rows and is_longer:
-            above = {"xytext": (6, 14), "textcoords": "offset points"}
-            ax.annotate(words, (tokens[-1], model[-1]), **above, color=colour, fontweight="bold")
-        else:
-            counting = (single[-1], "counting single tokens", "black"), (pairs[-1], "counting pairs", "black")
-            names += [(model[-1], words, colour), *((y, f"{words}, {y:.2f}", black) for y, words, black in counting)]
-    ax.set(xlabel="tokens read", ylabel="loss (nats per token)", xlim=(0, max(read, stored[-1][0] * is_longer)))
-    ax.set_ylim(top=max(rows[0][1:]) + 1)  # the fall from a guess is cut off
+    is_longer = stored[-1][0] > run[-1][0]
+    tokens, longest, single, pairs = np.transpose(stored if is_longer else run)
+    of_run = np.transpose(run)[:2]
+    fig, ax = plt.subplots(figsize=(9.4, 4.4))
+    fig.subplots_adjust(left=0.08, right=0.74, top=0.97, bottom=0.13)  # room for the names
+    ax.plot(tokens, single, "k--", tokens, pairs, "k-.", linewidth=1.5)
+    words = f"{'a longer run' if is_longer else 'this run'}, {longest[-1]:.2f}"
+    names = [(single[-1], f"counting single tokens, {single[-1]:.2f}", "black")]
+    names += [
+        (pairs[-1], f"counting pairs, {pairs[-1]:.2f}", "black"),
+        (longest[-1], words, "C1" if is_longer else "C0"),
+    ]
+    if is_longer:
+        ax.plot(tokens, longest, "o-", color="C1", markersize=5, linewidth=2, clip_on=False)
+        near = {"xytext": (8, 10), "textcoords": "offset points", "color": "C0", "fontweight": "bold"}
+        ax.annotate(f"this run, from {guess:.2f} to {of_run[1][-1]:.2f}", (of_run[0][-1], of_run[1][-1]), **near)
+    ax.plot([0, *of_run[0]], [guess, *of_run[1]], "o-", color="C0", markersize=5, linewidth=2)
+    lowest, highest = min(*pairs, *longest), max(of_run[1][0], single[0])
+    ax.set(xlabel="tokens read", ylabel="loss (nats per token)", xlim=(0, tokens[-1]))
+    ax.set_ylim(lowest - 0.25, highest + 0.5)  # the fall from a guess is cut off
     ax.xaxis.set_major_formatter("{x:,.0f}")
     _name_ends(ax, names)
     return fig

@@ -233,10 +233,9 @@ def _result_and_gradients(answer: Answer, layer: Answer, layers: list[Any]) -> A
     try:
         return quickly(jax.value_and_grad(squared, (0, 1), has_aux=True))(layers, _X_ND)
     except (TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-        raise AssertionError(
-            f"yours fails: {type(error).__name__}: {str(error).rstrip('.')}. Are all shapes of two layers compared? Is "
-            "a name of weights written into it? And does it need a first layer?"
-        ) from None
+        ask = "Are all shapes of two layers compared? Is a name of weights written into it?"
+        ask = ask if layers else "Does it need a first layer?"
+        raise AssertionError(f"yours fails: {type(error).__name__}: {str(error).rstrip('.')}. {ask}") from None
 
 
 def _kept(answer: Answer) -> None:
@@ -348,8 +347,8 @@ check_scan_runs = Exercise(
             partial(_runs, key=_sizes),
             partial(_runs, key=lambda w: {leaf.shape for leaf in jax.tree.leaves(w)}),
         ],
-        "a name of weights written into it": partial(_runs, key=lambda w: w["up"].shape),
-        "does it need a first layer": lambda layer, layers, x: _runs(layer, [layers[0], *layers[1:]], x),
+        "Is a name of weights written into it?": partial(_runs, key=lambda w: w["up"].shape),
+        "Does it need a first layer?": lambda layer, layers, x: _runs(layer, [layers[0], *layers[1:]], x),
         "a scan returns a pair": lambda layer, layers, x: (_runs(layer, layers, x), None),
     },
     {

@@ -1,12 +1,14 @@
 """The exercises of notebook 07."""
 
 import collections
+import contextlib
 import functools
 import gc
 import itertools
+import math
 import os
+import random
 import sys
-import tracemalloc
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -144,24 +146,46 @@ def _is_shuffled(answer: Answer) -> None:
     assert len(shuffled) > 30, "Over 40 seeds few orders come: how many are there of eight sequences?"
 
 
-def _orders_never_meet(answer: Answer) -> None:
-    """Ask for epochs and seeds that a recipe of one number, such as 1000 * seed + epoch, maps to the same order.
+_MAKERS = [(np.random, name) for name in ("default_rng", "SeedSequence", "RandomState", "PCG64", "MT19937", "Philox")]
+_MAKERS += [(random, "Random"), (jax.random, "key"), (jax.random, "PRNGKey"), (jax.random, "fold_in")]
 
-    Where a generator was made from a number below 2**32, that number is asked for too, as a seed and as an epoch.
+
+def _watching(maker: Any, given: list[Any]) -> Any:
+    """Return a function or class that makes what `maker` does, and writes down what it is given."""
+
+    def make(*args: Any, **options: Any) -> Any:
+        given.extend([*args, *options.values()])
+        return maker(*args, **options)
+
+    of_class = {"__new__": lambda cls, *args, **options: make(*args, **options)}
+    return type(maker.__name__, (maker,), of_class) if isinstance(maker, type) else make
+
+
+def _made_of(answer: Answer, seed: int, epoch: int) -> list[int]:
+    """Return the whole numbers of which generators are made for an epoch."""
+    given: list[Any] = []
+    with contextlib.ExitStack() as watched:
+        for place, name in _MAKERS:
+            watched.enter_context(mock.patch.object(place, name, _watching(getattr(place, name), given)))
+        _numbers(answer, [epoch], seed, 12, 12)
+    numbers = [one for one in jax.tree.leaves(given) if isinstance(one, int | np.integer | np.ndarray)]
+    return [int(one) for some in numbers for one in np.ravel(some)]
+
+
+def _orders_never_meet(answer: Answer) -> None:
+    """Ask for pairs of a seed and an epoch that a recipe such as 1000 * seed + epoch maps to the same number.
+
+    Where one number grew with both, by `a` for each seed and by `b` for each epoch, seed `b` and epoch `a` give it too.
     """
+    asked = [(0, 0), (1, 0), (0, 1)]
+    for start, of_seed, of_epoch in zip(*(_made_of(answer, *one) for one in asked[:3]), strict=False):
+        a, b = abs(of_seed - start), abs(of_epoch - start)
+        if 0 < a < 2**32 and 0 < b < 2**32:
+            seed, epoch = b // math.gcd(a, b), a // math.gcd(a, b)
+            asked += [(seed, 0), (0, epoch), (seed, epoch)]
+    far = 2, 3, 10, 100, 1000, 65_536, 1_000_000
     seen: dict[tuple[int, ...], tuple[int, int]] = {}
-    far = {2, 3, 10, 100, 1000, 10_000, 100_000, 1_000_000}
-    with (
-        mock.patch.object(np.random, "default_rng", wraps=np.random.default_rng) as of_numpy,
-        mock.patch.object(np.random, "SeedSequence", wraps=np.random.SeedSequence) as of_sequence,
-        mock.patch.object(jax.random, "key", wraps=jax.random.key) as of_jax,
-    ):
-        for seed, epoch in ((0, 1), (1, 0)):
-            _numbers(answer, [epoch], seed, 12, 12)
-    calls = of_numpy.call_args_list + of_sequence.call_args_list + of_jax.call_args_list
-    given = [number for call in calls for one in call.args for number in (one if isinstance(one, list) else [one])]
-    far |= {one for one in given if isinstance(one, int) and 0 <= one < 2**32}
-    for seed, epoch in [*itertools.product((0, 1), (0, 1, *far)), *itertools.product(far, (0, 1))]:
+    for seed, epoch in [*asked, *itertools.product((0, 1), far), *itertools.product(far, (0, 1))]:
         order = tuple(_numbers(answer, [epoch], seed, 12, 12))
         other = seen.setdefault(order, (seed, epoch))
         assert other == (seed, epoch), (
@@ -193,33 +217,24 @@ def _survives_a_restart(answer: Answer) -> None:
 
 
 def _replays_nothing(answer: Answer) -> None:
-    """Count the lines of Python that an early and a late step run, and the bytes that they hold at most."""
-    lines, held, before = collections.Counter(), collections.Counter(), sys.gettrace()
-    for step in (0, 20_000, 0, 20_000):  # the first two warm it up
+    """Count the lines of Python that an early and a late step run."""
+    lines, before = collections.Counter(), sys.gettrace()
+    for step in (0, 20_000):
 
         def count(frame: Any, event: str, _: Any, step: int = step) -> Any:
             lines[step] += event == "line"
             return count
 
-        tracemalloc.start()
+        answer(step, 0, 10, 4)  # warms it up
         sys.settrace(count)
         try:
             answer(step, 0, 10, 4)
         finally:
             sys.settrace(before)
-            held[step] = tracemalloc.get_traced_memory()[1]
-            tracemalloc.stop()
-    for found, what, some in ((lines, "lines of Python", 1000), (held, "bytes", 100_000)):
-        assert found[20_000] < 3 * found[0] + some, (
-            f"Step 0 takes {found[0]:,} {what}, step 20,000 {found[20_000]:,}: is every epoch before it shuffled "
-            "again? What does one order need?"
-        )
-
-
-def _replayed_at_once(step: int, seed: int, count: int, batch_size: int) -> Any:
-    orders = np.tile(np.arange(count), ((step + 1) * batch_size // count + 1, 1))
-    orders = np.random.default_rng([seed, 1]).permuted(orders, axis=1)
-    return orders.ravel()[step * batch_size :][:batch_size]
+    assert lines[20_000] < 3 * lines[0] + 1000, (
+        f"Step 0 takes {lines[0]:,} lines of Python, step 20,000 {lines[20_000]:,}: is every epoch before it shuffled "
+        "again? What does one order need?"
+    )
 
 
 def _replayed(step: int, seed: int, count: int, batch_size: int) -> Any:
@@ -234,11 +249,6 @@ _generators: dict[int, np.random.Generator] = {}
 @functools.cache
 def _when_first_asked(seed: int, epoch: int, count: int) -> Any:
     return _generators.setdefault(seed, np.random.default_rng(seed)).permutation(count)
-
-
-@functools.cache
-def _unseeded(seed: int, epoch: int, count: int) -> Any:
-    return np.random.permutation(count)
 
 
 def _epoch_by_epoch(step: int, seed: int, count: int, size: int, *, batches: int, cut: Answer) -> Any:
@@ -262,7 +272,6 @@ check_order = Exercise(
         "Sequences are numbered from 0 to": _by(_order, moved=1),
         _CONSECUTIVE: [
             lambda step, seed, count, size: np.random.default_rng([seed, step]).integers(count, size=size),
-            lambda step, *given: _by(_order)(0, *given),
             lambda step, seed, count, size: _epoch_by_epoch(
                 step, seed, count, size, batches=max(count // size, 1), cut=np.resize
             ),
@@ -271,31 +280,27 @@ check_order = Exercise(
     {
         _is_shuffled: {
             "as they lie in the data": _by(lambda seed, epoch, count: range(count)),
-            "beside the seed": [
-                _by(lambda seed, epoch, count: _drawn(seed, count)),
-                _by(lambda seed, epoch, count: np.roll(_drawn(seed, count), epoch)),
-            ],
+            "beside the seed": _by(lambda seed, epoch, count: np.roll(_drawn(seed, count), epoch)),
             "where does the seed come in": _by(lambda seed, epoch, count: np.roll(_drawn(epoch, count), seed)),
             "few orders": _by(lambda seed, epoch, count: _drawn([seed % 2, epoch], count)),
         },
         _orders_never_meet: {
             "How do two numbers become one seed without meeting?": [
-                _by(lambda seed, epoch, count: _drawn(1000 * seed + epoch, count)),
                 _by(lambda seed, epoch, count: _drawn(np.random.SeedSequence(seed + 7919 * epoch), count)),
-                _by(lambda seed, epoch, count: _drawn([99_991 * seed + epoch], count)),
-                _by(lambda seed, epoch, count: _drawn([seed, epoch % 2], count)),
-                _by(lambda seed, epoch, count: _drawn(seed ^ (epoch * 7919), count)),
+                _by(lambda seed, epoch, count: _drawn([99_991 * seed - epoch + 2**40], count)),
+                _by(lambda seed, epoch, count: _drawn([seed, epoch % 65_536], count)),
+                _by(lambda seed, epoch, count: np.random.RandomState(1_000_003 * seed + epoch).permutation(count)),
+                _by(lambda seed, epoch, count: random.Random(7919 * seed + epoch).sample(range(count), count)),
             ]
         },
         _survives_a_restart: {
             "as in a new process": [
-                _by(_unseeded),
                 _by(_when_first_asked),
                 _by(lambda seed, epoch, count: _drawn(abs(hash(f"{seed},{epoch}")), count)),
                 _by(lambda seed, epoch, count: _drawn([os.getpid(), seed, epoch], count)),
             ],
         },
-        _replays_nothing: {"is every epoch before it shuffled again": [_replayed, _replayed_at_once]},
+        _replays_nothing: {"is every epoch before it shuffled again": _replayed},
     },
     otherwise=_CONSECUTIVE,
     ask=_epochs,
@@ -447,6 +452,8 @@ def _memory_stays(answer: Answer) -> None:
     )
 
 
+_TYPES = jnp.float32, jnp.float16, jnp.bfloat16
+
 check_accumulated = Exercise(
     3,
     _whole,
@@ -469,6 +476,9 @@ check_accumulated = Exercise(
         "The loss is right. It is a mean over sequences: what is its gradient, made of the parts' gradients?": (
             partial(_summed, mean_of=lambda total, p, parts: total)
         ),
+        "The sums have too few digits: in which type do you add gradients up?": [
+            partial(_summed, wide=(wide, narrow)) for wide in _TYPES for narrow in _TYPES[1:]
+        ],
     },
     {
         _one_loop: {"grows with the number of parts": [_written_out, lambda *given: _summed(*given, unroll=given[3])]},
@@ -479,19 +489,9 @@ check_accumulated = Exercise(
             "add up the losses": partial(_summed, wide=(None, jnp.float32)),
         },
         _rounds_once: {
-            "Which one is that": [
-                partial(_summed, mean_of=lambda total, p, parts: total.astype(p.dtype) / parts),
-                partial(
-                    _summed,
-                    add=lambda total, one, parts: total + (one / parts).astype(total.dtype),
-                    mean=lambda total, parts: total,
-                    mean_of=lambda total, p, parts: total.astype(p.dtype),
-                ),
-            ]
+            "Which one is that": partial(_summed, mean_of=lambda total, p, parts: total.astype(p.dtype) / parts)
         },
-        _memory_stays: {
-            "Which arrays have one entry for each part": _kept,
-        },
+        _memory_stays: {"Which arrays have one entry for each part": _kept},
     },
     otherwise="The loss is a mean over all sequences: what are it and its gradient, made of the parts'?",
     ask=_loss_and_gradients,
