@@ -1,49 +1,37 @@
-"""The figure of notebook 11: what each of eight chips computes with, for three meshes."""
+"""The figure of notebook 11: for each mesh, what a chip holds at the peak and what arrives for a sequence."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
-_CHIPS = 8
-_WAYS = {
-    "fsdp": "whole matrices,\na sequence each",
-    "tensor": "an eighth of a matrix,\nall the same sequence",
-    "context": "whole matrices,\nan eighth of one sequence",
-}
-MESHES_ALT = (
-    "What each of eight chips computes with, in three rows. fsdp: a whole matrix and a sequence of its own. tensor: an "
-    "eighth of the matrix's columns and all tokens of the one sequence. context: a whole matrix and an eighth of the "
-    "tokens of the one sequence."
-)
+HOLDS = ("weights and moments", "inputs of all layers", "the rest")
+RECEIVES = ("all-gathered, reduce-scattered", "all-reduced")
 
 
-def meshes_drawn() -> Figure:
-    """Return a figure: which part of a matrix and which tokens each of eight chips computes with, for three meshes."""
-    fig, axes = plt.subplots(len(_WAYS), 1, figsize=(10, 4.9), layout="constrained")
-    colours = plt.get_cmap("viridis")(np.linspace(0.05, 0.95, _CHIPS))
-    for ax, (axis, words) in zip(axes, _WAYS.items(), strict=True):
-        for chip in range(_CHIPS):
-            left = chip * 1.4
-            for part in range(_CHIPS):
-                has = axis != "tensor" or part == chip
-                ax.add_patch(Rectangle((left + part / 8, 0.5), 1 / 8, 1, **_style("0.55", has)))
-                colour, has = colours[chip if axis == "fsdp" else part], axis != "context" or part == chip
-                ax.add_patch(Rectangle((left + part / 8, 0), 1 / 8, 0.28, **_style(colour, has)))
-            if ax is axes[0]:
-                ax.text(left + 0.5, 1.58, f"chip {chip}", ha="center", fontsize=10)
-        ax.text(-0.2, 1.0, "matrix", ha="right", va="center", fontsize=9.5)
-        ax.text(-0.2, 0.14, "tokens", ha="right", va="center", fontsize=9.5)
-        ax.text(-1.0, 0.75, axis, ha="right", va="bottom", fontweight="bold")
-        ax.text(-1.0, 0.65, words, ha="right", va="top", fontsize=9)
-        ax.set(xlim=(-3.5, 10.9), ylim=(-0.1, 1.6), aspect="equal")
-        ax.axis("off")
-    fig.supxlabel("filled: this chip computes with it    empty: others do", fontsize=10)
-    return fig
+def meshes_compared(
+    holds: Mapping[str, Sequence[float]], receives: Mapping[str, Sequence[float]], capacity: float
+) -> tuple[Figure, str]:
+    """Draw a bar a mesh, to scale, and return the figure and its words.
 
-
-def _style(colour: object, has: bool) -> dict[str, Any]:
-    """Return how a part is drawn that a chip has, or has not."""
-    return {"facecolor": colour if has else "none", "edgecolor": "white" if has else "0.7", "linewidth": 0.5}
+    `holds` are GiB of a chip by mesh, in the order of `HOLDS`; `receives` GiB that arrive on a chip for each sequence,
+    in that of `RECEIVES`. A line marks the chip's `capacity`.
+    """
+    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9), sharey=True, layout="constrained")
+    for ax, rows, names, first in ((left, holds, HOLDS, 0), (right, receives, RECEIVES, 4)):
+        starts = [0.0] * len(rows)
+        for part, name in enumerate(names):
+            sizes = [row[part] for row in rows.values()]
+            ax.barh([*rows], sizes, left=starts, height=0.65, color=f"C{first + part}", label=name)
+            starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+        for place, end in enumerate(starts):
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the dashed line
+            ax.text(end + 0.012 * max(starts), place, f"{end:.1f}", va="center", fontsize=10, bbox=box)
+        ax.set_xlim(0, 1.15 * max(starts))
+        ax.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(names))
+    left.axvline(capacity, color="black", linestyle="--", linewidth=1)
+    left.set_xlabel(f"GiB that a chip holds at the peak; dashed: its {capacity:.2f}")
+    right.set_xlabel("GiB that arrive on a chip for each sequence")
+    left.invert_yaxis()
+    told = (f"{name}: holds {sum(holds[name]):.1f}, receives {sum(receives[name]):.1f}" for name in holds)
+    return fig, f"Bars for each mesh, in GiB of a chip. {'; '.join(told)}."

@@ -55,36 +55,26 @@ def ratio_dots(log_ratios: Mapping[str, Any], epsilon: float) -> Figure:
     return fig
 
 
-def reward_rounds(rounds: Sequence[np.ndarray], before: np.ndarray, after: np.ndarray) -> Figure:
-    """Draw every answer's reward as a dot: `before` and `after` on unseen questions, round by round in between.
+def reward_rounds(rounds: Sequence[np.ndarray]) -> tuple[Figure, str]:
+    """Draw every drawn answer's reward as a dot, round by round, and return the figure and its words.
 
     Each of `rounds` is `[groups, answers]`: the groups of a round stand side by side.
     """
-    columns = [before[None], *map(np.atleast_2d, rounds), after[None]]
     fig, ax = plt.subplots(figsize=(9, 3.3), layout="constrained")
-    for x, rewards_GB in enumerate(columns):
-        unseen = x in (0, len(columns) - 1)
+    for x, rewards_GB in enumerate(rounds):
         width = 0.6 / len(rewards_GB)
         for group, rewards in enumerate(rewards_GB):
             middle = x + width * (group - (len(rewards_GB) - 1) / 2)
             aside = 0.38 * width * np.linspace(-1, 1, len(rewards))  # equal rewards would hide each other
-            marker, color = ("s", "C1") if unseen else ("o^D"[group % 3], f"C{2 * group}")
-            label = {0: "likeliest answer, unseen question", 1: f"drawn answer, question {group + 1}"}.get(x)
-            places = middle + aside
-            ax.plot(places, rewards, marker, color=color, linestyle="", alpha=0.7, markersize=5, label=label)
+            label = "" if x else f"answers to question {group + 1} of a round"
+            style = "o^sD"[group % 4]
+            ax.plot(middle + aside, rewards, style, color=f"C{2 * group}", alpha=0.7, markersize=6, label=label)
         ax.hlines(rewards_GB.mean(), x - 0.34, x + 0.34, color="black", linewidth=2, label="" if x else "mean")
-    names = ["unseen,\nbefore", *(f"round {i + 1}" for i in range(len(rounds))), "unseen,\nafter"]
-    ax.set_xticks(range(len(columns)), names)
-    ax.set(ylabel="reward of an answer", ylim=(-0.04, 0.8))
-    ax.legend(frameon=False, loc="upper left", ncols=2, fontsize=10)
-    return fig
-
-
-def reward_rounds_alt(rounds: Sequence[np.ndarray], before: np.ndarray, after: np.ndarray) -> str:
-    """Say what `reward_rounds` shows."""
+    ax.set_xticks(range(len(rounds)), [f"round {i + 1}" for i in range(len(rounds))])
+    ax.set(ylabel="reward of a drawn answer", ylim=(-0.04, 0.8), xlim=(-0.5, max(len(rounds), 2) - 0.5))
+    ax.legend(frameon=False, loc="upper left", ncols=3, fontsize=10)
     means = ", ".join(f"{np.mean(rewards):.2f}" for rewards in rounds)
-    ends = f"{np.mean(before):.2f} before and {np.mean(after):.2f} after"
-    return f"Dots of rewards. Drawn answers: mean {means}, round by round; unseen questions: {ends}."
+    return fig, f"Dots of the rewards of drawn answers. Their mean, round by round: {means}."
 
 
 def preference_curves(runs: Mapping[str, Sequence[np.ndarray]]) -> tuple[Figure, str]:

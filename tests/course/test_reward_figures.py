@@ -8,10 +8,10 @@ from llamem_course import reward_figures
 
 def test_the_groups_of_a_round_are_drawn_apart():
     rounds = [np.array([[0.5, 0.25, 0, 0], [0, 0, 0, 0]])]
-    fig = reward_figures.reward_rounds(rounds, np.zeros(3), np.ones(3))
+    fig, alt = reward_figures.reward_rounds(rounds)
     dots = {line.get_label(): np.asarray(line.get_xdata()) for line in fig.axes[0].get_lines()}
-    assert dots["drawn answer, question 1"].max() < dots["drawn answer, question 2"].min()
-    assert "mean 0.09" in reward_figures.reward_rounds_alt(rounds, np.zeros(3), np.ones(3))
+    assert dots["answers to question 1 of a round"].max() < dots["answers to question 2 of a round"].min()
+    assert alt.endswith("round by round: 0.09.")
     plt.close(fig)
 
 

@@ -53,6 +53,7 @@ check_advantages_of = Exercise(
         "A group of equals beside another": (jnp.array([[0.25, 0.25, 0.25, 0.25], [0.0, 1.0, 0.0, 1.0]]),),
         "A group that hardly differs": (jnp.array([[0.5, 0.5 + 2**-11, 0.5 - 2**-11, 0.5]]),),
         "Groups of eight equals": (jnp.repeat(1 - jnp.arange(12.0)[:, None] / 12, 8, axis=1),),
+        "A billionth of the rewards": (_GROUPS_GB / 1e9,),
     },
     "No second model had to guess what was to be expected: the group says it.",
     {
@@ -77,7 +78,10 @@ check_advantages_of = Exercise(
         "equal?": [
             lambda rewards: _over(rewards, lambda above, spread: above / jnp.where(spread == 0, 1, spread)),
             lambda rewards: _over(rewards, lambda above, spread: jnp.nan_to_num(above / spread)),
+        ],
+        "These rewards are not equal, and yours takes them as equal. How small may a deviation be?": [
             lambda rewards: _over(rewards, lambda above, spread: jnp.where(spread > 1e-3, above / spread, 0)),
+            lambda rewards: _over(rewards, lambda above, spread: jnp.where(spread > 1e-6, above / spread, 0)),
         ],
     },
     {
@@ -289,7 +293,8 @@ def _without_logits(answer: Answer) -> None:
     largest = largest_array(jax.make_jaxpr(loss)(_X_BTD).jaxpr)
     assert largest <= _B * _T * _V // 2, (
         f"right, but an array of {largest} numbers appears on the way, and half of tokens times words is "
-        f"{_B * _T * _V // 2}: which function of the library gives log-probabilities without the logits?"
+        f"{_B * _T * _V // 2}: which function of the library gives log-probabilities in tiles, and in how many here "
+        "(`num_tiles=`)?"
     )
     largest = largest_array(jax.make_jaxpr(jax.grad(loss))(_X_BTD).jaxpr)
     kept = sum(row.bytes for row in saved_residuals(loss, _X_BTD).rows if not row.argument)
@@ -356,7 +361,11 @@ check_sequence_policy_loss = Exercise(
     },
     {
         _without_logits: {
-            "without the logits": [_sequences, _other(logprobs=_three_and_one)],
+            "in how many here": [
+                _sequences,
+                _other(logprobs=_three_and_one),
+                _other(logprobs=llamem.tiled_logprobs),
+            ],
             "all of them are kept": _other(logprobs=_in_turn),
         }
     },
