@@ -1,15 +1,20 @@
 """Figures: alternative text goes with them, and they show the numbers they were given."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from matplotlib.patches import Rectangle
+from timelines import MiB, handmade
 
 import jaxmem
+from jaxmem import GiB
 from llamem_course import plots, training_figures
 from llamem_course.adapter_figures import adapter_drawn
-from llamem_course.price_figure import tool_prices
+from llamem_course.price_figure import steps_drawn, steps_drawn_alt, tool_prices
 
 
 @pytest.fixture
@@ -78,11 +83,20 @@ def test_the_tokens_with_a_loss_are_marked():
 
 
 def test_prices_are_bars_of_what_a_tool_buys_and_what_it_costs():
-    prices = {(8, "a"): (1.0, 0.5), (8, "b"): (2.0, 0.0), (16, "a"): (3.0, 0.25), (16, "b"): (-0.1, 1.0)}
-    buys, costs = (
-        [bar.get_width() for bar in ax.patches if isinstance(bar, Rectangle)] for ax in tool_prices(prices).axes
-    )
-    assert buys == [1.0, 2.0, 3.0, -0.1] and costs == [50.0, 0.0, 25.0, 100.0]
+    fig = tool_prices(["a", "b"], 16, [3.0, 0.5], {8: [0.5, 0.0], 16: [0.25, 1.0]})
+    buys, costs = ([bar.get_width() for bar in ax.patches if isinstance(bar, Rectangle)] for ax in fig.axes)
+    assert buys == [3.0, 0.5] and costs == [50.0, 0.0, 25.0, 100.0]
+    plt.close(fig)
+
+
+def test_a_step_is_drawn_in_the_lines_of_the_ledger():
+    report: Any = SimpleNamespace(timeline=handmade(), peak_bytes=13 * MiB, capacity_bytes=None)
+    fig = steps_drawn({"a": report})
+    areas = {area.get_label(): area.get_paths()[0].vertices[:, 1] for area in fig.axes[0].collections}
+    assert list(areas) == ["weights", "moments", "gradients", "inputs", "at work"]
+    assert areas["at work"].max() == 12 * MiB / GiB and areas["inputs"].max() == 9 * MiB / GiB
+    plt.close(fig)
+    assert "At the highest point weights" in steps_drawn_alt({"a": report})
 
 
 def test_an_adapter_is_drawn_to_scale():

@@ -42,9 +42,9 @@ def _is_better(answer: Answer) -> str:
         f"{plan} needs {found.peak_bytes / GiB:.2f} of {(found.capacity_bytes or 0) / GiB:.2f} GiB. The largest line "
         f"beside weights is {largest.name!r}. Which tool makes that one smaller?"
     )
-    allowed = 1.01 * 6 / 7 * given.seconds.total  # an estimate is not known to a hundredth
+    allowed = 1.01 * 7 / 8 * given.seconds.total  # an estimate is not known to a hundredth
     assert found.seconds.total <= allowed, (
-        f"it fits, in {found.seconds.total:.2f} s. {allowed:.2f} s are allowed, about a seventh less than the "
+        f"it fits, in {found.seconds.total:.2f} s. {allowed:.2f} s are allowed, about an eighth less than the "
         f"{given.seconds.total:.2f} s of the given plan. Compare the parts of both, str(llamem.estimate(...)). Which "
         "part is still there because of a tool that you can spare?"
     )
@@ -74,7 +74,6 @@ check_better_plan = Exercise(
         "Choose clip='layer'": lambda: Plan(weights="host"),
         "that you can spare": [
             lambda: GIVEN.replace(mlp_tiles=1),
-            lambda: GIVEN.replace(head_groups=1),
             lambda: GIVEN.replace(mode="nested"),
             lambda: Plan(head_groups=4, offload=("block_in",)),
             lambda: Plan(mode="nested", moments="host"),
@@ -222,9 +221,9 @@ def _mapped(tile: Answer, x_ND: Any, tiles: int) -> Any:
     return jax.lax.map(tile, _rows(x_ND, tiles)).reshape(x_ND.shape)
 
 
-def _tile(w: Any, names: Any = ("gate", "up", "down")) -> Answer:
-    """Return a tile's feed-forward, computed again on the way back, whose sums are float32 for these matrices."""
-    wide = w | {name: w[name].astype(F32) for name in names}
+def _tile(w: Any, names: Any = ("gate", "up", "down"), dtype: Any = F32) -> Answer:
+    """Return a tile's feed-forward, computed again on the way back, whose sums are `dtype` for these matrices."""
+    wide = w | {name: w[name].astype(dtype) for name in names}
     return jax.checkpoint(lambda x_TD: _whole(_cast(wide, x_TD.dtype), x_TD))
 
 
@@ -292,7 +291,9 @@ def _types_of_x(answer: Answer) -> None:
 
 
 def _slopes(fn: Answer, w: Any, x_ND: Any) -> dict[str, Any]:
-    of_w, of_x = jax.grad(lambda w, x: jnp.sum(fn(w, x, TILES).astype(F32) * OUT_ND.astype(F32)), (0, 1))(w, x_ND)
+    """Return gradients of a loss so large that their sums do not fit float16. A power of two rounds nothing."""
+    out_ND = 2.0**16 * OUT_ND.astype(F32)
+    of_w, of_x = jax.grad(lambda w, x: jnp.sum(fn(w, x, TILES).astype(F32) * out_ND), (0, 1))(w, x_ND)
     return of_w | {"x": of_x}
 
 
@@ -300,6 +301,7 @@ def _no_bit_lost(answer: Answer) -> None:
     tiled, whole, true = _slopes(answer, W, X_ND), _slopes(_whole, W, X_ND), _slopes(_whole, *_cast((W, X_ND), F32))
     for name, slope in tiled.items():
         assert np.any(slope), f"there is no gradient of {name}: what would be learnt from it, or below it?"
+        assert np.all(np.isfinite(slope)), f"the gradient of {name} overflows. Which type of 16 bits ends at 65,504?"
         off, limit = (float(jnp.linalg.norm(one[name].astype(F32) - true[name])) for one in (tiled, whole))
         assert off <= 1.3 * limit, (
             f"the gradient of {name} is off by {off / limit:.1f} times what it is without tiles: {TILES} tiles are "
@@ -373,6 +375,7 @@ check_feed_forward = Exercise(
             "inside of a tile": _wide_matmuls,
         },
         _no_bit_lost: {
+            "ends at 65,504": lambda w, x, tiles: _mapped(_tile(w, dtype=jnp.float16), x, tiles),
             "no gradient of x": lambda w, x, tiles: _in_tiles(w, jax.lax.stop_gradient(x), tiles),
             "In which type is the sum": [
                 partial(_in_tiles, names=()),
