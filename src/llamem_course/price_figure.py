@@ -1,13 +1,14 @@
 """The figures of notebook 08: what fills the chip during a step, and what each tool buys and costs."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
 from jaxmem.reading.timeline import Timeline
-from jaxmem.report import GiB, Report
+from jaxmem.report import GiB
 from llamem_course.plots import HATCHES
 from llamem_course.timeline_figure import COLOURS, passes_drawn
 
@@ -23,13 +24,12 @@ def _by_line(timeline: Timeline) -> dict[str, np.ndarray]:
     return lines
 
 
-def steps_drawn(reports: Mapping[str, Report]) -> Figure:
-    """Draw what is in use on the chip, and waits on the host, during each program: a panel each, on one height."""
+def steps_drawn(reports: Mapping[str, Any]) -> Figure:
+    """Draw what is in use on the chip, and waits on the host, from reports with timelines: a panel each, on one scale."""
     fig, axes = plt.subplots(1, len(reports), figsize=(9.5, 3.9), sharey=True, squeeze=False, layout="constrained")
     colours = [COLOURS[name] for name in (*LINES, "rematerialised")]
     for ax, (name, report) in zip(axes.flat, reports.items(), strict=True):
         timeline = report.timeline
-        assert timeline is not None
         lines = _by_line(timeline)
         steps = np.arange(timeline.steps)
         ax.stackplot(steps, *lines.values(), labels=list(lines), colors=colours, step="post")
@@ -53,12 +53,11 @@ def steps_drawn(reports: Mapping[str, Report]) -> Figure:
     return fig
 
 
-def steps_drawn_alt(reports: Mapping[str, Report]) -> str:
+def steps_drawn_alt(reports: Mapping[str, Any]) -> str:
     """Return what `steps_drawn` shows, in words."""
     told = ["Memory in use on the chip during a step, by the ledger's lines, in GiB."]
     for name, report in reports.items():
         timeline = report.timeline
-        assert timeline is not None
         parts = ", ".join(f"{line} {row[timeline.peak_step]:.1f}" for line, row in _by_line(timeline).items())
         told.append(f"{name}: {report.peak_bytes / GiB:.2f}. At the highest point {parts}.")
     return " ".join(told)
