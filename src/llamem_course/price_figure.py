@@ -25,7 +25,7 @@ def _by_line(timeline: Timeline) -> dict[str, np.ndarray]:
 
 
 def steps_drawn(reports: Mapping[str, Any]) -> Figure:
-    """Draw what is in use on the chip, and waits on the host, from reports with timelines: a panel each, on one scale."""
+    """Draw what is in use on the chip, and waits on the host, a panel for each report with a timeline."""
     fig, axes = plt.subplots(1, len(reports), figsize=(9.5, 3.9), sharey=True, squeeze=False, layout="constrained")
     colours = [COLOURS[name] for name in (*LINES, "rematerialised")]
     for ax, (name, report) in zip(axes.flat, reports.items(), strict=True):
