@@ -3,49 +3,35 @@
 from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
-import numpy as np
-from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from jaxmem import Title, Verification
+from jaxmem import Verification
 
-_QUESTIONS = {
-    "on": (Title.CHECKPOINTS, Title.OPTIONS),
-    "right": (Title.LOSS, Title.GRADIENTS, Title.CHOICES),
-    "worth it": (Title.RUNS, Title.COMPILER, Title.MEMORY),
-    "around it": (Title.RANDOMNESS, Title.PARAMETERS),
-}
+_COLOURS = {True: "#a9c8e8", None: "#c4c4c4", False: "#b5402a"}
 
 
 def proof_grid(answers: Mapping[str, Verification]) -> Figure:
-    """Draw programs beside proofs: where one fails, cannot tell or has nothing to judge."""
-    shade = {True: 1, None: 2, False: 3}
-    judged = [{proof.name: shade[proof.holds] for proof in answer.proofs} for answer in answers.values()]
-    asked = {title for one in judged for title in one}
-    rows = [(question, title) for question, titles in _QUESTIONS.items() for title in titles if title in asked]
-    grid = np.array([[one.get(title, 0) for one in judged] for _, title in rows])
-    colours = ListedColormap(["#f4f4f4", "#a9c8e8", "#c4c4c4", "#b5402a"])
-    gaps = {question: 0.2 * i for i, question in enumerate(_QUESTIONS)}  # above the rows of each
-    places = [row + gaps[question] for row, (question, _) in enumerate(rows)]
-    fig, ax = plt.subplots(figsize=(10, 4.6))
-    for y, shades in zip(places, grid, strict=True):
-        extent = (-0.5, len(answers) - 0.5, y + 0.46, y - 0.46)
-        ax.imshow(shades[None], cmap=colours, vmin=0, vmax=3, aspect="auto", extent=extent)
-    for value, word, colour in ((3, "fails", "white"), (2, "?", "black")):
-        for row, column in np.argwhere(grid == value):
-            ax.text(column, places[row], word, ha="center", va="center_baseline", color=colour, fontsize=9)
-    ax.set_ylim(places[-1] + 0.5, -0.5)
-    ax.set_yticks(places, [title for _, title in rows])
+    """Draw programs beside proofs: where one fails or cannot tell. Proofs that hold for all share the last row."""
+    by_program = [{proof.name: proof.holds for proof in answer.proofs} for answer in answers.values()]
+    titles = list(dict.fromkeys(title for one in by_program for title in one))
+    telling = [title for title in titles if not all(one.get(title, True) for one in by_program)]
+    rows = [(title, [one.get(title, True) for one in by_program]) for title in telling]
+    if others := len(titles) - len(telling):
+        rows.append((f"the other {others}", [True] * len(answers)))
+    fig, ax = plt.subplots(figsize=(9.5, 0.55 * len(rows) + 1.1), layout="constrained")
+    for y, (_, holds) in enumerate(rows):
+        for column, one in enumerate(holds):
+            ax.barh(y, 0.96, left=column - 0.48, height=0.88, color=_COLOURS[one])
+            word = {True: "", None: "?", False: "fails"}[one]
+            ax.text(column, y, word, ha="center", va="center", fontsize=9, color="black" if one is None else "white")
+    ax.set_xlim(-0.5, len(answers) - 0.5)
+    ax.set_ylim(len(rows) - 0.5, -0.5)
+    ax.set_yticks(range(len(rows)), [title for title, _ in rows])
     ax.set_xticks(range(len(answers)), list(answers), rotation=30, ha="left", rotation_mode="anchor")
     ax.xaxis.tick_top()
-    ax.set_xticks(np.arange(len(answers)) + 0.5, minor=True)
-    ax.grid(which="minor", axis="x", color="white", linewidth=2)
-    for question in _QUESTIONS:
-        middle = float(np.mean([y for y, (own, _) in zip(places, rows, strict=True) if own == question]))
-        ax.text(len(answers) - 0.4, middle, question, va="center", fontweight="bold")
-    ax.tick_params(which="both", length=0)
+    ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.set_xlabel("blue: the proof holds; ?: it cannot tell" + "; pale: nothing to judge" * bool((grid == 0).any()))
+    ax.set_xlabel("blue: the proof holds; ?: it cannot tell")
     return fig
 
 

@@ -146,11 +146,6 @@ def placements(jaxpr: jex_core.Jaxpr) -> list[str]:
                 "One checkpoint around everything: the backward pass begins by computing all of it again, and then "
                 "holds what it would have held. Checkpoint every layer."
             )
-    if not checkpoints and _has_scan(jaxpr):
-        reasons.append(
-            "A loop inside the differentiated function keeps the residuals of every iteration. If it accumulates "
-            "microbatches, take the gradient inside the loop; if it runs layers, checkpoint its body."
-        )
     return list(dict.fromkeys(reasons))
 
 

@@ -113,6 +113,9 @@ def _looks_random(values: np.ndarray) -> bool:
     return len(np.unique(some)) > min(some.size // 2, possible)
 
 
+_NO_CHECKPOINT = "No checkpoint reaches the program."
+
+
 def checkpoints_are_there(both: BothWays) -> Proof:
     """Check that checkpoints reach the traced program, and most layers of each kind; `seen` counts those left out."""
     there = len(find_checkpoints(both.rematerialised.traced.jaxpr))
@@ -126,8 +129,7 @@ def checkpoints_are_there(both: BothWays) -> Proof:
         seen += f", and {there - extra} with {both.baseline!r}"
         cause = "The layer is checkpointed whatever the flag says: there is no plain program to compare with."
     elif extra <= 0:
-        reasons = ["The flag does not reach the layer: filtered by a caller, or the model is in eval mode."]
-        cause = " ".join(reasons + placements(both.rematerialised.traced.jaxpr))
+        cause = "The flag does not reach the layer: filtered by a caller, or the model is in eval mode."
     elif left_out > covered or forgotten:
         seen += f"; {forgotten} layers of a stack have none" if forgotten else ""
         cause = "The flag reaches some of the layers only. " + _if_meant(Title.CHECKPOINTS)
@@ -149,6 +151,8 @@ def layer_runs_again(both: BothWays) -> Proof:
     seen = f"{products:,} products and {values:,} values of other operations are computed again"
     holds = products > 0 or values > 0
     cause = "" if holds else "A policy that saves everything, or a checkpoint around what costs nothing."
+    if not holds and not find_checkpoints(both.rematerialised.traced.jaxpr):
+        cause = _NO_CHECKPOINT
     return Proof(Title.RUNS, holds, seen, cause)
 
 
@@ -207,6 +211,8 @@ def memory_falls(both: BothWays) -> Proof:
     less = both.plain.residuals.bytes - both.rematerialised.residuals.bytes
     fell = both.devices * (plain.parts["temporaries"] - report.parts["temporaries"])
     seen = f"residuals less by {less:,} bytes, temporaries on {report.chip.name} by {fell:,}"
+    if less <= 0 and not find_checkpoints(both.rematerialised.traced.jaxpr):
+        return Proof(Title.MEMORY, False, seen, _NO_CHECKPOINT)
     wrong = _kept_for_nothing(both)
     if less <= 0 or wrong:
         why = wrong or "The policy saves as much as no policy, or the checkpoint is around what costs nothing."
