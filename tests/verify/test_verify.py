@@ -180,6 +180,8 @@ def test_evaluation_is_told_from_training():
 
     proof = proved(Title.CHECKPOINTS, loss, nnx.state(model), tokens_of(SMALL))
     assert proof.failed and "eval mode" in proof.cause
+    for title in (Title.RUNS, Title.MEMORY):
+        assert proved(title, loss, nnx.state(model), tokens_of(SMALL)).cause == "No checkpoint reaches the program."
 
 
 def test_an_error_without_a_message_is_a_failed_proof():
