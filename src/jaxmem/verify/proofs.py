@@ -130,6 +130,15 @@ def checkpoints_are_there(both: BothWays) -> Proof:
         cause = "The layer is checkpointed whatever the flag says: there is no plain program to compare with."
     elif extra <= 0:
         cause = "The flag does not reach the layer: filtered by a caller, or the model is in eval mode."
+        with_flag, without = (
+            sum(eqn.primitive.name == "scan" for eqn, _ in equations(way.traced.jaxpr))
+            for way in (both.rematerialised, both.plain)
+        )
+        if with_flag > without:
+            cause = (
+                "The flag adds a loop and no checkpoint, and the loop keeps the residuals of every iteration. If it "
+                "accumulates microbatches, take the gradient inside the loop; if it runs layers, checkpoint its body."
+            )
     elif left_out > covered or forgotten:
         seen += f"; {forgotten} layers of a stack have none" if forgotten else ""
         cause = "The flag reaches some of the layers only. " + _if_meant(Title.CHECKPOINTS)
