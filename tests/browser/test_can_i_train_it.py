@@ -39,8 +39,8 @@ def page(browser, request, tmp_path):
 def test_a_visitor_asks_and_sees_what_holds_it(page):
     said, rows = page.locator("#said"), page.locator("#chips > li")
     assert said.inner_text() == "1 of 2 chips and slices hold it; the smallest is t4."
-    assert "12.0 of 14.6 GiB, 410 tokens/s, 678 h for 1e9" in rows.nth(0).inner_text()
-    assert "fits with 3.0 GiB on the host" in rows.nth(1).inner_text()
+    assert "12.0 of 14.6 GiB, 410 tokens/s, 678 h for 1e9 tokens" in rows.nth(0).inner_text()
+    assert "no, but it fits with 3.0 GiB on the host" in rows.nth(1).inner_text()
     page.locator("[name=host]").select_option("16")
     assert said.inner_text().startswith("2 of 2 chips")
     page.locator("[name=price]").fill("2.5")
@@ -64,7 +64,7 @@ def test_the_address_keeps_the_choice_and_a_slice_counts_whole(page):
     rows = page.locator("#chips > li")
     assert page.locator("[name=way]").input_value() == "all parameters" and rows.count() == 2
     # Four sequences in 8 s: 4,096 tokens a second, 67.8 hours of four chips.
-    assert "4,096 tokens/s, 271 for 1e9 tokens" in rows.nth(0).inner_text()
+    assert "of a chip, 4,096 tokens/s, 68 h and 271 for 1e9 tokens" in rows.nth(0).inner_text()
     rows.nth(1).locator("button").click()
     assert "nothing fits: <b>too</b> large" in rows.nth(1).inner_text()
     page.set_viewport_size({"width": 360, "height": 700})

@@ -292,11 +292,16 @@ def test_reading_how_memory_was_assigned(tmp_path):
     assert not memory_is_assigned(tmp_path)  # somebody may still be writing it
     assert read_dump(tmp_path, "tpu").items() >= {f"{name}_bytes": size for name, size in expected.items()}.items()
     (tmp_path / f"{stem}.txt").write_text("HloModule jit_f\n\nENTRY %main () -> f32[] {\n}\n")
-    for comes_next in ("module_0003.jit_call.0.ptx", f"{stem}_after_buffer_assignment.txt"):  # of a GPU, of a TPU
-        (tmp_path / comes_next).write_text("HloMod")
-        assert memory_is_assigned(tmp_path)
-        (tmp_path / comes_next).unlink()
-    assert read_dump(tmp_path, "tpu")["compiled_matmul_flops"] == 0
+    (tmp_path / f"{stem}_after_buffer_assignment.txt").write_text("HloMod")
+    assert memory_is_assigned(tmp_path) and read_dump(tmp_path, "tpu")["compiled_matmul_flops"] == 0
+
+
+def test_a_gpu_has_assigned_memory_when_it_writes_its_first_kernel(tmp_path):
+    (tmp_path / "module_0001.jit_call.0.ptx").write_text("//")
+    assert not memory_is_assigned(tmp_path)
+    stem = "module_0001.jit_call.sm_9.0a_gpu_after_optimizations"
+    (tmp_path / f"{stem}-buffer-assignment.txt").write_text(ASSIGNMENT)
+    assert memory_is_assigned(tmp_path)
 
 
 @needs_tpu_compiler
