@@ -23,7 +23,7 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import ACTIVATIONS, MeshShape, Plan
 from llamem.losses.tile_choice import resolve_tiles
 from llamem.quantized.blocks import BlockKind, check_kinds
-from llamem.runs.step_of_plan import abstract_lora_step, abstract_step
+from llamem.runs.step_of_plan import abstract_lora_step, abstract_step, check_clip
 from llamem.train.optimizers import check_trained_type
 from llamem.train.settings import Clip, TrainSettings
 
@@ -71,11 +71,7 @@ class Question:
             )
         if self.host_bytes is not None:
             check_number("host_bytes", self.host_bytes, at_least=0)
-        if self.clip == "layer" and self.chip.devices > 1:
-            raise ValueError(
-                f"clip='layer' on {self.chip.name}, {self.chip.devices} chips: norms of layers would depend on how "
-                "arrays are split. Leave clip='global'."
-            )
+        check_clip(self.clip, self.chip.devices, self.chip.name)
         if quantize is not None:
             check_kinds(config, quantize)
         if quantize is not None and lora is None:

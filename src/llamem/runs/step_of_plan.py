@@ -23,7 +23,7 @@ from llamem.quantized.blocks import BlockKind
 from llamem.train.optimizers import make_optimizer
 from llamem.train.place import OneDevice, Place
 from llamem.train.plain_step import TrainState, make_model, make_step, mean_weights, summed_loss
-from llamem.train.settings import TrainSettings
+from llamem.train.settings import Clip, TrainSettings
 
 
 def place_of(plan: Plan) -> Place:
@@ -139,13 +139,18 @@ def make_train_step_at(
     return step
 
 
+def check_clip(clip: Clip, devices: int, where: str) -> None:
+    """Raise ValueError where gradients are to be clipped layer by layer on several devices; `where` names them."""
+    if devices > 1 and clip == "layer":
+        raise ValueError(
+            f"clip='layer' on {where}, {devices} chips: norms of layers would depend on how arrays are split. Leave "
+            "clip='global'."
+        )
+
+
 def check_update(plan: Plan, settings: TrainSettings, param_dtype: Any) -> None:
     """Raise ValueError where the plan, the settings and the weights' type exclude each other, with the remedy."""
-    if plan.mesh.devices > 1 and settings.clip == "layer":
-        raise ValueError(
-            f"TrainSettings(clip='layer') on a mesh {plan.mesh.axes}: norms of layers would depend on how arrays are "
-            "split. Leave clip='global'."
-        )
+    check_clip(settings.clip, plan.mesh.devices, f"a mesh {plan.mesh.axes}")
     if settings.rounding == "stochastic" and param_dtype != jnp.bfloat16:
         raise ValueError(
             f"TrainSettings(rounding='stochastic') with weights in {jnp.dtype(param_dtype).name}: it is for bf16 "
