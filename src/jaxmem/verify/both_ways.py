@@ -14,6 +14,7 @@ from jaxmem.compiling import compile_report, report_compiled
 from jaxmem.report import Report
 from jaxmem.tracing.jaxprs import OnDevices, control_flow, equations, outputs_computed
 from jaxmem.tracing.residuals import Residuals, saved_residuals
+from jaxmem.verify.checkpoints import Operation, find_checkpoints
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}  # relative, for equal results
 _SMALL = ("bfloat16", "float16")
@@ -52,6 +53,11 @@ class Way:
     def traced(self) -> jex_core.ClosedJaxpr:
         """The loss, traced."""
         return self._traced[0]
+
+    @cached_property
+    def checkpoints(self) -> list[Operation]:
+        """The checkpoints in the traced loss."""
+        return find_checkpoints(self.traced.jaxpr)
 
     @cached_property
     def has_aux(self) -> bool:

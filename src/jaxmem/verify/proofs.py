@@ -21,7 +21,6 @@ from jaxmem.tracing.flops import matmul_flops_again
 from jaxmem.tracing.jaxprs import CHOICES, DRAWS, Scan, control_flow, equations, host_function, policy_arguments
 from jaxmem.verify.both_ways import BothWays, dtype_of
 from jaxmem.verify.checkpoints import (
-    find_checkpoints,
     large_results,
     layers_left_out,
     operations,
@@ -118,8 +117,8 @@ _NO_CHECKPOINT = "No checkpoint reaches the program."
 
 def checkpoints_are_there(both: BothWays) -> Proof:
     """Check that checkpoints reach the traced program, and most layers of each kind; `seen` counts those left out."""
-    there = len(find_checkpoints(both.rematerialised.traced.jaxpr))
-    extra = there - len(find_checkpoints(both.plain.traced.jaxpr))
+    there = len(both.rematerialised.checkpoints)
+    extra = there - len(both.plain.checkpoints)
     covered, left_out = layers_left_out(both.rematerialised.traced.jaxpr)
     forgotten = stacks_left_out(both.rematerialised.gradient.jaxpr, both.params) if extra > 0 else 0
     seen, cause = f"{there} of them with {both.remat!r}", ""
@@ -160,7 +159,7 @@ def layer_runs_again(both: BothWays) -> Proof:
     seen = f"{products:,} products and {values:,} values of other operations are computed again"
     holds = products > 0 or values > 0
     cause = "" if holds else "A policy that saves everything, or a checkpoint around what costs nothing."
-    if not holds and not find_checkpoints(both.rematerialised.traced.jaxpr):
+    if not holds and not both.rematerialised.checkpoints:
         cause = _NO_CHECKPOINT
     return Proof(Title.RUNS, holds, seen, cause)
 
@@ -220,7 +219,7 @@ def memory_falls(both: BothWays) -> Proof:
     less = both.plain.residuals.bytes - both.rematerialised.residuals.bytes
     fell = both.devices * (plain.parts["temporaries"] - report.parts["temporaries"])
     seen = f"residuals less by {less:,} bytes, temporaries on {report.chip.name} by {fell:,}"
-    if less <= 0 and not find_checkpoints(both.rematerialised.traced.jaxpr):
+    if less <= 0 and not both.rematerialised.checkpoints:
         return Proof(Title.MEMORY, False, seen, _NO_CHECKPOINT)
     wrong = _kept_for_nothing(both)
     if less <= 0 or wrong:
@@ -242,7 +241,7 @@ def _kept_for_nothing(both: BothWays) -> str:
     """Return why far more is kept than has to be; "" where nothing is odd."""
     jaxpr, kept, without = both.rematerialised.traced.jaxpr, both.rematerialised.residuals, both.plain.residuals
     made = [row for row in kept.rows if not row.argument]
-    around_products = any(products_of(checkpoint.call.body) for checkpoint in find_checkpoints(jaxpr))
+    around_products = any(products_of(checkpoint.call.body) for checkpoint in both.rematerialised.checkpoints)
     if kept.bytes > 0.75 * without.bytes and products_of(jaxpr) and not around_products:
         name = f"{made[0].dtype}{list(made[0].shape)} of {made[0].operation} in {made[0].source}"
         return f"The checkpoint is not where the memory is: {name} is kept still, for instance."
@@ -260,8 +259,7 @@ def _kept_for_nothing(both: BothWays) -> str:
 def offloaded_bytes_arrive(both: BothWays) -> Proof | None:
     """Check that what a policy offloads lies on the host in the compiled program."""
     asked = moved_to_host(both.rematerialised.gradient.jaxpr)
-    checkpoints = find_checkpoints(both.rematerialised.traced.jaxpr)
-    policies = [policy_arguments(checkpoint.call.policy) for checkpoint in checkpoints]
+    policies = [policy_arguments(checkpoint.call.policy) for checkpoint in both.rematerialised.checkpoints]
     if not asked and not any("offload_dst" in arguments for arguments in policies):
         return None
     report = both.rematerialised.report
