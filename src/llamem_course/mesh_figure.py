@@ -16,8 +16,8 @@ LAYOUTS_ALT = (
     "tensor: hidden states grey, head and logits in eight bands of columns."
 )
 ROUNDS_ALT = (
-    "Two grids of devices by tiles. Left: all eight devices work at the whole of each tile. "
-    "Right: each device works at an eighth of each tile."
+    "Two grids of devices by tokens. Left: all eight devices compute all tokens, in eight rounds. "
+    "Right: each device computes its own eighth of the tokens, in eight rounds."
 )
 COLLECTIVES_ALT = (
     "Three panels of four devices, before and after. all-gather: one part each becomes all parts on each. "
@@ -72,20 +72,19 @@ def _array(ax: Axes, mesh: Mesh, spec: P, box: tuple[float, float, float, float]
     ax.text(x + width / 2, y + height + 0.1, name, ha="center", fontsize=9)
 
 
-def rounds_drawn() -> Figure:
-    """Return a figure: which part of a tile each of eight devices works at in each round, of two kinds of tiles."""
-    fig, axes = plt.subplots(1, 2, figsize=(10, 3.4), sharey=True)
-    titles = "consecutive tokens: all work at all of a tile", "every eighth token: each works at an eighth"
+def rounds_drawn(tokens: int) -> Figure:
+    """Return a figure: which tokens' logits each of eight devices computes, in one loop for all and in its own."""
+    fig, axes = plt.subplots(1, 2, figsize=(10, 3.2), sharey=True)
+    titles = "jax.jit: every device computes all tokens", "what we want: each computes its own tokens"
     for ax, title in zip(axes, titles, strict=True):
         for device in range(_DEVICES):
+            first, many = (0, tokens) if ax is axes[0] else (device * tokens // _DEVICES, tokens // _DEVICES)
+            width = many / _DEVICES
             for tile in range(_DEVICES):
-                ax.add_patch(Rectangle((tile, device), 0.94, 0.9, facecolor="none", edgecolor="lightgray"))
-                share, first = (1, 0) if ax is axes[0] else (_DEVICES, device)
-                width = 0.94 / share
-                corner = tile + first * width, device
-                ax.add_patch(Rectangle(corner, width, 0.9, facecolor=_colours()[device]))
-        ax.set(title=title, xlabel="tile, one in each round", xlim=(0, _DEVICES), ylim=(_DEVICES, 0))
-        ax.set_xticks(np.arange(_DEVICES) + 0.47, range(_DEVICES))
+                corner = first + tile * width, device
+                ax.add_patch(Rectangle(corner, width, 0.9, facecolor=_colours()[device], edgecolor="white"))
+        ax.set(title=title, xlabel="tokens, in order", xlim=(0, tokens), ylim=(_DEVICES, 0))
+        ax.set_xticks(np.arange(0, tokens + 1, tokens // 4))
     axes[0].set(ylabel="device")
     axes[0].set_yticks(np.arange(_DEVICES) + 0.45, range(_DEVICES))
     return fig
