@@ -59,11 +59,12 @@ def ledger_bars(
 ) -> Figure:
     """Draw a bar for each chip and ledger: the ledger's parts, what the compiler's peak adds, and a line for the room.
 
-    `ledgers` are bytes by name; `rooms` is what each chip has, and `peaks` are by chip and ledger, where known.
+    `ledgers` are bytes by name; `rooms` is what each chip has, and `peaks` are by chip and ledger, where known. Without
+    a peak the ledger is only what is needed at least.
     """
     fig, ax = plt.subplots(figsize=(9, 3.6))
     rows = [(bits, chip) for bits in reversed([*ledgers]) for chip in reversed([*rooms])]
-    left, labels = np.zeros(len(rows)), [*next(iter(ledgers.values())), "more, by the compiler"]
+    left, labels = np.zeros(len(rows)), [*next(iter(ledgers.values())), "at work, by the compiler"]
     for name, hatch in zip(labels, HATCHES, strict=False):
         wanted = [
             ledgers[bits].get(name, peaks.get((chip, bits), 0) - sum(ledgers[bits].values())) for bits, chip in rows
@@ -71,13 +72,12 @@ def ledger_bars(
         sizes = np.maximum(wanted, 0) / GiB
         ax.barh(range(len(rows)), sizes, 0.6, left, hatch=hatch, edgecolor="white", label=name)
         left += sizes
-    for y, (_, chip) in enumerate(rows):
-        room = rooms[chip] / GiB
+    for y, (bits, chip) in enumerate(rows):
+        room, more = rooms[chip] / GiB, "" if (chip, bits) in peaks else "more than "
         ax.vlines(room, y - 0.45, y + 0.45, color="black", linewidth=3, label="" if y else "what the chip has")
-        ax.text(
-            left[y] + 0.25, y, f"{left[y]:.1f}: {'fits' if left[y] <= room else 'too large'}", va="center", fontsize=10
-        )
+        verdict = "fits" if left[y] <= room else "too large"
+        ax.text(left[y] + 0.25, y, f"{more}{left[y]:.1f}: {verdict}", va="center", fontsize=10)
     ax.set_yticks(range(len(rows)), [f"{bits}, {chip}" for bits, chip in rows])
-    ax.set(xlabel="GiB", xlim=(0, 1.15 * left.max()))
+    ax.set(xlabel="GiB", xlim=(0, 1.3 * left.max()))
     ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, fontsize=9)
     return fig
