@@ -1,37 +1,41 @@
-"""The figure of notebook 11: for each mesh, what a chip holds at the peak and what arrives for a sequence."""
+"""The figures of notebook 11: a bar for each mesh, divided into parts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-HOLDS = ("weights and moments", "inputs of all layers", "the rest")
-RECEIVES = ("all-gathered, reduce-scattered", "all-reduced")
 
-
-def meshes_compared(
-    holds: Mapping[str, Sequence[float]], receives: Mapping[str, Sequence[float]], capacity: float
+def mesh_bars(
+    rows: Mapping[str, Mapping[str, float]], what: str, *, capacity: float | None = None, first_color: int = 0
 ) -> tuple[Figure, str]:
-    """Draw a bar a mesh, to scale, and return the figure and its words.
+    """Draw a bar a mesh, to scale and with the sizes of its parts, and return the figure and its words.
 
-    `holds` are GiB of a chip by mesh, in the order of `HOLDS`; `receives` GiB that arrive on a chip for each sequence,
-    in that of `RECEIVES`. A line marks the chip's `capacity`.
+    `rows` are GiB by mesh, and then by part; `what` says of what. A dashed line marks the chip's `capacity`.
     """
-    fig, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9), sharey=True, layout="constrained")
-    for ax, rows, names, first in ((left, holds, HOLDS, 0), (right, receives, RECEIVES, 4)):
-        starts = [0.0] * len(rows)
-        for part, name in enumerate(names):
-            sizes = [row[part] for row in rows.values()]
-            ax.barh([*rows], sizes, left=starts, height=0.65, color=f"C{first + part}", label=name)
-            starts = [start + size for start, size in zip(starts, sizes, strict=True)]
-        for place, end in enumerate(starts):
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the dashed line
-            ax.text(end + 0.012 * max(starts), place, f"{end:.1f}", va="center", fontsize=10, bbox=box)
-        ax.set_xlim(0, 1.15 * max(starts))
-        ax.legend(frameon=False, fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=len(names))
-    left.axvline(capacity, color="black", linestyle="--", linewidth=1)
-    left.set_xlabel(f"GiB that a chip holds at the peak; dashed: its {capacity:.2f}")
-    right.set_xlabel("GiB that arrive on a chip for each sequence")
-    left.invert_yaxis()
-    told = (f"{name}: holds {sum(holds[name]):.1f}, receives {sum(receives[name]):.1f}" for name in holds)
-    return fig, f"Bars for each mesh, in GiB of a chip. {'; '.join(told)}."
+    fig, ax = plt.subplots(figsize=(9, 0.5 * len(rows) + 1.3), layout="constrained")
+    totals = {name: sum(parts.values()) for name, parts in rows.items()}
+    widest, starts = max(totals.values()), [0.0] * len(rows)
+    for number, part in enumerate(next(iter(rows.values()))):
+        sizes = [parts[part] for parts in rows.values()]
+        bars = ax.barh([*rows], sizes, left=starts, height=0.65, color=f"C{first_color + number}", label=part)
+        for bar, size in zip(bars, sizes, strict=True):
+            if size > 0.05 * widest:  # there is room for the number
+                place = bar.get_x() + size / 2, bar.get_y() + bar.get_height() / 2
+                light = {"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 1}
+                ax.text(*place, f"{size:.1f}", ha="center", va="center", fontsize=10, bbox=light)
+        starts = [start + size for start, size in zip(starts, sizes, strict=True)]
+    for place, total in enumerate(totals.values()):
+        box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the dashed line
+        ax.text(total + 0.012 * widest, place, f"{total:.1f}", va="center", fontsize=10, weight="bold", bbox=box)
+    ax.set_xlim(0, 1.12 * widest)
+    if capacity is not None:
+        ax.axvline(capacity, color="black", linestyle="--", linewidth=1, label=f"a chip has {capacity:.2f}")
+    ax.legend(frameon=False, fontsize=10, loc="lower center", bbox_to_anchor=(0.45, 1), ncols=4)
+    ax.set_xlabel(what)
+    ax.invert_yaxis()
+    told = "; ".join(
+        f"{name}: {total:.1f}, of it " + ", ".join(f"{part} {size:.1f}" for part, size in rows[name].items())
+        for name, total in totals.items()
+    )
+    return fig, f"Bars for each mesh, {what}. {told}."

@@ -1,15 +1,17 @@
-"""The figure of notebook 11: bars to scale, of what a chip holds and of what arrives."""
+"""The figures of notebook 11: bars to scale, divided into parts."""
 
 import matplotlib.pyplot as plt
 import numpy as np
 
-from llamem_course.host_figure import meshes_compared
+from llamem_course.host_figure import mesh_bars
 
 
-def test_of_each_mesh_what_a_chip_holds_and_receives_is_drawn_to_scale():
-    fig, alt = meshes_compared({"one": (1, 2, 3), "two": (1, 5, 4)}, {"one": (7, 1), "two": (2, 3)}, 15.75)
-    ends = [[bar.get_extents().transformed(ax.transData.inverted()).x1 for bar in ax.patches] for ax in fig.axes]
-    for found, right in zip(ends, ([1, 1, 3, 6, 6, 10], [7, 2, 8, 5]), strict=True):
-        np.testing.assert_allclose(found, right)
-    assert alt.endswith("one: holds 6.0, receives 8.0; two: holds 10.0, receives 5.0.")
+def test_the_parts_of_each_mesh_are_drawn_to_scale_and_told():
+    rows = {"one": {"inputs": 1, "other": 5}, "two": {"inputs": 6, "other": 4}}
+    fig, alt = mesh_bars(rows, "GiB at the peak", capacity=15.75)
+    (ax,) = fig.axes
+    ends = [bar.get_extents().transformed(ax.transData.inverted()).x1 for bar in ax.patches]
+    np.testing.assert_allclose(ends, [1, 6, 6, 10])
+    assert {text.get_text() for text in ax.texts} >= {"5.0", "6.0", "4.0", "10.0"}
+    assert alt.startswith("Bars for each mesh, GiB at the peak. one: 6.0, of it inputs 1.0, other 5.0; two: 10.0")
     plt.close(fig)
