@@ -39,8 +39,10 @@ def turning_pair(
     ax = fig.add_subplot(grid[-1])
     for angle_p, name, style, colour in ((old_p, "Llama 3", "-", "C2"), (new_p, "Llama 3.1", "--", "C4")):
         ax.semilogy(seen * angle_p / (2 * np.pi), style, color=colour, linewidth=2, label=name)
-    ax.axhline(1, color="black", linewidth=1, linestyle=":")
-    ax.text(0, 1.3, "one turn", fontsize=9)
+    for turns in (4, 1):  # where Llama 3.1's rule changes
+        ax.axhline(turns, color="black", linewidth=1, linestyle=":")
+    ax.text(len(old_p) - 1, 4 * 1.3, "4 turns or more: angle kept", fontsize=9, ha="right")
+    ax.text(0, 1 / 1.3, f"1 turn or less: angle / {old_p[-1] / new_p[-1]:.0f}", fontsize=9, va="top")
     ax.set(xlabel="pair of channels", ylabel=f"turns in {seen:,} tokens")
     ax.legend(frameon=False)
     return fig
