@@ -140,7 +140,7 @@ def timeline(reports: Mapping[str, Report | Timeline], over: Over = "operations"
     all_fit = all(one.fits for one in found.values())
     for ax, (name, one) in zip(axes.flat, found.items(), strict=False):
         ax.set_xlim(0, drawn[name])
-        ax.set_ylim(0, (1.34 if columns < 3 else 1.45) * top)  # room for what `_peak` writes
+        ax.set_ylim(0, (1.38 if columns < 3 else 1.45) * top)  # room for what `_peak` writes
         _areas(ax, one, n_bytes, edges[name])
         _passes(ax, one, edges[name])
         _capacity(ax, one, n_bytes, unit, edges[name])
@@ -225,10 +225,14 @@ def _areas(ax: Axes, one: Timeline, n_bytes: int, edges: np.ndarray) -> None:
     ax.step(edges, np.append(base, base[-1]), where="post", color="black", linewidth=0.7)
     if host.max(initial=0) / n_bytes > 2 * ax.get_ylim()[1]:
         least, most = (f"{size / n_bytes:.0f}" for size in (host.min(), host.max()))
-        ax.text(0.98, 0.7, f"on the host: {least} to {most}", transform=ax.transAxes, ha="right", fontsize=8)
+        ax.text(0.98, 0.7, f"on the host: {least} to {most}", transform=ax.transAxes, ha="right", fontsize=_small(ax))
     elif host.any():
         edge = np.append(host, host[-1]) / n_bytes
         ax.step(edges, edge, where="post", color="black", linestyle=":", linewidth=1.6, label=_HOST)
+
+
+def _small(ax: Axes) -> float:
+    return 8 if len(ax.figure.axes) > 2 else 9
 
 
 def _name_area(ax: Axes, category: str, lower: np.ndarray, upper: np.ndarray, host: np.ndarray) -> None:
@@ -244,7 +248,7 @@ def _name_area(ax: Axes, category: str, lower: np.ndarray, upper: np.ndarray, ho
     low, high = max((over[best], ceiling[best]), (floor[best], under[best]), key=lambda part: part[1] - part[0])
     if high - low < 0.055 * ax.get_ylim()[1]:
         return
-    style = {"color": "black" if category in _DARK else "white", "fontsize": 8, "ha": "center", "va": "center"}
+    style = {"color": "black" if category in _DARK else "white", "fontsize": _small(ax), "ha": "center", "va": "center"}
     frame = {"facecolor": COLOURS[category], "edgecolor": "none", "pad": 0.8}  # over the borders of passes
     ax.text(best + width / 2, (low + high) / 2, category, bbox=frame, **style)
 
@@ -265,7 +269,7 @@ def _passes(ax: Axes, one: Timeline, edges: np.ndarray) -> None:
         ax.plot([first, end], [1.02, 1.02], transform=above, color="0.35", linewidth=2.2, clip_on=False)
         if loop.trips and end - first > named * ax.get_xlim()[1]:
             middle, trips = (first + end) / 2, f"x {loop.trips}"
-            ax.text(middle, 1.025, trips, transform=above, ha="center", va="bottom", fontsize=8, color="0.35")
+            ax.text(middle, 1.025, trips, transform=above, ha="center", va="bottom", fontsize=_small(ax), color="0.35")
 
 
 def _capacity(ax: Axes, one: Timeline, n_bytes: int, unit: str, edges: np.ndarray) -> None:
@@ -275,7 +279,7 @@ def _capacity(ax: Axes, one: Timeline, n_bytes: int, unit: str, edges: np.ndarra
         steps = ax.get_xlim()[1]
         high = capacity > 0.7 * ax.get_ylim()[1]  # just under what `_peak` writes; else the side away from the peak
         left = (edges[one.peak_step] < 0.5 * steps) == high
-        place = {"ha": "left" if left else "right", "va": "bottom", "fontsize": 8}
+        place = {"ha": "left" if left else "right", "va": "bottom", "fontsize": _small(ax)}
         frame = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.8}
         label = f"{one.chip}: {capacity:.2f} {unit}"
         ax.text((0.005 if left else 0.995) * steps, 1.015 * capacity, label, bbox=frame, **place)
@@ -294,7 +298,7 @@ def _peak(ax: Axes, one: Timeline, n_bytes: int, edges: np.ndarray) -> None:
         textcoords="axes fraction",
         ha="right" if right else "left",
         va="top",
-        fontsize=8,
+        fontsize=_small(ax),
         linespacing=1.25,
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.5},
     )
