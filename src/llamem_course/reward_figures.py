@@ -1,4 +1,4 @@
-"""Figures of notebook 13: PPO's clip, how far two readings of a policy differ, rewards by round, pairs by update."""
+"""Figures of notebook 13: PPO's clip, rewards by round, pairs by update."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,28 +30,6 @@ def clip_curves(term: Callable[[Any, float], Any], epsilon: float) -> Figure:
         ax.set(title=f"a {name} token, advantage {advantage:+g}", xlabel="ratio $r$, new probability over old")
     axes[0].set_ylabel("term of the loss")
     axes[0].legend(frameon=False, loc="lower left", fontsize=10)
-    return fig
-
-
-def ratio_dots(log_ratios: Mapping[str, Any], epsilon: float) -> Figure:
-    """Draw ratios of one policy's two readings: left of each token, right of each whole answer, by type.
-
-    `log_ratios` are `[answers, tokens]` by name: one reading's log-probabilities less the other's.
-    """
-    fig, axes = plt.subplots(1, 2, figsize=(9, 3.2), sharey=True)
-    for ax, title in zip(axes, ("each token", "each whole answer, its tokens multiplied"), strict=True):
-        ax.axhspan(1 - epsilon, 1 + epsilon, color="0.9", zorder=0)
-        ax.axhline(1, color="0.5", linewidth=1)
-        for i, differences in enumerate(log_ratios.values()):
-            numbers = np.asarray(differences)
-            ratios = np.exp(numbers.ravel() if title == "each token" else numbers.sum(axis=1))
-            aside = i + np.linspace(-0.3, 0.3, len(ratios))
-            ax.plot(aside, ratios, "os"[i % 2], color=f"C{i}", alpha=0.6, markersize=4)
-        ax.set(title=title, xlim=(-0.6, len(log_ratios) - 0.4))
-        ax.set_xticks(range(len(log_ratios)), [*log_ratios])
-    axes[0].set_ylabel("ratio of the same policy")
-    label = f"grey: the clip leaves\na token alone, 1 \u00b1 {epsilon:g}"
-    axes[0].text(0, 1 - epsilon, label, ha="center", va="bottom", fontsize=9)
     return fig
 
 
