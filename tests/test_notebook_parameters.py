@@ -39,7 +39,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "00": ({"other_chip": "h1000"}, "other_chip: no chip is called 'h1000'"),
     "01": ({"depth": 1}, "two layers or more"),
     "03": ({"chip": "v5q"}, "no chip is called 'v5q'"),
-    "04": ({"tokens": 1000}, "multiple of 4,096"),
+    "04": ({"tokens": 1000}, "multiple of 1,024"),
     "05": ({"chip": "v5e-1"}, "take eight chips"),
     "06": ({"model": "nonsense"}, "nothing is known of 'nonsense'"),
     "07": ({"preset": "nonsense"}, "no preset is called 'nonsense'"),
