@@ -195,7 +195,7 @@ def told_size(one: Timeline, unit: str, n_bytes: int) -> str:
 def drawn_capacity(one: Timeline) -> int:
     """Return the capacity, where it lies near enough to the curve to be drawn."""
     capacity = one.capacity_bytes or 0
-    return capacity if capacity <= 4 * one.peak_bytes else 0
+    return capacity if capacity <= 2 * one.peak_bytes else 0
 
 
 def _areas(ax: Axes, one: Timeline, n_bytes: int, edges: np.ndarray) -> None:
