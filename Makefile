@@ -60,8 +60,8 @@ $(VENV)/parity-is-ready: $(VENV)/test-is-ready
 	touch $@
 
 parity: $(VENV)/parity-is-ready ## models against PyTorch and transformers, installed for this alone
-	$(BIN)/python -m pytest tests/files/test_parity.py tests/files/test_lora_parity.py tests/files/test_real_parity.py \
-	    tests/text/test_tokenizer_parity.py tests/jaxmem/test_torch_modules.py
+	$(BIN)/python -m pytest $(WORKERS) tests/files/test_parity.py tests/files/test_lora_parity.py \
+	    tests/files/test_real_parity.py tests/text/test_tokenizer_parity.py tests/jaxmem/test_torch_modules.py
 
 lab: $(VENV)/train-is-ready ## open the notebooks in JupyterLab
 	$(BIN)/jupyter lab --notebook-dir=notebooks
