@@ -105,12 +105,14 @@ check_layers_that_fit = Exercise(
 )
 
 
-def _held(groups: int, n_layers: int, x: float, w: float, copies: float = 2) -> float:
-    return n_layers * x if groups == n_layers else _nested(groups, n_layers, x, w, copies)  # the plain scan, or groups
+def _held(groups: int, n_layers: int, x: float, w: float, **options: float) -> float:
+    return (
+        n_layers * x if groups == n_layers else _nested(groups, n_layers, x, w, **options)
+    )  # the plain scan, or groups
 
 
-def _nested(groups: int, n_layers: int, x: float, w: float, copies: float = 2) -> float:
-    return (groups + n_layers // groups) * x + copies * (n_layers // groups) * w
+def _nested(groups: int, n_layers: int, x: float, w: float, copies: float = 2, fewer: int = 0) -> float:
+    return (groups + n_layers // groups - fewer) * x + copies * (n_layers // groups) * w
 
 
 def _divisors(n: int) -> list[int]:
@@ -150,6 +152,7 @@ check_best_groups = Exercise(
             (7, 5, 5),
             (28, 102, 748),
             (16, 32, 96),
+            (16, 20, 32),
         )
     },
     "Not the square root: heavy weights want more groups, each of fewer layers.",
@@ -178,6 +181,7 @@ check_best_groups = Exercise(
         "Copies of weights grow with the layers in a group, not with the number of groups.": (
             lambda n, x, w: min(_divisors(n), key=lambda g: (g + n // g) * x + 2 * g * w)
         ),
+        "How many inputs do four groups of four layers hold by the formula?": partial(_least, fewer=1),
         "One group is the plain scan": lambda n, x, w: 1,
         "does not divide": lambda n, x, w: n + 1,
         "not of an integer type": lambda n, x, w: n**0.5,
