@@ -111,7 +111,7 @@ def _held(groups: int, n_layers: int, x: float, w: float, **options: float) -> f
     )  # the plain scan, or groups
 
 
-def _nested(groups: int, n_layers: int, x: float, w: float, copies: float = 2, fewer: int = 0) -> float:
+def _nested(groups: int, n_layers: int, x: float, w: float, copies: float = 2, fewer: float = 0) -> float:
     return (groups + n_layers // groups - fewer) * x + copies * (n_layers // groups) * w
 
 
