@@ -60,24 +60,28 @@ def ledger_bars(
     """Draw a bar for each chip and ledger: the ledger's parts, what the compiler's peak adds, and a line for the room.
 
     `ledgers` are bytes by name; `rooms` is what each chip has, and `peaks` are by chip and ledger, where known. Without
-    a peak the ledger is only what is needed at least.
+    peaks a ledger has one bar for all chips, which is only what is needed at least.
     """
     fig, ax = plt.subplots(figsize=(9, 3.6))
-    rows = [(bits, chip) for bits in reversed([*ledgers]) for chip in reversed([*rooms])]
+    rows: list[tuple[str, tuple[str, ...]]] = []  # a ledger, and the chips whose bar it is
+    for bits in reversed([*ledgers]):
+        known = [(bits, (chip,)) for chip in reversed([*rooms]) if (chip, bits) in peaks]
+        rows += known or [(bits, tuple(rooms))]
     left, labels = np.zeros(len(rows)), [*next(iter(ledgers.values())), "at work, by the compiler"]
     for name, hatch in zip(labels, HATCHES, strict=False):
         wanted = [
-            ledgers[bits].get(name, peaks.get((chip, bits), 0) - sum(ledgers[bits].values())) for bits, chip in rows
+            ledgers[bits].get(name, peaks.get((chips[0], bits), 0) - sum(ledgers[bits].values()))
+            for bits, chips in rows
         ]
         sizes = np.maximum(wanted, 0) / GiB
         ax.barh(range(len(rows)), sizes, 0.6, left, hatch=hatch, edgecolor="white", label=name)
         left += sizes
-    for y, (bits, chip) in enumerate(rows):
-        room, more = rooms[chip] / GiB, "" if (chip, bits) in peaks else "more than "
+    for y, (bits, chips) in enumerate(rows):
+        room, more = [rooms[chip] / GiB for chip in chips], "" if (chips[0], bits) in peaks else "more than "
         ax.vlines(room, y - 0.45, y + 0.45, color="black", linewidth=3, label="" if y else "what the chip has")
-        verdict = "fits" if left[y] <= room else "too large"
+        verdict = "fits" if left[y] <= min(room) else "too large"
         ax.text(left[y] + 0.25, y, f"{more}{left[y]:.1f}: {verdict}", va="center", fontsize=10)
-    ax.set_yticks(range(len(rows)), [f"{bits}, {chip}" for bits, chip in rows])
-    ax.set(xlabel="GiB", xlim=(0, 1.3 * left.max()))
+    ax.set_yticks(range(len(rows)), [f"{bits}, {' or '.join(chips)}" for bits, chips in rows])
+    ax.set(xlabel="GiB", xlim=(0, 1.35 * left.max()))
     ax.legend(frameon=False, loc="lower left", bbox_to_anchor=(-0.02, 1), ncols=3, fontsize=9)
     return fig

@@ -6,6 +6,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 
 def clip_curves(term: Callable[[Any, float], Any], epsilon: float) -> Figure:
@@ -55,22 +56,22 @@ def reward_rounds(rounds: Sequence[np.ndarray]) -> tuple[Figure, str]:
     return fig, f"Dots of the rewards of drawn answers. Their mean, round by round: {means}."
 
 
-def preference_curves(runs: Mapping[str, Sequence[np.ndarray]]) -> tuple[Figure, str]:
+def preference_curves(runs: Mapping[str, np.ndarray]) -> tuple[Figure, str]:
     """Draw how likely better and worse answers become, and its words.
 
-    `runs` are log-probabilities by loss, for each seed `[updates + 1, 2, pairs]`, better answers first. Each loss has a
-    picture, with a line a seed.
+    `runs` are log-probabilities by training, `[updates + 1, 2, pairs]`, better answers first. Each has a picture.
     """
     fig, axes = plt.subplots(1, len(runs), figsize=(9, 3.4), sharey=True, squeeze=False, layout="constrained")
     told = []
-    for ax, (name, seeds) in zip(axes[0], runs.items(), strict=True):
-        for number, sums in enumerate(seeds):
-            for i, (answer, style) in enumerate((("better answer", "o-"), ("worse answer", "s--"))):
-                means = np.mean(np.asarray(sums)[:, i], axis=1)
-                ax.plot(means, style, color=f"C{i}", markersize=4, alpha=0.7, label="" if number else answer)
-        better = [np.mean(np.asarray(sums)[:, 0], axis=1) for sums in seeds]
-        told.append(f"{name}: " + ", ".join(f"{means[0]:.0f} to {means[-1]:.0f}" for means in better))
-        ax.set(title=name, xlabel="updates")
+    for ax, (name, sums) in zip(axes[0], runs.items(), strict=True):
+        better, worse = np.mean(np.asarray(sums), axis=2).T
+        ax.axhline(better[0], color="0.7", linewidth=1, zorder=0)
+        ax.plot(better, color="C0", label="better answer")
+        ax.plot(worse, "--", color="C1", label="worse answer")
+        told.append(f"{name}: {better[0]:.1f} to {better[-1]:.1f}")
+        ax.set_title(name, fontsize=11)
+        ax.set_xlabel("updates")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes[0, 0].set_ylabel("log-probability of an answer")
-    axes[0, 0].legend(frameon=False, fontsize=10)
+    axes[0, 0].legend(frameon=False, fontsize=10, loc="lower left")
     return fig, f"Log-probabilities by update. The better answer's before and after, {'; '.join(told)}."

@@ -245,6 +245,12 @@ def sums_gathered(losses, counts, axis):
     return jax.lax.all_gather(losses.sum(where=counts), axis).sum() / jax.lax.psum(counts.sum(), axis)
 
 
+def in_two_tiles(x, head, drawn, advantages, old, mask, epsilon):
+    logp = llamem.tiled_logprobs(x, head, drawn, num_tiles=2)
+    ratio = jnp.exp(jnp.sum(mask * (logp - old), axis=1) / jnp.sum(mask, axis=1))
+    return -jnp.mean(jnp.minimum(ratio * advantages, jnp.clip(ratio, 1 - epsilon, 1 + epsilon) * advantages))
+
+
 OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (n00_where_the_memory_goes.check_peak_and_operation, every_step),
     (n00_where_the_memory_goes.check_peak_and_operation, lambda s: np.array(every_step(s))),
@@ -292,6 +298,7 @@ OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (n12_larger_than_the_chip.check_backward_scan, in_a_fori_loop),
     (n13_rewards_and_preferences.check_advantages_of, zero_for_no_number),
     (n13_rewards_and_preferences.check_sequence_policy_loss, by_parts),
+    (n13_rewards_and_preferences.check_sequence_policy_loss, in_two_tiles),
     (n10_trust_but_verify.check_cured_dropout, key_in_the_carry),
     (n10_trust_but_verify.check_cured_dropout, counted),
     (n10_trust_but_verify.check_worth_it, by_jax_itself),

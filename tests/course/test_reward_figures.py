@@ -1,4 +1,4 @@
-"""The figures of notebook 13: groups stand side by side, and what pairs move is drawn seed by seed."""
+"""The figures of notebook 13: groups stand side by side, and each training by pairs has a picture."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -15,10 +15,11 @@ def test_the_groups_of_a_round_are_drawn_apart():
     plt.close(fig)
 
 
-def test_each_loss_has_a_picture_and_each_seed_two_lines():
+def test_each_training_has_a_picture_with_both_answers():
     sums = np.array([[[-20.0, -22.0], [-1.0, -1.0]], [[-8.0, -8.0], [-2.0, -4.0]]])
-    fig, alt = reward_figures.preference_curves({"alone": [sums, 2 * sums], "with": [sums, sums]})
-    assert "alone: -21 to -8, -42 to -16; with: -21 to -8, -21 to -8" in alt
+    fig, alt = reward_figures.preference_curves({"alone": sums, "with": 2 * sums})
+    assert "alone: -21.0 to -8.0; with: -42.0 to -16.0" in alt
     assert [ax.get_title() for ax in fig.axes] == ["alone", "with"]
-    np.testing.assert_allclose(np.asarray(fig.axes[0].get_lines()[3].get_ydata()), [-2, -6])
+    lines = {line.get_label(): np.asarray(line.get_ydata()) for line in fig.axes[0].get_lines()}
+    np.testing.assert_allclose(lines["worse answer"], [-1, -3])
     plt.close(fig)

@@ -350,8 +350,10 @@ check_dequantized = Exercise(
         "All numbers are there, in another order: the high bits of a byte are not the neighbour of its low bits, but "
         "the number 16 further on.": [
             _but(numbers=lambda v: jnp.stack([v & 15, v >> 4], axis=-1)),
-            _but(numbers=lambda v: jnp.concatenate([v >> 4, v & 15], axis=-1)),
+            _but(numbers=lambda v: jnp.stack([v >> 4, v & 15], axis=-1)),
         ],
+        "All numbers are there, and the two halves of each block have changed places: which of a byte's bits hold the "
+        "first sixteen weights?": _but(numbers=lambda v: jnp.concatenate([v >> 4, v & 15], axis=-1)),
         "Does each block of 32 meet its own scale, and each output its own row?": [
             _of_scale(lambda scale: 0 * scale + scale[:, :1]),
             _of_scale(lambda scale: 0 * scale + scale[0, 0]),

@@ -127,6 +127,26 @@ def _by_hand(
     return g_N[:, None] * (hit_NV - softmax(z_NV))
 
 
+def _unbounded(z_NV: Any) -> Any:
+    return jnp.exp(z_NV) / jnp.exp(z_NV).sum(1, keepdims=True)
+
+
+def _taken(of_NV: Any, targets_N: Any) -> Any:
+    return jnp.take_along_axis(of_NV, targets_N[:, None], 1)[:, 0]
+
+
+def _of_ratio(p_NV: Any, targets_N: Any, advantages_N: Any, ratio_N: Any, epsilon: float) -> Any:
+    bounded_N = jnp.clip(ratio_N, 1 - epsilon, 1 + epsilon)
+    moves_N = ratio_N * advantages_N <= bounded_N * advantages_N
+    g_N = jnp.where(moves_N, -ratio_N * advantages_N, 0)
+    return g_N[:, None] * (jax.nn.one_hot(targets_N, p_NV.shape[1]) - p_NV)
+
+
+def _of_logprobs(logp_NV: Any, targets_N: Any, advantages_N: Any, old_N: Any, epsilon: float) -> Any:
+    ratio_N = jnp.exp(_taken(logp_NV, targets_N) - old_N)
+    return _of_ratio(jnp.exp(logp_NV), targets_N, advantages_N, ratio_N, epsilon)
+
+
 def _but(**mistake: Answer) -> Answer:
     return partial(_by_hand, **mistake)
 
@@ -211,7 +231,14 @@ check_clipped_gradient = Exercise(
             _but(stops=lambda ratio, a, eps: jnp.where(a > 0, jnp.log(ratio) > eps, jnp.log(ratio) < -eps)),
         ],
         "With small logits you are right. What is exp(100) in float32, and the logarithm of a probability that was "
-        "rounded to zero?": _but(softmax=lambda z: jnp.exp(z) / jnp.exp(z).sum(1, keepdims=True)),
+        "rounded to zero?": [
+            _but(softmax=_unbounded),
+            lambda z, *given: _of_logprobs(jnp.log(_unbounded(z)), *given),
+            lambda z, *given: _of_logprobs(z - jnp.log(jnp.exp(z).sum(1, keepdims=True)), *given),
+            lambda z, targets, a, old, eps: _of_ratio(
+                _unbounded(z), targets, a, _taken(_unbounded(z), targets) / jnp.exp(old), eps
+            ),
+        ],
     },
     {_without_autodiff: {"autodiff found them": [lambda *given: _by_autodiff(*given)]}},
     otherwise="Which tokens stand still, and what is g for the others?",
@@ -252,7 +279,7 @@ def _sequences(
     return -mean(jnp.minimum(of * a, clip(of, epsilon) * a))
 
 
-_B, _T, _D, _V = 4, 16, 8, 640
+_B, _T, _D, _V = 4, 16, 8, 768  # two tiles of words are halves: a tile is a multiple of 128
 _KEYS = jax.random.split(jax.random.key(5), 4)
 _X_BTD = jax.random.normal(_KEYS[0], (_B, _T, _D))
 _HEAD_VD = jax.random.normal(_KEYS[1], (_V, _D)) / _D**0.5
@@ -364,7 +391,7 @@ check_sequence_policy_loss = Exercise(
             "in how many here": [
                 _sequences,
                 _other(logprobs=_three_and_one),
-                _other(logprobs=llamem.tiled_logprobs),
+                _other(logprobs=partial(llamem.tiled_logprobs, num_tiles=1)),
             ],
             "all of them are kept": _other(logprobs=_in_turn),
         }
