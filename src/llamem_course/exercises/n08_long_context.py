@@ -237,6 +237,10 @@ def _every_row(answer: Answer, *given: Any) -> Any:
     return found
 
 
+def _error(got: Any, right: Any) -> float:
+    return float(jnp.max(jnp.abs(got.astype(F32) - right)) / jnp.max(jnp.abs(right)))
+
+
 def _backward(answer: Answer, tiles: int) -> list[Any]:
     """Return the equations of the gradients, each with how often it runs."""
     slope = jax.grad(lambda w, x: jnp.sum(answer(w, x, tiles) * OUT_ND), (0, 1))
@@ -345,6 +349,10 @@ check_feed_forward = Exercise(
             lambda w, x, tiles: jax.nn.silu(x @ w["up"]) @ w["down"],
             lambda w, x, tiles: _in_tiles(w, x.reshape(-1, tiles, D).swapaxes(0, 1).reshape(N, D), tiles),
         ],
+        "Some digits are gone: which type of 16 bits does a float32 row pass through?": [
+            lambda w, x, tiles: _in_tiles(w, x.astype(jnp.float16), tiles).astype(F32),
+            lambda w, x, tiles: _in_tiles(w, x.astype(jnp.bfloat16), tiles).astype(F32),
+        ],
     },
     {
         _no_array_of_all: {
@@ -386,6 +394,8 @@ check_feed_forward = Exercise(
             ],
         },
     },
+    otherwise="What happens to a row on its way, and in which type?",
     ask=_every_row,
+    told=lambda got, right, *_: f"the largest error is {_error(got, right):.1e} of the largest number.",
     rtol=1e-4,
 )
