@@ -240,8 +240,8 @@ _QUESTIONS = {
         "plain program, and does anything run again?",
     ),
     cleo: (
-        "Which function does the loop run? Go through the groups 'on', 'right' and 'worth it': which of them would "
-        "notice that nothing has changed?",
+        "Which function does the loop run? Go through the nine proofs: which of them would notice that nothing has "
+        "changed?",
         "With the flag and without, which program is traced? Can their numbers differ? And does a proof fail that "
         "finds nothing to judge?",
     ),
@@ -327,9 +327,14 @@ def _in_a_python_loop(w: Any, x: Any, remat: bool) -> Any:
     return _mean_square(x)
 
 
-def _few_rows(w: Any, x: Any, remat: bool) -> Any:
-    rows = len(x) // 16  # and a product of two losses, so that what both keep waits at once
-    return _scanned(_layer, w, x[rows:]) * _with(jax.checkpoint)(w, x[:rows], remat)
+def _sixteenths(n: int) -> Answer:
+    """Return a loss with a checkpoint for `n` sixteenths of the rows."""
+
+    def loss(w: Any, x: Any, remat: bool) -> Any:
+        rows = n * len(x) // 16  # and a product of two losses, so that what both keep waits at once
+        return _scanned(_layer, w, x[rows:]) * _with(jax.checkpoint)(w, x[:rows], remat)
+
+    return loss
 
 
 _WORTH = {
@@ -359,9 +364,14 @@ _WORTH = {
         "Its matmuls run again in the jaxpr, and little waits. Does the compiled program compute anything twice?",
     ),
     "a checkpoint for a sixteenth of the rows": (
-        _few_rows,
+        _sixteenths(1),
         False,
         "It does need less, by about a twentieth. How much less was asked for?",
+    ),
+    "a checkpoint for three sixteenths of the rows": (
+        _sixteenths(3),
+        True,
+        "It needs about a sixth less. From how much on is a checkpoint worth it?",
     ),
 }
 
@@ -421,6 +431,7 @@ check_worth_it = Exercise(
             _matmuls(loss, w, x, False) < _matmuls(loss, w, x, True) < 1.2 * _matmuls(loss, w, x, False)
         ),
         "How much less was asked for": _smaller(_temporaries, 1.0),
+        "From how much on": _smaller(_temporaries, 0.5),
         "Return True or False": lambda loss, w, x: _temporaries(loss, w, x, False) - _temporaries(loss, w, x, True),
         "the library's line": lambda loss, w, x: verify_remat(loss, w, x, remat=True, baseline=False).holds,
     },

@@ -28,20 +28,26 @@ def _hidden(
     trained: bool,
     forward: _Loop = _FORWARD,
     backward: tuple[_Loop, _Loop] = (_TRAINED, _FROZEN),
-) -> float:
-    """Return the tokens from which on the link is hidden in both loops."""
+) -> tuple[float, ...]:
+    """Return the tokens from which on the link is hidden in the forward loop, and in the backward loop."""
     loops = forward, backward[not trained]
-    return max(moved / work for moved, work in loops) * n_bytes * flops / link
+    return tuple(moved / work * n_bytes * flops / link for moved, work in loops)
+
+
+def _pooled(flops: float, link: float, n_bytes: int, trained: bool) -> tuple[float, ...]:
+    both = (7, 8) if trained else (2, 6)
+    return _hidden(flops, link, n_bytes, trained, both, (both, both))
 
 
 def _tokens(answer: Answer, *given: Any) -> Any:
     found = answer(*given)
-    assert found is not None and np.ndim(found) == 0, "return one number of tokens."
-    assert 1e-3 < found / _hidden(*given) < 1e3, (
-        f"{found:.3g} tokens? The link takes bytes / link, the matmuls FLOPs / flops. Set them equal, for one weight: "
-        "how many there are cancels."
-    )
-    return found
+    assert np.shape(found) == (2,), "return two numbers of tokens, of the forward loop and of the backward loop."
+    for one, right in zip(found, _hidden(*given), strict=True):
+        assert 1e-3 < one / right < 1e3, (
+            f"{one:.3g} tokens? The link takes bytes / link, the matmuls FLOPs / flops. Set them equal, for one "
+            "weight: how many there are cancels."
+        )
+    return tuple(found)
 
 
 def _chips() -> dict[str, tuple[Any, ...]]:
@@ -63,22 +69,20 @@ check_hidden_from = Exercise(
     _chips(),
     "The width of the layer never came up: bytes and matmuls both grow with its weights.",
     {
-        "return one number": lambda *given: [1.0, 2.0],
-        "Set them equal, for one weight": lambda *given: 4096**2 * _hidden(*given),
+        "return two numbers": lambda *given: max(_hidden(*given)),
+        "Set them equal, for one": lambda *given: tuple(4096**2 * one for one in _hidden(*given)),
         "Copies of the backward loop cannot hide behind matmuls of the forward loop, which is over. Count each loop.": (
-            partial(_hidden, forward=(0, 1), backward=((7, 8), (2, 6)))
+            _pooled
         ),
+        "Which of the two loops did you put first?": lambda *given: _hidden(*given)[::-1],
         "What runs once more in the backward loop?": partial(_hidden, backward=((6, 4), (1, 2))),
         "A matmul multiplies and adds: two FLOPs for each weight and token.": (
             partial(_hidden, forward=(1, 1), backward=((6, 3), (1, 2)))
         ),
-        "Is that the forward loop alone, or a link that works both ways at once?": [
+        "Is that the forward loop once more, or a link that works both ways at once?": [
             partial(_hidden, backward=(_FORWARD, _FORWARD)),
             partial(_hidden, backward=((3, 6), _FROZEN)),
         ],
-        "That is the backward loop alone. With frozen weights, which of the two is harder to hide?": (
-            partial(_hidden, forward=(0, 1))
-        ),
         "Do you send gradients? The layer is updated where they are.": partial(_hidden, backward=((7, 6), _FROZEN)),
         "Not all bytes are there. On the way back, what is fetched, and what goes home?": [
             partial(_hidden, backward=((moved, 6), _FROZEN)) for moved in (4, 5)
@@ -86,13 +90,19 @@ check_hidden_from = Exercise(
         "Four bytes for each number, here as well? How many has it?": (
             lambda flops, link, n_bytes, trained: _hidden(flops, link, 4, trained)
         ),
-        "Adapters move, the frozen weights do not. What of a frozen layer has to cross the link?": (
-            partial(_hidden, backward=(_TRAINED, _TRAINED))
+        "Adapters move, the frozen weights do not. What of a frozen layer has to cross the link?": [
+            partial(_hidden, backward=(_TRAINED, frozen)) for frozen in (_TRAINED, (6, 4))
+        ],
+        "Which gradients does a frozen weight need, its own or that of the layer's input?": (
+            partial(_hidden, backward=(_TRAINED, (1, 6)))
+        ),
+        "A frozen layer is computed again, too: its input's gradient needs what is inside of it.": (
+            partial(_hidden, backward=(_TRAINED, _FORWARD))
         ),
     },
     otherwise="Count both sides for one weight.",
     ask=_tokens,
-    told=lambda got, *_: f"{got:,.0f} tokens are not it.",
+    told=lambda got, *_: f"{got[0]:,.0f} tokens forward and {got[1]:,.0f} backward are not it.",
     rtol=1e-3,
 )
 
