@@ -68,6 +68,9 @@ check_tokens_at_par = Exercise(
         "That is the forward pass alone. How many FLOPs has a whole step?": (
             lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, False, backward=0)
         ),
+        "So much each pass needs for itself. Here all matmuls of a step are set beside all its messages.": (
+            lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, False, times=1, backward=0)
+        ),
         "A number has more than one byte: how many travel?": [
             lambda flops, link, n_bytes, remat: _at_par(flops, link, 1, remat),
             lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes**2, remat),
