@@ -68,9 +68,6 @@ check_tokens_at_par = Exercise(
         "That is the forward pass alone. How many FLOPs has a whole step?": (
             lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, False, backward=0)
         ),
-        "So much each pass needs for itself. Here all matmuls of a step are set beside all its messages.": (
-            lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, False, times=1, backward=0)
-        ),
         "A number has more than one byte: how many travel?": [
             lambda flops, link, n_bytes, remat: _at_par(flops, link, 1, remat),
             lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes**2, remat),
@@ -78,7 +75,7 @@ check_tokens_at_par = Exercise(
             lambda flops, link, n_bytes, remat: _at_par(flops, link, 2, remat),
         ],
         "Which FLOPs are done once more with remat, and only then? That work uses weights that the backward pass has "
-        "gathered.": [
+        "gathered. (Did you count the passes one by one? Here all matmuls of a step stand against all its messages.)": [
             lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, False),
             lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, True),
             lambda flops, link, n_bytes, remat: _at_par(flops, link, n_bytes, not remat),
