@@ -220,6 +220,31 @@ def _one_row_is_read(answer: Answer) -> None:
     )
 
 
+def _few_messages(answer: Answer) -> None:
+    case = jnp.ones((8, 3)), jnp.ones((5, 3)), jnp.arange(8)
+    program = _traced(answer, *case)
+    sent = sum(times for eqn, times in equations(program.jaxpr) if eqn.primitive.name.split("_invariant")[0] in ARRIVES)
+    assert sent < 8, f"Right, but for 8 tokens {sent} messages are sent. How many are enough for all tokens together?"
+
+
+def _the_logit_trains(answer: Answer) -> None:
+    x_ND, head_EUD, ids_N = _case(8, 5, _IDS)
+    try:
+        dx_ND, dhead_EUD = jax.grad(lambda x, head: _logits(answer, x, head, ids_N)[0].sum(), (0, 1))(x_ND, head_EUD)
+    except NotImplementedError as error:  # JAX's, and no sign that the answer was not tried
+        raise AssertionError(
+            f"Right, but JAX cannot differentiate it, as a loss has to be: {error}. Which collective has a derivative?"
+        ) from None
+    rows_VD = head_EUD.reshape(-1, 3)
+    right_VD = np.zeros_like(rows_VD)
+    np.add.at(right_VD, ids_N, x_ND)
+    same = np.allclose(dx_ND, rows_VD[ids_N], atol=1e-4)
+    assert same and np.allclose(dhead_EUD.reshape(-1, 3), right_VD, atol=1e-4), (
+        "Right, but differentiated it does not give each token the row of its target, and each row its tokens' hidden "
+        "states. What stops it?"
+    )
+
+
 def _all_its_logits(x: Any, w: Any, ids: Any, axis: str) -> Any:
     own = _shifted(ids, w, axis)[:, None] == jnp.arange(len(w))
     return lax.psum(jnp.sum((x @ w.T) * own, 1), axis)
@@ -229,6 +254,12 @@ def _every_pair(x: Any, w: Any, ids: Any, axis: str) -> Any:
     own = _shifted(ids, w, axis)
     pairs = x @ w[jnp.clip(own, 0, len(w) - 1)].T
     return lax.psum(jnp.where((own >= 0) & (own < len(w)), jnp.diagonal(pairs), 0), axis)
+
+
+def _largest(x: Any, w: Any, ids: Any, axis: str) -> Any:
+    own = _shifted(ids, w, axis)
+    found = jnp.sum(x * w[jnp.clip(own, 0, len(w) - 1)], 1)
+    return lax.pmax(jnp.where((own >= 0) & (own < len(w)), found, -jnp.inf), axis)
 
 
 def _word_by_word(x: Any, w: Any, ids: Any, axis: str) -> Any:
@@ -283,7 +314,16 @@ check_target_logit = Exercise(
             ),
             "one for every token": [_all_its_logits, _word_by_word],
             "each token's target": _every_pair,
-        }
+        },
+        _few_messages: {
+            "for all tokens together": lambda x, w, ids, axis: jnp.concatenate(
+                [_logit(x[i : i + 1], w, ids[i : i + 1], axis) for i in range(len(ids))]
+            )
+        },
+        _the_logit_trains: {
+            "Which collective has a derivative": _largest,
+            "What stops it": lambda *given: lax.stop_gradient(_logit(*given)),
+        },
     },
     otherwise="Which row of the head belongs to an id, and what is the logit of a token for it?",
     ask=_logits,
