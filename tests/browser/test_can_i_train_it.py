@@ -44,7 +44,7 @@ def test_a_visitor_asks_and_sees_what_holds_it(page):
     page.locator("[name=host]").select_option("16")
     assert said.inner_text().startswith("2 of 2 chips")
     page.locator("[name=price]").fill("2.5")
-    assert "1,695 for 1e9 tokens" in rows.nth(0).inner_text()
+    assert "678 h for 1e9 tokens, 1,695 at your price" in rows.nth(0).inner_text()
     # By keyboard: the row tells its plan and its command, and closes again.
     rows.nth(1).locator("button").focus()
     page.keyboard.press("Enter")
@@ -64,7 +64,7 @@ def test_the_address_keeps_the_choice_and_a_slice_counts_whole(page):
     rows = page.locator("#chips > li")
     assert page.locator("[name=way]").input_value() == "all parameters" and rows.count() == 2
     # Four sequences in 8 s: 4,096 tokens a second, 67.8 hours of four chips.
-    assert "of a chip, 4,096 tokens/s, 68 h and 271 for 1e9 tokens" in rows.nth(0).inner_text()
+    assert "of a chip, 4,096 tokens/s, 68 h for 1e9 tokens, 271 at your price" in rows.nth(0).inner_text()
     rows.nth(1).locator("button").click()
     assert "nothing fits: <b>too</b> large" in rows.nth(1).inner_text()
     page.set_viewport_size({"width": 360, "height": 700})
