@@ -106,9 +106,9 @@ check_layers_that_fit = Exercise(
 
 
 def _held(groups: int, n_layers: int, x: float, w: float, **options: float) -> float:
-    return (
-        n_layers * x if groups == n_layers else _nested(groups, n_layers, x, w, **options)
-    )  # the plain scan, or groups
+    if groups == n_layers:  # the plain scan
+        return n_layers * x
+    return _nested(groups, n_layers, x, w, **options)
 
 
 def _nested(groups: int, n_layers: int, x: float, w: float, copies: float = 2, fewer: float = 0) -> float:
