@@ -21,7 +21,8 @@ from urllib.parse import unquote, urlsplit
 import jaxmem
 import llamem
 from jaxmem.chips.names import chip_called
-from llamem.planner.grid import read
+from llamem.llama.config import PRESETS
+from llamem.planner.grid import MODELS, read
 
 ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "build" / "site"
@@ -131,9 +132,12 @@ def copy_pages() -> None:
 def fits_page(rows: Path = ROOT / "docs" / "can_i_train_it.jsonl") -> str:
     """Return the page of what fits where, with its rows inside: it needs no network."""
     found = list(read(rows))
-    table = {"chips": {row["chip"]: chip_called(row["chip"]).capacity_bytes for row in found}, "rows": found}
+    asked = {row["model"] for row in found}
+    models = {name: PRESETS[name].max_seq_len for name in MODELS if name in asked}
+    chips = {row["chip"]: chip_called(row["chip"]).capacity_bytes for row in found}
+    table = {"chips": chips, "models": models, "rows": found}
     page = (ROOT / "docs" / "can_i_train_it.html").read_text(encoding="utf-8")
-    before, _, after = page.partition('/*TABLE*/{"chips": {}, "rows": []}')
+    before, _, after = page.partition('/*TABLE*/{"chips": {}, "models": {}, "rows": []}')
     return before + json.dumps(table).replace("</", "<\\/") + after
 
 

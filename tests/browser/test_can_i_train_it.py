@@ -13,8 +13,10 @@ ROW |= {"by": "jax 0.10.1, XLA", "why": "", "day": "2026-11-27"}
 ROWS = [
     ROW,
     {**ROW, "chip": "v5e-1", "seconds": 4.0, "host_bytes": 3 * GiB, "plan": "Plan(offload=('block_in',))"},
-    {**ROW, "chip": "v5e-4", "way": "all parameters", "batch": 4, "seconds": 8.0},
+    {**ROW, "tokens": 32_768, "fits": False, "why": "nothing fits: too long"},
+    {**ROW, "chip": "v5e-4", "way": "all parameters", "batch": 4, "seconds": 8.0, "peak_bytes": int(15.3 * GiB)},
     {**ROW, "chip": "t4", "way": "all parameters", "fits": False, "why": "nothing fits: <b>too</b> large"},
+    {**ROW, "model": "qwen3-0.6b", "way": "all parameters", "tokens": 131_072},
 ]
 
 
@@ -37,34 +39,49 @@ def page(browser, request, tmp_path):
 
 
 def test_a_visitor_asks_and_sees_what_holds_it(page):
-    said, rows = page.locator("#said"), page.locator("#chips > li")
-    assert said.inner_text() == "1 of 2 chips and slices hold it; the smallest is t4."
-    assert "12.0 of 14.6 GiB, 410 tokens/s, 678 h for 1e9 tokens" in rows.nth(0).inner_text()
-    assert "no, but it fits with 3.0 GiB on the host" in rows.nth(1).inner_text()
+    said, rows = page.locator("#said"), page.locator("#rows > li")
+    assert said.inner_text() == ("1 of 2 chips hold it, and the smallest is t4. With more host memory 1 more would.")
+    assert "12.0 of 14.6 GiB\n410 tokens/s, 680 h for 1e9 tokens" in rows.nth(0).inner_text()
+    assert "12.0 of 15.8 GiB, only with 3.0 GiB of the host\n2,050 tokens/s" in rows.nth(1).inner_text()
     page.locator("[name=host]").select_option("16")
     assert said.inner_text().startswith("2 of 2 chips")
     page.locator("[name=price]").fill("2.5")
-    assert "678 h for 1e9 tokens, 1,695 at your price" in rows.nth(0).inner_text()
+    assert "680 h for 1e9 tokens, 1,700 at your price" in rows.nth(0).inner_text()
     # By keyboard: the row tells its plan and its command, and closes again.
     rows.nth(1).locator("button").focus()
     page.keyboard.press("Enter")
-    assert "llamem.Plan(offload=('block_in',))" in rows.nth(1).inner_text()
+    told = rows.nth(1).inner_text()
     command = "llamem plan llama3.1-8b --chip v5e-1 --tokens 8192 --lora 16 --quantize q4_0 --host-gib 3"
-    assert (
-        command in rows.nth(1).inner_text() and "compiled on 2026-11-27 by jax 0.10.1, XLA" in rows.nth(1).inner_text()
-    )
+    assert command in told and "llamem.Plan(offload=('block_in',))" in told
+    assert "ompiled on 2026-11-27 by jax 0.10.1, XLA." in told
     page.keyboard.press("Enter")
     assert "block_in" not in rows.nth(1).inner_text()
+
+
+def test_one_chip_is_shown_at_every_length(page):
+    said, rows = page.locator("#said"), page.locator("#rows > li")
+    page.locator("[name=chip]").select_option("t4")
+    assert said.inner_text() == "Yes: 12.0 of 14.6 GiB. The longest sequence below that fits has 8,192 tokens."
+    assert rows.count() == 2 and "32,768 tokens" in rows.nth(1).inner_text() and "no" in rows.nth(1).inner_text()
+    page.locator("[name=tokens]").select_option("32768")
+    assert said.inner_text().startswith("No. The longest")
+    page.locator("[name=chip]").select_option("v5e-4")
+    assert said.inner_text().startswith("The compilers were not asked this.") and rows.count() == 0
+    page.locator("[name=model]").select_option("qwen3-0.6b")
+    page.locator("[name=tokens]").select_option("131072")
+    assert said.inner_text() == "qwen3-0.6b reads at most 40,960 tokens."
 
 
 def test_the_address_keeps_the_choice_and_a_slice_counts_whole(page):
     page.locator("[name=way]").select_option("all parameters")
     page.locator("[name=price]").fill("1")
     page.reload()
-    rows = page.locator("#chips > li")
+    rows = page.locator("#rows > li")
     assert page.locator("[name=way]").input_value() == "all parameters" and rows.count() == 2
-    # Four sequences in 8 s: 4,096 tokens a second, 67.8 hours of four chips.
-    assert "of a chip, 4,096 tokens/s, 68 h for 1e9 tokens, 271 at your price" in rows.nth(0).inner_text()
+    # Four sequences in 8 s: 4,096 tokens a second, 67.8 hours of four chips. Of its 15.75 GiB 15.3 are 97 %.
+    assert "4 chips" in rows.nth(0).inner_text()
+    told = "15.3 of 15.8 GiB per chip, tight\n4,100 tokens/s, 68 h for 1e9 tokens, 270 at your price"
+    assert told in rows.nth(0).inner_text()
     rows.nth(1).locator("button").click()
     assert "nothing fits: <b>too</b> large" in rows.nth(1).inner_text()
     page.set_viewport_size({"width": 360, "height": 700})

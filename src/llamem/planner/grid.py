@@ -35,10 +35,10 @@ WAYS: dict[str, dict[str, Any]] = {
     "adapters over 16 bits": {"lora": LoraConfig(ranks=(16,))},
     "adapters over four bits": {"lora": LoraConfig(ranks=(16,)), "quantize": "q4_0"},
 }
-TOKENS = (4096, 8192, 32_768, 131_072)
+TOKENS = (2048, 4096, 8192, 32_768, 131_072)
 # Chips and slices that people have or rent.
 PLACES = ("t4", "l4", "a10g", "rtx3090", "rtx4090", "rtx5090", "a100-40", "a100-80", "h100", "h200", "v5e-1", "v6e-1")
-PLACES += ("v5e-8", "v6e-8", "v5p-8", "h100-8", "v5e:16x16", "v5p:4x4x4")
+PLACES += ("v5e-8", "v6e-8", "v5p-8", "h100-8", "v5e:16x16", "v5p:2x4x4", "v5p:4x4x4")
 HOST_BYTES = 512 * GiB  # what a rented machine has at most, where a plan needs the host
 _BEGIN = '{"model": '  # of a row
 MOVED = 0.01  # of a peak: more is told by `check`
@@ -60,11 +60,13 @@ class Question:
 
     @property
     def can_be(self) -> bool:
-        """Whether the model reads so much, and can be trained so there at all: 70B alone on one chip is left out."""
-        single = self.batch_size == 1
-        if "quantize" in WAYS[self.way] and not single:  # blocks are not split
+        """Whether the model reads so much, and can be trained so there: four bits on one chip, 70B there in no more."""
+        four_bits, single = "quantize" in WAYS[self.way], self.batch_size == 1
+        if four_bits and not single:  # blocks are not split
             return False
-        return self.tokens <= PRESETS[self.model].max_seq_len and not (self.model == "llama3.1-70b" and single)
+        if self.model == "llama3.1-70b" and single and not four_bits:
+            return False
+        return self.tokens <= PRESETS[self.model].max_seq_len
 
     def is_longer_than(self, other: "Question") -> bool:
         """Whether the other asks the same of fewer tokens."""
