@@ -282,13 +282,15 @@ def tile_loss(study: Study) -> Remedy | None:
 def attend_in_a_kernel(study: Study) -> Remedy | None:
     """Find plain attention, which writes the scores of all pairs of tokens."""
     widths = {size for leaf in study.of("weights") for size in leaf.shape.shape}
+    products = _sizes_of_scores(study.traced)
 
     def is_scores(span: Span) -> bool:
         axes = _axes(span)
         computed = span.argument is None and span.category not in ("logits", "gradients", "output")
-        # Of three axes the last two may be tokens and a width that are equal by chance.
-        pairs = len(axes) > 3 or (len(axes) == 3 and axes[-1] not in widths)
-        return computed and pairs and axes[-1] == axes[-2] >= 256
+        if not computed or len(axes) < 3 or not axes[-1] == axes[-2] >= 256:
+            return False
+        # Tokens and a layer's width may be equal by chance: then, of one layer, it is as large as such a product.
+        return axes[-1] not in widths or any(math.prod(axes[first:]) in products for first in range(len(axes) - 2))
 
     scores = [span for span in study.schedule.at_peak() if is_scores(span)]
     if not scores:
@@ -336,6 +338,17 @@ def _alike(spans: Iterable[Span]) -> list[list[Span]]:
     for span in spans:
         groups[_kind(span)].append(span)
     return list(groups.values())
+
+
+def _sizes_of_scores(traced: jex_core.ClosedJaxpr) -> set[int]:
+    """Return how many numbers each product of pairs of tokens has: it has batch axes, an MLP's product has none."""
+    found = set()
+    for eqn, _ in equations(traced.jaxpr):
+        if eqn.primitive.name == "dot_general" and any(eqn.params["dimension_numbers"][1]):
+            out: Any = eqn.outvars[0].aval
+            if any(size >= 256 and out.shape.count(size) > 1 for size in out.shape):
+                found.add(out.size)
+    return found
 
 
 def _head(traced: jex_core.ClosedJaxpr, tokens: int) -> tuple[int, int]:

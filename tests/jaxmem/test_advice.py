@@ -137,6 +137,20 @@ def test_a_kernel_for_attention_saves_what_is_said_where_a_tpu_pads_its_heads():
     assert about(followed.advice, "scores of all pairs") is None
 
 
+def test_as_many_tokens_as_an_mlp_is_wide_are_no_pairs_of_tokens():
+    alike = report_of(scanned, STACK, shape(2, 4 * D, D))  # each layer keeps [2, 4 D, 4 D]
+    assert about(alike.advice, "keeps what each of its turns computes") and alike.peak_bytes > 2 * L * (4 * D) ** 2 * 4
+    assert about(alike.advice, "scores of all pairs") is None
+
+    # Nor are they counted where attention, with four heads, makes pairs of as many tokens too.
+    def attended(w, x):
+        q, k, v = (x.reshape(2, 4 * D, 4, D // 4) for _ in range(3))
+        return scanned(w, causal_attention(q, k, v, implementation="xla").reshape(x.shape))
+
+    remedy = about(report_of(attended, STACK, shape(2, 4 * D, D)).advice, "scores of all pairs")
+    assert remedy is None or all(f"[2,{4 * D},{4 * D}]" not in row for row in remedy.arrays), remedy
+
+
 def test_sixteen_bits_and_copies_are_found_by_their_names():
     w = {"wide": shape(V, D), "narrow": shape(4 * V, D, dtype="bfloat16")}
     tx = optax.MultiSteps(TX, 4)
