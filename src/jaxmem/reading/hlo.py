@@ -116,7 +116,8 @@ class Program:
         """Return how often a `while` runs its body, or None."""
         if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
-        # The TPU compiler does not say, but JAX's scans show it: they count from 0, by 1, while below a constant.
+        # The TPU compiler does not say, but JAX's scans show it: they count by 1 while below a constant, from 0, or from
+        # 1 where the first turn was taken out of the loop.
         condition, body = (self.computations.get(loop.named(name), []) for name in ("condition", "body"))
         around = next((lines for lines in self.computations.values() if loop in lines), [])
         compared = [line.operands for line in condition if "direction=LT" in line.rest]
@@ -127,11 +128,12 @@ class Program:
         if not place or bound is None or not _constant(bound).isdigit():
             return None
         start, step = _element(around, loop.operands[0], int(place)), _element(body, body[-1].name, int(place))
-        if start is None or _constant(start) != "0" or step is None or step.opcode != "add":
+        if start is None or not _constant(start).isdigit() or step is None or step.opcode != "add":
             return None
         operands = [_origin(body, name) for name in step.operands]
         added = {(line.named("index"), _constant(line)) for line in operands if line}
-        return int(_constant(bound)) if added == {(place, ""), ("", "1")} else None
+        turns = max(int(_constant(bound)) - int(_constant(start)), 0)
+        return turns if added == {(place, ""), ("", "1")} else None
 
     def source(self, instruction: Instruction) -> str:
         """Return the line of Python that asked for it, `file.py:12`, or ""."""
