@@ -116,8 +116,8 @@ class Program:
         """Return how often a `while` runs its body, or None."""
         if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
-        # The TPU compiler does not say, but JAX's scans show it: they count by 1 while below a constant, from 0, or from
-        # 1 where the first turn was taken out of the loop.
+        # The TPU compiler does not say, but JAX's scans show it: they count by 1 while below a constant, from 0,
+        # or from 1 where the first turn was taken out of the loop.
         condition, body = (self.computations.get(loop.named(name), []) for name in ("condition", "body"))
         around = next((lines for lines in self.computations.values() if loop in lines), [])
         compared = [line.operands for line in condition if "direction=LT" in line.rest]
