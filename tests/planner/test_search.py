@@ -131,6 +131,15 @@ def test_nothing_that_the_compiler_refuses_is_returned(compiler):
         find_plan(ONE_B, "v5e-1", seq_len=8192, progress=None)
 
 
+def test_what_needs_least_is_asked_before_nothing_fits(compiler):
+    """All parameters of Qwen3 1.7B on a T4 were said not to fit with 2,048 tokens, after one plan that needed 1.2 times
+    its estimate, and fit."""
+    least = min(search.all_estimates(Question(ONE_B, jaxmem.CHIPS["v5e-1"], 32_768, 1)), key=lambda e: e.peak_bytes)
+    asked = compiler(factor=lambda plan: 1.0 if plan == least.plan else 3.0)
+    found = find_plan(ONE_B, "v5e-1", seq_len=32_768, progress=None)
+    assert found.plan == least.plan == asked[-1] and 1 < len(asked) <= search.ASKS
+
+
 def test_what_is_found_can_be_acted_on():
     found = find_plan(ONE_B, "v5e-1", seq_len=65_536, **QUIETLY)
     assert "v5e-1" in found.why and "would be faster" in found.why and "both moments are bfloat16" in found.why

@@ -267,6 +267,7 @@ def _search(question: Question, tried: Sequence[Estimate], compiler: bool, progr
     """Return the fastest that fits of the estimated plans: by estimate, or by the compiler, asked in turn."""
     capacity = question.chip.capacity_bytes or float("inf")
     by_plan = {e.plan: e for e in tried}
+    least = min(tried, key=lambda e: e.peak_bytes, default=None)
 
     answers: dict[Plan, Answer] = {}
     accepted: dict[Plan, Report] = {}
@@ -280,6 +281,8 @@ def _search(question: Question, tried: Sequence[Estimate], compiler: bool, progr
         limit = min((by_plan[plan].seconds.total for plan in accepted), default=float("inf")) / ALIKE
         new = [e for e in tried if e.plan not in answers and e.seconds.total <= limit]
         fitting = [e for e in new if e.peak_bytes * factor <= capacity]
+        if not fitting and not accepted and answers:  # its error need not be another's
+            fitting = [e for e in new if e is least and e.fits]
         return _fastest(fitting) if fitting and len(answers) < ASKS else None
 
     while compiler and (estimate := next_one()):
@@ -295,11 +298,10 @@ def _search(question: Question, tried: Sequence[Estimate], compiler: bool, progr
         raise RuntimeError(
             f"{question.chip.name}'s compiler gave no answer to any of {len(errors)} plans: {errors[-1]}"
         )
-    closest = min(tried, key=lambda e: e.peak_bytes, default=None)
-    least = f" The least, by estimate: {closest.peak_bytes / GiB:.2f} GiB, {closest.plan}." if closest else ""
+    closest = f" The least, by estimate: {least.peak_bytes / GiB:.2f} GiB, {least.plan}." if least else ""
     raise NothingFits(
         f"nothing fits: {question.batch_size} x {question.seq_len:,} tokens on {question.chip.name} "
-        f"({capacity / GiB:.2f} GiB), {len(tried)} plans estimated, {len(answers)} of them compiled.{least} Choose "
+        f"({capacity / GiB:.2f} GiB), {len(tried)} plans estimated, {len(answers)} of them compiled.{closest} Choose "
         "fewer tokens, a larger chip or more of them."
     )
 
