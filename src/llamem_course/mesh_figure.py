@@ -16,12 +16,14 @@ LAYOUTS_ALT = (
     "tensor: hidden states grey, head and logits in eight bands of columns."
 )
 ROUNDS_ALT = (
-    "Two grids of devices by tokens. Left: all eight devices compute all tokens, in eight rounds. "
-    "Right: each device computes its own eighth of the tokens, in eight rounds."
+    "Devices by the tokens that they have worked at, coloured and numbered by the device on which the tokens lie. "
+    "Left: in each of eight rounds one device's tokens go to all, and all do the same work. "
+    "Right: each device works at its own, in eight small rounds, and is done after an eighth of the tokens."
 )
 COLLECTIVES_ALT = (
     "Three panels of four devices, before and after. all-gather: one part each becomes all parts on each. "
-    "reduce-scatter: a whole array each becomes one part of the sum on each. all-reduce: the whole sum on each."
+    "reduce-scatter: a whole array each becomes one part of the sum on each. all-reduce: the whole sum on each. "
+    "At each device 3, 3 and 6 parts arrive."
 )
 _DEVICES = 8
 
@@ -67,33 +69,44 @@ def _array(ax: Axes, mesh: Mesh, spec: P, box: tuple[float, float, float, float]
         )
         colour = "lightgray" if whole else _colours()[device.id]
         ax.add_patch(Rectangle(corner, wide, high, facecolor=colour, edgecolor="white"))
-        if not whole and high > 0.2:  # else the number would not fit
+        if whole and device.id == 0:
+            upright = 90 if high > wide else 0
+            ax.text(x + width / 2, y + height / 2, "on all", ha="center", va="center", fontsize=9, rotation=upright)
+        elif not whole and high > 0.2:  # else the number would not fit
             _number(ax, corner[0] + wide / 2, corner[1] + high / 2, str(device.id), device.id)
     ax.text(x + width / 2, y + height + 0.1, name, ha="center", fontsize=9)
 
 
 def rounds_drawn(tokens: int) -> Figure:
-    """Return a figure: which tokens' logits each of eight devices computes, in one loop for all and in its own."""
-    fig, axes = plt.subplots(1, 2, figsize=(10, 3.2), sharey=True)
-    titles = "jax.jit: every device computes all tokens", "what we want: each computes its own tokens"
+    """Return a figure: whose tokens each of eight devices works at, round by round, in one loop and in its own."""
+    fig, axes = plt.subplots(1, 2, figsize=(10, 3.4), sharey=True, layout="constrained")
+    share, colours = tokens // _DEVICES, _colours()
+    for device in range(_DEVICES):
+        for turn in range(_DEVICES):
+            tile = Rectangle((turn * share, device), share, 0.9, facecolor=colours[turn], edgecolor="white")
+            axes[0].add_patch(tile)
+            _number(axes[0], (turn + 0.5) * share, device + 0.45, str(turn), turn)
+            part = Rectangle((turn * share / 8, device), share / 8, 0.9, facecolor=colours[device], edgecolor="white")
+            axes[1].add_patch(part)
+    told: dict[str, Any] = {"fontsize": 9.5, "va": "center", "arrowprops": {"arrowstyle": "->"}}
+    sent = "round 3: device 3's tokens go to all, and all do the same work"
+    axes[0].annotate(sent, (3.5 * share, 0), (0.1 * share, -0.9), **told)
+    done = "done after an eighth of the tokens:\nno token was sent, none worked at twice"
+    axes[1].annotate(done, (share, 4), (2 * share, 4), **told)
+    titles = "jax.jit: one loop over all tokens", "what we want: a loop on each device"
     for ax, title in zip(axes, titles, strict=True):
-        for device in range(_DEVICES):
-            first, many = (0, tokens) if ax is axes[0] else (device * tokens // _DEVICES, tokens // _DEVICES)
-            width = many / _DEVICES
-            for tile in range(_DEVICES):
-                corner = first + tile * width, device
-                ax.add_patch(Rectangle(corner, width, 0.9, facecolor=_colours()[device], edgecolor="white"))
-        ax.set(title=title, xlabel="tokens, in order", xlim=(0, tokens), ylim=(_DEVICES, 0))
-        ax.set_xticks(np.arange(0, tokens + 1, tokens // 4))
+        ax.set(title=title, xlabel="tokens that a device has worked at", xlim=(0, tokens), ylim=(_DEVICES, -1.4))
+        ax.set_xticks(np.arange(0, tokens + 1, share))
+        ax.set_yticks(np.arange(_DEVICES) + 0.45, range(_DEVICES))
     axes[0].set(ylabel="device")
-    axes[0].set_yticks(np.arange(_DEVICES) + 0.45, range(_DEVICES))
     return fig
 
 
 def collectives_drawn() -> Figure:
     """Return a figure: what each of four devices has before and after three collectives."""
-    fig, axes = plt.subplots(1, 3, figsize=(10, 1.9))
-    for ax, title in zip(axes, ("all-gather", "reduce-scatter", "all-reduce"), strict=True):
+    fig, axes = plt.subplots(1, 3, figsize=(10, 1.95), layout="constrained")
+    arriving = {"all-gather": 3, "reduce-scatter": 3, "all-reduce": 6}
+    for ax, (title, parts) in zip(axes, arriving.items(), strict=True):
         for device in range(4):
             for part in range(4):
                 before = title != "all-gather" or part == device
@@ -103,7 +116,8 @@ def collectives_drawn() -> Figure:
                 else:
                     _part(ax, (part + 6, device), "Σ" if title == "all-reduce" or part == device else "", None)
         ax.annotate("", (5.8, 2), (4.2, 2), arrowprops={"arrowstyle": "->"})
-        ax.set(title=title, xlim=(-1.4, 10), ylim=(4, 0), aspect="equal")
+        ax.text(5, 4.5, f"{parts} parts arrive at each", ha="center", va="center", fontsize=9.5)
+        ax.set(title=title, xlim=(-1.4, 10), ylim=(5, 0), aspect="equal")
         ax.text(-0.3, 2, "four devices", rotation=90, ha="right", va="center", fontsize=9)
         ax.axis("off")
     return fig

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxmem import Report, compile_report
+from jaxmem import Report, chip_called, compile_report
 from llamem_course.baseline import exact_loss, relative_error
 
 
@@ -24,6 +24,14 @@ def counted(report: Report) -> Counted:
     messages = sum(row.times for row in report.collectives)
     arriving = sum(row.arriving or 0 for row in report.collectives)
     return Counted((report.compiled_matmul_flops or 0) / share, messages, arriving)
+
+
+def milliseconds(report: Report, chip: str) -> tuple[float, float]:
+    """Return the least milliseconds of one chip's matmuls, and of what arrives there over its links to other chips."""
+    one = chip_called(chip)
+    link = one.chip_link or one.host_link  # cards without links of their own send through the host
+    assert one.peak_flops and link, chip
+    return 1000 * (report.compiled_matmul_flops or 0) / one.peak_flops, 1000 * counted(report).arriving / link
 
 
 def compare(
