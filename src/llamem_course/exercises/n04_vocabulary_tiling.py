@@ -1,7 +1,6 @@
 """The exercises of notebook 04."""
 
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -51,91 +50,93 @@ check_crossing = Exercise(
 )
 
 
-def _smoothed(z_NV: Any, targets_N: Any, epsilon: Any, *, softmax: Any = jax.nn.softmax, words: Any = None) -> Any:
-    share = epsilon / (words or z_NV.shape[1])
-    return softmax(z_NV) - (1 - epsilon) * jax.nn.one_hot(targets_N, z_NV.shape[1]) - share
+def _of_tile(z_NU: Any, words_U: Any, lse_N: Any, y_N: Any, c: Any) -> Any:
+    return _weighed(lambda c, lse_N: 1 + 2 * c * lse_N)(z_NU, words_U, lse_N, y_N, c)
 
 
-def _by_autodiff(z_NV: Any, targets_N: Any, epsilon: float) -> Any:
-    def losses(z_NV: Any) -> Any:
-        logp_NV = jax.nn.log_softmax(z_NV)
-        picked_N = jnp.take_along_axis(logp_NV, targets_N[:, None], 1)[:, 0]
-        return -jnp.sum((1 - epsilon) * picked_N + epsilon * logp_NV.mean(1))
+def _weighed(weight: Answer, own: Answer = lambda c, lse_N: 1) -> Answer:
+    """Return the gradient with other weights, of c and logsumexp, on the softmax and on the own word."""
 
-    return jax.grad(losses)(z_NV)
-
-
-def _mixture(own: Answer, share: Answer) -> Answer:
-    """Return the gradient with other weights, of epsilon, tokens and words, on the own word and on all."""
-
-    def gradient(z: Any, t: Any, eps: float) -> Any:
-        return jax.nn.softmax(z) - own(eps) * jax.nn.one_hot(t, z.shape[1]) - share(eps, *z.shape)
+    def gradient(z: Any, words: Any, lse: Any, y: Any, c: Any) -> Any:
+        hot = y[:, None] == words
+        own_N = jnp.broadcast_to(own(c, lse), lse.shape)
+        return jnp.exp(z - lse[:, None]) * weight(c, lse)[:, None] - own_N[:, None] * hot
 
     return gradient
 
 
-def _by_words(z: Any, t: Any, eps: float) -> Any:
-    hot = jax.nn.one_hot(t, z.shape[1])
-    return jax.nn.softmax(z) - (1 - eps) * hot - eps / (z.shape[1] - 1) * (1 - hot)
+def _at_index(index: Answer) -> Answer:
+    """Return the gradient with the own word found by an index into the tile."""
+
+    def gradient(z: Any, words: Any, lse: Any, y: Any, c: Any) -> Any:
+        others = _of_tile(z, words, lse, jnp.full_like(y, -1), c)
+        return others.at[jnp.arange(len(y)), index(y, words)].add(-1)
+
+    return gradient
 
 
-def _unshifted(z: Any) -> Any:
-    return jnp.exp(z) / jnp.exp(z).sum(1, keepdims=True)
+def _tile(z_NV: Any, first: int, end: int, c: float) -> tuple[Any, ...]:
+    return z_NV[:, first:end], jnp.arange(first, end), jax.nn.logsumexp(z_NV, axis=1), _TARGETS_N, c
 
 
-def _row_sum(first: float) -> str:
-    return "" if abs(first) < 0.005 else f"the sums of your rows begin with {first:.3f}."
+_Z_NV = jax.random.normal(jax.random.key(0), (6, 9))
+_TARGETS_N = jnp.array([0, 4, 3, 8, 1, 5])
 
-
-_Z_NV = jax.random.normal(jax.random.key(0), (6, 5))
-_TARGETS_N = jnp.array([0, 4, 2, 2, 1, 3])
-
-check_smoothed_gradient = Exercise(
+check_tile_gradient = Exercise(
     2,
-    _by_autodiff,
+    _of_tile,
     {
-        "With an epsilon of 0": (_Z_NV, _TARGETS_N, 0.0),
-        "With an epsilon of 0.3": (_Z_NV, _TARGETS_N, 0.3),
-        "With an epsilon of 0.1": (_Z_NV, _TARGETS_N, 0.1),
-        "With 9 words in place of 5": (jax.random.normal(jax.random.key(1), (4, 9)), _TARGETS_N[:4], 0.3),
-        "With logits of 200": (200 * _Z_NV[:4], _TARGETS_N[:4], 0.1),
+        "With a c of 0, in the tile of the first four words": _tile(_Z_NV, 0, 4, 0.0),
+        "With a c of 0, in a tile that begins with word 4": _tile(_Z_NV, 4, 8, 0.0),
+        "With a c of 0.1": _tile(_Z_NV, 4, 8, 0.1),
+        "With a c of 0.02, in a tile of two words": _tile(_Z_NV, 3, 5, 0.02),
+        "With logits of 200": _tile(200 * _Z_NV / _Z_NV.max(), 4, 8, 0.1),
     },
-    "Every row still sums to 0: a mixture of targets weighs 1, and so does softmax.",
+    "The tile needs only the logsumexp that it had. `llamem.tiled_cross_entropy` has this as `z_loss`.",
     {
-        "It must be the gradient that this notebook derived, of the sum: compare sign, size, rows.": [
-            lambda *given: -_by_autodiff(*given),
-            lambda *given: _by_autodiff(*given) / len(given[0]),
-            partial(_smoothed, softmax=jax.nn.log_softmax),
-            partial(_smoothed, softmax=partial(jax.nn.softmax, axis=0)),
+        "It must be the gradient of the sum of the losses: compare sign and size.": [
+            lambda *given: -_of_tile(*given),
+            lambda *given: _of_tile(*given) / len(given[0]),
         ],
-        "Epsilon changes nothing in your answer. Which term of the loss does it enter?": (
-            lambda z, t, eps: _by_autodiff(z, t, 0.0)
-        ),
-        "You scaled the whole difference. Which of the two does a mixture of targets replace, softmax or targets?": (
-            lambda z, t, eps: (1 - eps) * _by_autodiff(z, t, 0.0)
-        ),
-        "What does a mixture of targets weigh in all, and what must a row of the gradient then sum to?": [
-            _mixture(lambda eps: 1, lambda eps, N, V: eps / V),
-            _mixture(lambda eps: 1 - eps, lambda eps, N, V: 0),
-            _mixture(lambda eps: 1 - eps, lambda eps, N, V: eps),
-            _mixture(lambda eps: 1 - eps, lambda eps, N, V: eps / N),
+        "A softmax is over all words. Which of the numbers given knows of the words outside this tile?": [
+            lambda z, words, lse, *given: _of_tile(z, words, jax.nn.logsumexp(z, axis=1), *given),
+            lambda z, words, lse, y, c: jax.nn.softmax(z) * (1 + 2 * c * lse)[:, None] - (y[:, None] == words),
+            lambda z, words, lse, *given: _of_tile(z, words, lse, *given) / jnp.exp(z - lse[:, None]).sum(1)[:, None],
         ],
-        "The weight lies on the wrong words: 'all V' of the text includes the target.": _by_words,
-        "Is it the softmax that is mixed, or the targets? One of the two is what the model says.": (
-            lambda z, t, eps: (1 - eps) * jax.nn.softmax(z) + eps / z.shape[1] - jax.nn.one_hot(t, z.shape[1])
-        ),
-        "Right for an epsilon of 0.3, wrong for 0.1: is a number written into your answer?": (
-            lambda z, t, eps: _smoothed(z, t, 0.3 * (eps > 0))
-        ),
-        "Is a number of words written into your answer?": partial(_smoothed, words=5),
-        "What is exp of 200 in float32, and what does softmax do first, in each row?": [
-            partial(_smoothed, softmax=_unshifted),
-            partial(_smoothed, softmax=lambda z: _unshifted(z - z.max())),
-            lambda z, *given: _smoothed(jnp.clip(z, -80, 80), *given),
+        "Which tokens have their target in this tile, and at which place? An id counts from the first word of all.": [
+            lambda z, words, lse, y, c: _of_tile(z, jnp.arange(len(words)), lse, y, c),
+            _at_index(lambda y, words: y % len(words)),
+            _at_index(lambda y, words: jnp.clip(y - words[0], 0, len(words) - 1)),
+            _at_index(lambda y, words: y - words[0]),
         ],
+        "Your answer does not change with c. Which term of the loss has it?": (
+            lambda z, words, lse, y, c: _of_tile(z, words, lse, y, 0)
+        ),
+        "By the chain rule: what is the derivative of a square, and what stands inside?": [
+            _weighed(lambda c, lse: 1 + c * lse),
+            _weighed(lambda c, lse: 1 + c * lse**2),
+            _weighed(lambda c, lse: 1 + 2 * c + 0 * lse),
+            _weighed(lambda c, lse: 1 + 2 * lse * (c > 0)),
+            lambda z, words, lse, y, c: _of_tile(z, words, lse, y, 0) + 2 * c * lse[:, None],
+        ],
+        "Does the z-loss know which word was the target?": (
+            _weighed(lambda c, lse: 1 + 2 * c * lse, lambda c, lse: 1 + 2 * c * lse)
+        ),
+        "Logsumexp of which logits: those of the tile, or of all words?": (
+            lambda z, words, lse, y, c: (
+                jnp.exp(z - lse[:, None]) * (1 + 2 * c * jax.nn.logsumexp(z, axis=1))[:, None] - (y[:, None] == words)
+            )
+        ),
+        "Right for a c of 0.1, wrong for 0.02: is a number written into your answer?": (
+            lambda z, words, lse, y, c: _of_tile(z, words, lse, y, 0.1 * (c > 0))
+        ),
+        "What is exp of 200 in float32? Subtract first.": (
+            lambda z, words, lse, y, c: (
+                jnp.exp(z) / jnp.exp(lse)[:, None] * (1 + 2 * c * lse)[:, None] - (y[:, None] == words)
+            )
+        ),
     },
-    otherwise="How much of a target's weight goes to which words, and does it all arrive?",
-    told=lambda got, *_: _row_sum(np.asarray(got, float).sum(-1).ravel()[0]),
+    otherwise="Softmax minus one-hot is there for a c of 0. What does the square add to the softmax, and where?",
 )
 
 
