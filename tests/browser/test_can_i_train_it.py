@@ -40,13 +40,16 @@ def page(browser, request, tmp_path):
 
 def test_a_visitor_asks_and_sees_what_holds_it(page):
     said, rows = page.locator("#said"), page.locator("#rows > li")
-    assert said.inner_text() == ("1 of 2 chips hold it, and the smallest is t4. With more host memory 1 more would.")
-    assert "12.0 of 14.6 GiB\n410 tokens/s, 680 h for 1e9 tokens" in rows.nth(0).inner_text()
-    assert "12.0 of 15.8 GiB, only with 3.0 GiB of the host\n2,050 tokens/s" in rows.nth(1).inner_text()
+    assert said.inner_text() == (
+        "llama3.1-8b, QLoRA (4-bit), 8,192 tokens: 1 of 2 chips hold it, and the smallest is T4. "
+        "With more host memory 1 more would."
+    )
+    assert "12.0 of 14.6 GiB\n410 tokens/s, 678 h for a billion tokens" in rows.nth(0).inner_text()
+    assert "12.0 of 15.8 GiB, only with 3.0 GiB of the host's memory\n2,050 tokens/s" in rows.nth(1).inner_text()
     page.locator("[name=host]").select_option("16")
-    assert said.inner_text().startswith("2 of 2 chips")
+    assert "2 of 2 chips hold it" in said.inner_text()
     page.locator("[name=price]").fill("2.5")
-    assert "680 h for 1e9 tokens, 1,700 at your price" in rows.nth(0).inner_text()
+    assert "678 h for a billion tokens, 1,700 at your price" in rows.nth(0).inner_text()
     # By keyboard: the row tells its plan and its command, and closes again.
     rows.nth(1).locator("button").focus()
     page.keyboard.press("Enter")
@@ -61,15 +64,37 @@ def test_a_visitor_asks_and_sees_what_holds_it(page):
 def test_one_chip_is_shown_at_every_length(page):
     said, rows = page.locator("#said"), page.locator("#rows > li")
     page.locator("[name=chip]").select_option("t4")
-    assert said.inner_text() == "Yes: 12.0 of 14.6 GiB. The longest sequence below that fits has 8,192 tokens."
+    assert said.inner_text() == (
+        "llama3.1-8b, QLoRA (4-bit), 8,192 tokens on T4: yes, 12.0 of 14.6 GiB. 410 tokens/s, "
+        "678 h for a billion tokens. The longest below that fits has 8,192 tokens."
+    )
     assert rows.count() == 2 and "32,768 tokens" in rows.nth(1).inner_text() and "no" in rows.nth(1).inner_text()
     page.locator("[name=tokens]").select_option("32768")
-    assert said.inner_text().startswith("No. The longest")
+    assert "on T4: no. The longest" in said.inner_text()
     page.locator("[name=chip]").select_option("v5e-4")
-    assert said.inner_text().startswith("The compilers were not asked this.") and rows.count() == 0
+    assert said.inner_text() == "llama3.1-8b, QLoRA (4-bit), was asked only of T4, TPU v5e." and rows.count() == 0
     page.locator("[name=model]").select_option("qwen3-0.6b")
     page.locator("[name=tokens]").select_option("131072")
     assert said.inner_text() == "qwen3-0.6b reads at most 40,960 tokens."
+
+
+@pytest.mark.parametrize(
+    ("question", "said"),
+    [
+        ("8B QLoRA on a free T4 at 8k?", "llama3.1-8b, QLoRA (4-bit), 8,192 tokens on T4: yes"),
+        ("Llama 8B full fine-tune with 8,192 tokens on a v5e-4, $2", "on TPU v5e-4: yes, 15.3 of 15.8 GiB (tight)"),
+        ("all of 8B on a T4", "all parameters, 8,192 tokens on T4: no."),
+        (
+            "QLoRA of 8B on a v5e, 8k, 32 GB of RAM",
+            "on TPU v5e: yes, 12.0 of 15.8 GiB, with 3.0 GiB of the host's memory",
+        ),
+        ("Qwen3 0.6B QLoRA, 128k", "qwen3-0.6b reads at most"),
+    ],
+)
+def test_a_question_in_words_chooses(page, question, said):
+    page.locator("#ask").fill(question)
+    assert said in page.locator("#said").inner_text()
+    assert page.locator("[name=price]").input_value() == ("2" if "$2" in question else "")
 
 
 def test_the_address_keeps_the_choice_and_a_slice_counts_whole(page):
@@ -80,7 +105,7 @@ def test_the_address_keeps_the_choice_and_a_slice_counts_whole(page):
     assert page.locator("[name=way]").input_value() == "all parameters" and rows.count() == 2
     # Four sequences in 8 s: 4,096 tokens a second, 67.8 hours of four chips. Of its 15.75 GiB 15.3 are 97 %.
     assert "4 chips" in rows.nth(0).inner_text()
-    told = "15.3 of 15.8 GiB per chip, tight\n4,100 tokens/s, 68 h for 1e9 tokens, 270 at your price"
+    told = "15.3 of 15.8 GiB (tight) per chip\n4,100 tokens/s, 67.8 h for a billion tokens, 271 at your price"
     assert told in rows.nth(0).inner_text()
     rows.nth(1).locator("button").click()
     assert "nothing fits: <b>too</b> large" in rows.nth(1).inner_text()
