@@ -10,6 +10,7 @@ from jaxmem.report import GiB, Report
 from jaxmem.tracing.residuals import Residuals
 from llamem_course.timeline_figure import timeline, timeline_alt
 from llamem_course.timeline_html import timeline_page
+from llamem_course.tower_figure import tower, tower_alt
 
 __all__ = [
     "report_bars",
@@ -18,6 +19,8 @@ __all__ = [
     "timeline",
     "timeline_alt",
     "timeline_page",
+    "tower",
+    "tower_alt",
 ]
 
 plt.style.use("petroff10")  # colours that remain distinct for colour-blind readers

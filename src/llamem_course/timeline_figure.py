@@ -107,7 +107,9 @@ def largest_made(timeline: Timeline, count: int = 3) -> list[Span]:
     return [buffer for buffer in timeline.at_peak() if buffer.name not in ("argument", "constant")][:count]
 
 
-def timeline(reports: Mapping[str, Report | Timeline], over: Over = "operations") -> Figure:
+def timeline(
+    reports: Mapping[str, Report | Timeline], over: Over = "operations", notes: Mapping[str, str] | None = None
+) -> Figure:
     """Device memory over the schedule of each program, by category, on equal axes; `timeline_alt` says it in words.
 
     `over="seconds"`: each operation is as wide as it takes long, by the estimate of a TPU's compiler, loops in all
@@ -116,8 +118,8 @@ def timeline(reports: Mapping[str, Report | Timeline], over: Over = "operations"
     Where one schedule has over three times the steps of another, each stands on steps of its own; bytes stay equal.
     The title has the highest point, what the compiler set aside where gaps make it more, and who fits where not all
     do. Passes are marked, and loops with how often they run; the dashed line is what the chip offers. At the peak stand
-    the three largest buffers that the program makes. Memory on the host, where there is any, is a line of its own, or a
-    number where it lies far above the axis.
+    the three largest buffers that the program makes, or its sentence of `notes`. Memory on the host, where there is
+    any, is a line of its own, or a number where it lies far above the axis.
     Raises ValueError for a report without a timeline, and for one without seconds where these are to be drawn.
     """
     found = timelines(reports)
@@ -140,11 +142,11 @@ def timeline(reports: Mapping[str, Report | Timeline], over: Over = "operations"
     all_fit = all(one.fits for one in found.values())
     for ax, (name, one) in zip(axes.flat, found.items(), strict=False):
         ax.set_xlim(0, drawn[name])
-        ax.set_ylim(0, (1.38 if columns < 3 else 1.45) * top)  # room for what `_peak` writes
+        ax.set_ylim(0, (1.22 if notes else 1.38 if columns < 3 else 1.45) * top)  # room for what `_peak` writes
         _areas(ax, one, n_bytes, edges[name])
         _passes(ax, one, edges[name])
-        _capacity(ax, one, n_bytes, unit, edges[name])
-        _peak(ax, one, n_bytes, edges[name])
+        _capacity(ax, one, n_bytes, unit, edges[name], noted=bool(notes))
+        _peak(ax, one, n_bytes, edges[name], notes[name] if notes else "")
         verdict = "" if all_fit else ", fits" if one.fits else ", does not fit"
         title = f"{name}: {told_size(one, unit, n_bytes)}{verdict}"
         ax.set_title(title, loc="left", fontweight="bold", fontsize=9.5 if columns > 2 else 10.5, pad=27)
@@ -272,12 +274,13 @@ def _passes(ax: Axes, one: Timeline, edges: np.ndarray) -> None:
             ax.text(middle, 1.025, trips, transform=above, ha="center", va="bottom", fontsize=_small(ax), color="0.35")
 
 
-def _capacity(ax: Axes, one: Timeline, n_bytes: int, unit: str, edges: np.ndarray) -> None:
+def _capacity(ax: Axes, one: Timeline, n_bytes: int, unit: str, edges: np.ndarray, noted: bool) -> None:
     capacity = (one.capacity_bytes or 0) / n_bytes
     if 0 < capacity <= ax.get_ylim()[1]:
         ax.axhline(capacity, color="black", linestyle="--", linewidth=1.2)
         steps = ax.get_xlim()[1]
-        high = capacity > 0.7 * ax.get_ylim()[1]  # just under what `_peak` writes; else the side away from the peak
+        high = capacity > 0.7 * ax.get_ylim()[1] and not noted
+        # Just under what `_peak` lists; else on the side away from the peak.
         left = (edges[one.peak_step] < 0.5 * steps) == high
         place = {"ha": "left" if left else "right", "va": "bottom", "fontsize": _small(ax)}
         frame = {"facecolor": "white", "edgecolor": "none", "alpha": 0.7, "pad": 0.8}
@@ -285,12 +288,24 @@ def _capacity(ax: Axes, one: Timeline, n_bytes: int, unit: str, edges: np.ndarra
         ax.text((0.005 if left else 0.995) * steps, 1.015 * capacity, label, bbox=frame, **place)
 
 
-def _peak(ax: Axes, one: Timeline, n_bytes: int, edges: np.ndarray) -> None:
+def _peak(ax: Axes, one: Timeline, n_bytes: int, edges: np.ndarray, note: str) -> None:
     step, height = edges[one.peak_step], one.peak_bytes / n_bytes
+    right = step < 0.5 * ax.get_xlim()[1]
+    ax.plot(step, height, marker="v", color="black", markersize=6, clip_on=False)
+    if note:
+        ax.annotate(
+            note,
+            (step, height),
+            xytext=(7 if right else -7, 0),
+            textcoords="offset points",
+            ha="left" if right else "right",
+            va="bottom",
+            fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 0.8},  # over borders of passes
+        )
+        return
     lines = ["largest at the peak:"]
     lines += [f"{buffer.bytes / n_bytes:.2f} {buffer.category}  {buffer.shape}" for buffer in largest_made(one)]
-    ax.plot(step, height, marker="v", color="black", markersize=6, clip_on=False)
-    right = step < 0.5 * ax.get_xlim()[1]
     ax.annotate(
         "\n".join(lines),
         (step, height),

@@ -53,6 +53,13 @@ def test_the_peak_names_its_three_largest_buffers(four):
     assert [buffer.category for buffer in largest_made(handmade(residuals=9))] == ["residuals", "logits"]
 
 
+def test_a_note_stands_at_the_peak_in_place_of_the_buffers():
+    figure = plots.timeline({"plain": handmade()}, notes={"plain": "the loss"})
+    words = [text.get_text() for text in figure.axes[0].texts]
+    plt.close(figure)
+    assert "the loss" in words and not any("at the peak" in word for word in words)
+
+
 def test_over_seconds_an_operation_is_as_wide_as_it_takes_long():
     plain = handmade()
     with pytest.raises(ValueError, match='depth="code"'):
