@@ -1,5 +1,6 @@
 """Figures: alternative text goes with them, and they show the numbers they were given."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from timelines import MiB, handmade
 import jaxmem
 from jaxmem import GiB
 from llamem_course import plots, training_figures
-from llamem_course.adapter_figures import adapter_drawn
+from llamem_course.adapter_figures import adapter_drawn, block_drawn, freezing_drawn
 from llamem_course.price_figure import steps_drawn, steps_drawn_alt, tool_prices
 
 
@@ -82,10 +83,11 @@ def test_the_tokens_with_a_loss_are_marked():
     plt.close(fig)
 
 
-def test_prices_are_bars_of_what_a_tool_buys_and_what_it_costs():
-    fig = tool_prices(["a", "b"], 16, [3.0, 0.5], {8: [0.5, 0.0], 16: [0.25, 1.0]})
-    buys, costs = ([bar.get_width() for bar in ax.patches if isinstance(bar, Rectangle)] for ax in fig.axes)
-    assert buys == [3.0, 0.5] and costs == [50.0, 0.0, 25.0, 100.0]
+def test_prices_are_lines_over_the_length_of_the_sequence():
+    fig = tool_prices(["a", "b"], {8: [0.5, 0.25], 16: [0.25, 0.0]})
+    drawn = [list(np.asarray(line.get_ydata())) for line in fig.axes[0].lines]
+    assert drawn == [[50.0, 25.0], [25.0, 0.01]]  # nothing is drawn at the foot of the axis
+    assert "under 0.1%" in [text.get_text() for text in fig.axes[0].texts]
     plt.close(fig)
 
 
@@ -97,6 +99,22 @@ def test_a_step_is_drawn_in_the_lines_of_the_ledger():
     assert tops["at work"] == 12 * MiB / GiB and tops["inputs"] == 9 * MiB / GiB
     plt.close(fig)
     assert "At the highest point weights" in steps_drawn_alt({"a": report})
+
+
+def test_what_a_frozen_matrix_saves_is_drawn_to_scale():
+    fig = freezing_drawn(256, 512, 16)
+    boxes = [box for box in fig.axes[0].patches if isinstance(box, Rectangle)]
+    whole = [box.get_linestyle() for box in boxes if (box.get_width(), box.get_height()) == (512, 256)]
+    thin = [box for box in boxes if (box.get_width(), box.get_height()) == (16, 256)]
+    assert (whole.count("solid"), whole.count("--"), len(thin)) == (5, 3, 4)
+    plt.close(fig)
+
+
+def test_a_block_is_drawn_with_its_bytes():
+    fig = block_drawn()
+    widths = Counter(box.get_width() for box in fig.axes[0].patches if isinstance(box, Rectangle))
+    assert widths == {2: 32 + 32 + 1, 1: 16}
+    plt.close(fig)
 
 
 def test_an_adapter_is_drawn_to_scale():
