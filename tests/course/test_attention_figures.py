@@ -1,9 +1,9 @@
-"""Notebook 06's figures of attention show the angles, the mask and the heads that they are given."""
+"""Notebook 06's figure of RoPE shows the angles that it is given."""
 
 import matplotlib.pyplot as plt
 import numpy as np
 
-from llamem_course.attention_figures import causal_and_shared, causal_and_shared_alt, turning_pair, turning_pair_alt
+from llamem_course.attention_figures import turning_pair, turning_pair_alt
 
 
 def test_the_angle_between_query_and_key_is_told_and_stays_when_both_move():
@@ -18,15 +18,4 @@ def test_the_angle_between_query_and_key_is_told_and_stays_when_both_move():
         "at 5 and 3 281°, at 25 and 23 281°, at 5 and 4 276°" in words
         and "1 of 4 pairs make less than one turn" in words
     )
-    plt.close(fig)
-
-
-def test_a_query_sees_itself_and_what_was_before_and_each_key_head_serves_its_group():
-    fig = causal_and_shared(5, 8, 2)
-    mask, heads = fig.axes
-    assert np.array_equal(np.asarray(mask.images[0].get_array()), np.tril(np.ones((5, 5))))
-    lines = [np.asarray(line.get_xdata()).tolist() for line in heads.lines]
-    ends = [tuple(line) for line in lines if len(line) == 2]
-    assert ends == [(head, 1.5 if head < 4 else 5.5) for head in range(8)]
-    assert "each of these serves 4" in causal_and_shared_alt(5, 8, 2)
     plt.close(fig)

@@ -50,27 +50,11 @@ def test_bars_add_up_to_the_peak():
     plt.close(fig)
 
 
-def test_a_run_and_a_longer_one_stand_beside_what_counting_reaches():
-    run, longer = [(20, 8.5, 8.4, 8.0), (40, 8.1, 8.2, 7.9)], [(50, 8.0, 8.1, 7.8), (100, 7.0, 7.5, 6.5)]
-    fig = training_figures.learning_and_counting(run, longer, 9.5)
-    ax = fig.axes[0]
-    *lines, own = [np.asarray(line.get_xydata()).tolist() for line in ax.lines]
-    assert lines == [[[row[0], row[column]] for row in longer] for column in (2, 3, 1)]
-    assert own == [[0, 9.5], [20, 8.5], [40, 8.1]] and ax.get_xlim() == (0, 100)
-    words = {text.get_text() for text in ax.texts}
-    assert words == {
-        "this run, from 9.50 to 8.10",
-        "counting single tokens, 7.50",
-        "a longer run, 7.00",
-        "counting pairs, 6.50",
-    }
-    plt.close(fig)
-
-
-def test_a_stored_run_that_is_not_longer_is_left_out():
-    fig = training_figures.learning_and_counting([(40, 8.1, 8.2, 7.9)], [(40, 8.0, 8.1, 7.8)], 9.5)
-    words = [text.get_text() for text in fig.axes[0].texts]
-    assert words == ["counting single tokens, 8.20", "this run, 8.10", "counting pairs, 7.90"]
+def test_each_token_of_an_answer_has_its_loss_before_and_after():
+    fig = training_figures.answer_losses(["Aye", "\n"], [8.0, 2.0], [0.5, 1.0])
+    before, after = [np.asarray(line.get_ydata()).tolist() for line in fig.axes[0].lines[-2:]]
+    assert (before, after) == ([8.0, 2.0], [0.5, 1.0])
+    assert [tick.get_text() for tick in fig.axes[0].get_xticklabels()] == ["Aye", "\\n"]
     plt.close(fig)
 
 
