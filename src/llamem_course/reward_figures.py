@@ -1,4 +1,4 @@
-"""Figures of notebook 13: PPO's clip, rewards by round, pairs by update."""
+"""Figures of notebook 13: PPO's clip, a group's advantages, pairs by update."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -34,26 +34,26 @@ def clip_curves(term: Callable[[Any, float], Any], epsilon: float) -> Figure:
     return fig
 
 
-def reward_rounds(rounds: Sequence[np.ndarray]) -> tuple[Figure, str]:
-    """Draw every drawn answer's reward as a dot, round by round, and return the figure and its words.
+def group_bars(texts: Sequence[str], rewards: np.ndarray, advantages: Any) -> tuple[Figure, str]:
+    """Draw the answers of the group whose rewards differ most, each with its advantage, and return the figure's words.
 
-    Each of `rounds` is `[groups, answers]`: the groups of a round stand side by side.
+    `rewards` and `advantages` are `[groups, answers]`, and `texts` the answers of all groups, one after the other.
     """
-    fig, ax = plt.subplots(figsize=(9, 3.3), layout="constrained")
-    for x, rewards_GB in enumerate(rounds):
-        width = 0.6 / len(rewards_GB)
-        for group, rewards in enumerate(rewards_GB):
-            middle = x + width * (group - (len(rewards_GB) - 1) / 2)
-            aside = 0.38 * width * np.linspace(-1, 1, len(rewards))  # equal rewards would hide each other
-            label = "" if x else f"answers to question {group + 1} of a round"
-            style = "o^sD"[group % 4]
-            ax.plot(middle + aside, rewards, style, color=f"C{2 * group}", alpha=0.7, markersize=6, label=label)
-        ax.hlines(rewards_GB.mean(), x - 0.34, x + 0.34, color="black", linewidth=2, label="" if x else "mean")
-    ax.set_xticks(range(len(rounds)), [f"round {i + 1}" for i in range(len(rounds))])
-    ax.set(ylabel="reward of a drawn answer", ylim=(-0.04, 0.8), xlim=(-0.5, max(len(rounds), 2) - 0.5))
-    ax.legend(frameon=False, loc="upper left", ncols=3, fontsize=10)
-    means = ", ".join(f"{np.mean(rewards):.2f}" for rewards in rounds)
-    return fig, f"Dots of the rewards of drawn answers. Their mean, round by round: {means}."
+    group, size = int(np.argmax(np.std(rewards, axis=1))), rewards.shape[1]
+    order = np.argsort(-rewards[group], kind="stable")
+    shown = [texts[group * size + i].replace("\n", " ") for i in order]
+    bars = np.asarray(advantages)[group][order]
+    fig, ax = plt.subplots(figsize=(9, 0.3 * size + 0.9), layout="constrained")
+    ax.barh(range(size), bars, color=["C0" if bar > 0 else "C1" for bar in bars])
+    for y, (bar, i) in enumerate(zip(bars, order, strict=True)):
+        side = "right" if bar > 0 else "left"  # of the axis, where no bar is
+        ax.text(-0.05 if bar > 0 else 0.05, y, f"reward {rewards[group][i]:.2f}", ha=side, va="center", fontsize=10)
+    ax.axvline(0, color="black", linewidth=1)
+    ax.set_yticks(range(size), shown, fontsize=10)
+    ax.invert_yaxis()
+    ax.set_xlabel("advantage: more likely to the right of 0, less likely to its left")
+    told = "; ".join(f"{text}: {bar:+.2f}" for text, bar in zip(shown, bars, strict=True))
+    return fig, f"Bars of the advantages of one question's drawn answers. {told}."
 
 
 def preference_curves(runs: Mapping[str, np.ndarray]) -> tuple[Figure, str]:

@@ -1,4 +1,4 @@
-"""The figures of notebook 13: groups stand side by side, and each training by pairs has a picture."""
+"""The figures of notebook 13: a group of answers with their advantages, and a picture for each training by pairs."""
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -6,12 +6,12 @@ import numpy as np
 from llamem_course import reward_figures
 
 
-def test_the_groups_of_a_round_are_drawn_apart():
-    rounds = [np.array([[0.5, 0.25, 0, 0], [0, 0, 0, 0]])]
-    fig, alt = reward_figures.reward_rounds(rounds)
-    dots = {line.get_label(): np.asarray(line.get_xdata()) for line in fig.axes[0].get_lines()}
-    assert dots["answers to question 1 of a round"].max() < dots["answers to question 2 of a round"].min()
-    assert alt.endswith("round by round: 0.09.")
+def test_the_group_whose_rewards_differ_most_is_drawn_the_best_answer_first():
+    rewards, advantages = np.array([[0.5, 0.5], [0, 0.75]]), np.array([[0.0, 0.0], [-0.7, 0.7]])
+    fig, alt = reward_figures.group_bars(["a", "b", "c", "d\ne"], rewards, advantages)
+    assert alt.endswith("d e: +0.70; c: -0.70.")
+    assert [label.get_text() for label in fig.axes[0].get_yticklabels()] == ["d e", "c"]
+    assert [text.get_text() for text in fig.axes[0].texts] == ["reward 0.75", "reward 0.00"]
     plt.close(fig)
 
 
