@@ -41,17 +41,15 @@ def group_bars(texts: Sequence[str], rewards: np.ndarray, advantages: Any) -> tu
     """
     group, size = int(np.argmax(np.std(rewards, axis=1))), rewards.shape[1]
     order = np.argsort(-rewards[group], kind="stable")
-    shown = [texts[group * size + i].replace("\n", " ") for i in order]
+    shown = [f"{texts[group * size + i]} ({rewards[group][i]:.2f})".replace("\n", " ") for i in order]
     bars = np.asarray(advantages)[group][order]
     fig, ax = plt.subplots(figsize=(9, 0.3 * size + 0.9), layout="constrained")
     ax.barh(range(size), bars, color=["C0" if bar > 0 else "C1" for bar in bars])
-    for y, (bar, i) in enumerate(zip(bars, order, strict=True)):
-        side = "right" if bar > 0 else "left"  # of the axis, where no bar is
-        ax.text(-0.05 if bar > 0 else 0.05, y, f"reward {rewards[group][i]:.2f}", ha=side, va="center", fontsize=10)
     ax.axvline(0, color="black", linewidth=1)
     ax.set_yticks(range(size), shown, fontsize=10)
     ax.invert_yaxis()
-    ax.set_xlabel("advantage: more likely to the right of 0, less likely to its left")
+    ax.text(-0.02, 1.02, "drawn answer (reward)", transform=ax.transAxes, ha="right", fontsize=10, style="italic")
+    ax.set_xlabel("advantage: > 0 makes an answer more likely")
     told = "; ".join(f"{text}: {bar:+.2f}" for text, bar in zip(shown, bars, strict=True))
     return fig, f"Bars of the advantages of one question's drawn answers. {told}."
 
