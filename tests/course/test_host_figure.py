@@ -8,7 +8,7 @@ from llamem_course.host_figure import mesh_bars
 
 def test_the_parts_of_each_mesh_are_drawn_to_scale_and_told():
     rows = {"one": {"inputs": 1, "other": 5}, "two": {"inputs": 6, "other": 4}}
-    fig, alt = mesh_bars(rows, "GiB at the peak", capacity=15.75)
+    fig, alt = mesh_bars(rows, "GiB at the peak", line=(15.75, "a chip offers 15.75"))
     (ax,) = fig.axes
     ends = [bar.get_extents().transformed(ax.transData.inverted()).x1 for bar in ax.patches]
     np.testing.assert_allclose(ends, [1, 6, 6, 10])
