@@ -1,4 +1,4 @@
-"""What one more layer costs, and which arrays of sixteen layers are there at once in the backward pass."""
+"""Which slices of a stack of weights a program holds, and for how long; what nested scans hold at their fullest."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,6 +6,8 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
+
+from jaxmem.reading.timeline import Span, Timeline
 
 ALIVE_ALT = (
     "Sixteen layers when the backward pass enters the last of four groups. A scan holds 16 inputs. Nested, it holds 4 "
@@ -23,35 +25,58 @@ _ROWS = (
     ("gradients, once more", _LAST, "4 layers' weights", "C2", "//"),
 )
 
-_MIB = 2**20
+_GIB = 2**30
 
 
-def one_more(costs: Mapping[str, float], parts: Mapping[str, float], chip: str) -> Figure:
-    """Draw what one more layer adds to the peak on a chip, in bytes, as a bar for each way to run the layers.
+def slices(timeline: Timeline, size: int) -> list[Span]:
+    """Return the copies of slices of stacked arrays, of `size` bytes or more each, in the order made."""
+    cut = ("/slice", "/squeeze", "/dynamic_slice")
+    found = [one for one in timeline.buffers if one.operation.endswith(cut) and one.bytes >= size]
+    return sorted(found, key=lambda one: (one.first, one.last))
 
-    `parts` are the bytes that every layer brings, one after another; what a bar has beyond them stands out.
-    """
-    fig, ax = plt.subplots(figsize=(8, 0.4 * len(costs) + 0.9), layout="constrained")
-    labels = list(costs)
-    left = 0.0
-    for (name, size), colour in zip(parts.items(), ("C1", "C2", "C0"), strict=True):
-        ax.barh(labels, size / _MIB, left=left, color=colour, alpha=0.6, height=0.7, label=name)
-        left += size / _MIB
-    rest = [max(cost / _MIB - left, 0.0) for cost in costs.values()]
-    ax.barh(labels, rest, left=left, color="C3", alpha=0.6, height=0.7, label="what else?")
-    ax.set(xlabel=f"MiB for one more layer, {chip}")
-    ax.invert_yaxis()
-    ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(loc="lower right", frameon=False)
+
+def waiting(timeline: Timeline, size: int) -> list[Span]:
+    """Return those of the `slices` that lie in memory at the peak."""
+    return [one for one in slices(timeline, size) if one.first <= timeline.peak_step <= one.last]
+
+
+def waiting_slices(timelines: Mapping[str, Timeline], size: int) -> Figure:
+    """Draw for each program its copies of slices as bars, from the step that makes one to the last that reads it."""
+    fig, axes = plt.subplots(1, len(timelines), figsize=(8, 3.0), sharey=True, layout="constrained")
+    for ax, (name, one) in zip(axes, timelines.items(), strict=True):
+        held, peak = waiting(one, size), one.peak_step
+        for row, bar in enumerate(slices(one, size)):
+            ax.barh(
+                row, bar.last - bar.first + 1, left=bar.first, height=0.8, color="C1" if bar in held else "lightgray"
+            )
+        ax.axvline(peak, color="black", linewidth=1, linestyle=":")
+        n_bytes = sum(bar.bytes for bar in held)
+        ax.annotate(
+            f"{len(held)} copies\nat the peak,\n{n_bytes / _GIB:.2f} GiB",
+            (peak, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(4 if peak < one.steps / 2 else -4, -4),
+            textcoords="offset points",
+            ha="left" if peak < one.steps / 2 else "right",
+            va="top",
+        )
+        for passed, first, stop in one.passes:
+            if stop - first > one.steps / 8:
+                ax.text((first + stop) / 2, -1.2, passed, ha="center", va="top", fontsize=9)
+        ax.set(title=name, xlim=(0, one.steps), xticks=[], xlabel="the program's steps, in order")
+        ax.spines[["top", "right"]].set_visible(False)
+    axes[0].set(ylabel="copies, in the order made", ylim=(-5, 70), yticks=[0, 16, 32, 48])
     return fig
 
 
-def one_more_alt(costs: Mapping[str, float], parts: Mapping[str, float], chip: str) -> str:
-    """Say in words what `one_more` draws."""
-    known = sum(parts.values())
-    beyond = "; ".join(f"{way}: {(cost - known) / _MIB:,.0f} MiB" for way, cost in costs.items())
-    known_parts = f"{', '.join(parts)}, {known / _MIB:,.0f} MiB"
-    return f"Bars of what one more layer costs on a {chip}: {known_parts}, and beyond them {beyond}."
+def waiting_slices_alt(timelines: Mapping[str, Timeline], size: int) -> str:
+    """Say in words what `waiting_slices` draws."""
+    told = []
+    for name, one in timelines.items():
+        held = waiting(one, size)
+        n_bytes = sum(bar.bytes for bar in held)
+        told.append(f"{name}: {len(slices(one, size))} copies, {len(held)} at the peak, {n_bytes / _GIB:.2f} GiB")
+    return f"Copies of slices as bars over the steps of the program. {'; '.join(told)}."
 
 
 def alive() -> Figure:
