@@ -282,7 +282,8 @@ def tile_loss(study: Study) -> Remedy | None:
 def attend_in_a_kernel(study: Study) -> Remedy | None:
     """Find plain attention, which writes the scores of all pairs of tokens."""
     widths = {size for leaf in study.of("weights") for size in leaf.shape.shape}
-    products = _sizes_of_scores(study.traced)
+    products = _products_of_pairs(study.traced)
+    sizes_of_scores = {out.size for out, _, _ in products}
 
     def is_scores(span: Span) -> bool:
         axes = _axes(span)
@@ -290,7 +291,9 @@ def attend_in_a_kernel(study: Study) -> Remedy | None:
         if not computed or len(axes) < 3 or not axes[-1] == axes[-2] >= 256:
             return False
         # Tokens and a layer's width may be equal by chance: then, of one layer, it is as large as such a product.
-        return axes[-1] not in widths or any(math.prod(axes[first:]) in products for first in range(len(axes) - 2))
+        return axes[-1] not in widths or any(
+            math.prod(axes[first:]) in sizes_of_scores for first in range(len(axes) - 2)
+        )
 
     scores = [span for span in study.schedule.at_peak() if is_scores(span)]
     if not scores:
@@ -302,7 +305,8 @@ def attend_in_a_kernel(study: Study) -> Remedy | None:
     platform = study.report.chip.platform
     code = kernel.get(platform, "a kernel on the accelerator (Splash, cuDNN)")
     # In their place a kernel keeps a row of output and its logsumexp for each query, and a TPU's pads heads to 128.
-    width, item = _head(study.traced, tokens=_axes(scores[0])[-1])
+    tokens = _axes(scores[0])[-1]
+    width, item = min(((w, n) for out, w, n in products if out.shape.count(tokens) > 1), default=(128, 2))
     lanes = -(-width // 128) * 128 if platform == "tpu" else width
     a_query = item * (lanes + 3 * (lanes - width)) + 4
     sizes: Counter[tuple[str, str]] = Counter()
@@ -340,26 +344,19 @@ def _alike(spans: Iterable[Span]) -> list[list[Span]]:
     return list(groups.values())
 
 
-def _sizes_of_scores(traced: jex_core.ClosedJaxpr) -> set[int]:
-    """Return how many numbers each product of pairs of tokens has: it has batch axes, an MLP's product has none."""
-    found = set()
-    for eqn, _ in equations(traced.jaxpr):
-        if eqn.primitive.name == "dot_general" and any(eqn.params["dimension_numbers"][1]):
-            out: Any = eqn.outvars[0].aval
-            if any(size >= 256 and out.shape.count(size) > 1 for size in out.shape):
-                found.add(out.size)
-    return found
+def _products_of_pairs(traced: jex_core.ClosedJaxpr) -> list[tuple[Any, int, int]]:
+    """Return each matrix product of pairs of tokens: its result, the width of a head, the bytes of its numbers.
 
-
-def _head(traced: jex_core.ClosedJaxpr, tokens: int) -> tuple[int, int]:
-    """Return the width of a head, and the bytes of one of its numbers: of products that make pairs of tokens."""
+    They have batch axes, sequences and heads; an MLP's product has none.
+    """
     found = []
     for eqn, _ in equations(traced.jaxpr):
-        out: Any = eqn.outvars[0].aval if eqn.outvars else None
         width = summed_over(eqn)
-        if width and out.ndim > 2 and out.shape.count(tokens) > 1:
-            found.append((width, eqn.invars[0].aval.dtype.itemsize))  # pyrefly: ignore[missing-attribute]
-    return min(found, default=(128, 2))
+        if width and any(eqn.params["dimension_numbers"][1]):
+            out: Any = eqn.outvars[0].aval
+            if any(size >= 256 and out.shape.count(size) > 1 for size in out.shape):
+                found.append((out, width, eqn.invars[0].aval.dtype.itemsize))  # pyrefly: ignore[missing-attribute]
+    return found
 
 
 def _path(leaf: Leaf) -> str:

@@ -102,15 +102,13 @@ def freezing_drawn(D: int, F: int, R: int) -> Figure:
         (2.75 * step + F / 2, low + D / 2, "so there are\nno moments"),
     )
     for middle, height, text in notes:
-        ax.text(middle, height, text, ha="center", va="center", fontsize=9.5, bbox=_ON_WHITE if text == "W" else None)
+        frame = {"fc": "white", "ec": "none", "pad": 2} if text == "W" else None  # on its hatching
+        ax.text(middle, height, text, ha="center", va="center", fontsize=9.5, bbox=frame)
     for row, text in ((0, "W is\ntrained"), (low, "down and\nup are\ntrained")):
         ax.text(-40, row + D / 2, text, ha="right", va="center", fontsize=10)
     ax.set(xlim=(-210, 2.75 * step + F + 4 * aside), ylim=(low - 100, 1.4 * D), aspect="equal")
     ax.axis("off")
     return fig
-
-
-_ON_WHITE: dict[str, Any] = {"fc": "white", "ec": "none", "pad": 2}
 
 
 def block_drawn() -> Figure:

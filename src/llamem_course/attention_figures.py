@@ -29,17 +29,17 @@ def turning_pair(
     for column, (at_q, at_k) in enumerate(places):
         ax = fig.add_subplot(grid[column])
         ax.add_patch(plt.Circle((0, 0), 1, fill=False, color="lightgrey"))
-        for name, place, pair, colour in (("query", at_q, q_xy, QUERY), ("key", at_k, k_xy, KEY)):
-            x, y = _turned(pair, place * angle)
+        query, key = _turned(q_xy, at_q * angle), _turned(k_xy, at_k * angle)
+        for name, (x, y), colour in (("query", query, QUERY), ("key", key, KEY)):
             ax.annotate("", (x, y), (0, 0), arrowprops={"arrowstyle": "-|>", "color": colour, "linewidth": 2.5})
             ax.text(1.2 * x, 1.2 * y, name, color=colour, ha="center", va="center")
         ax.set(xlim=(-1.35, 1.35), ylim=(-1.3, 1.3), aspect="equal", title=f"query at {at_q}, key at {at_k}")
         ax.axis("off")
-        ends = [np.arctan2(*_turned(pair, place * angle)[::-1]) for pair, place in ((k_xy, at_k), (q_xy, at_q))]
-        way = ends[0] + np.linspace(0, (ends[1] - ends[0]) % (2 * np.pi), 40)  # from the key to the query
+        degrees = _between(query, key)
+        way = np.arctan2(key[1], key[0]) + np.linspace(0, np.radians(degrees), 40)  # from the key to the query
         ax.plot(0.4 * np.cos(way), 0.4 * np.sin(way), color="black", linewidth=1.5)
         x, y = 0.62 * np.cos(way[20]), 0.62 * np.sin(way[20])
-        ax.text(x, y, f"{np.degrees(way[-1] - way[0]):.0f}°", ha="center", va="center", fontweight="bold")
+        ax.text(x, y, f"{degrees:.0f}°", ha="center", va="center", fontweight="bold")
     ax = fig.add_subplot(grid[-1])
     for angle_p, name, style, colour in ((old_p, "Llama 3", "-", "C2"), (new_p, "Llama 3.1", "--", "C4")):
         ax.semilogy(seen * angle_p / (2 * np.pi), style, color=colour, linewidth=2)

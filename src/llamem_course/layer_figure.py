@@ -8,6 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from jaxmem.reading.timeline import Span, Timeline
+from jaxmem.report import GiB
 
 ALIVE_ALT = (
     "Sixteen layers when the backward pass enters the last of four groups. A scan holds 16 inputs. Nested, it holds 4 "
@@ -25,8 +26,6 @@ _ROWS = (
     ("gradients, once more", _LAST, "4 layers' weights", "C2", "//"),
 )
 
-_GIB = 2**30
-
 
 def slices(timeline: Timeline, size: int) -> list[Span]:
     """Return the copies of slices of stacked arrays, of `size` bytes or more each, in the order made."""
@@ -37,7 +36,8 @@ def slices(timeline: Timeline, size: int) -> list[Span]:
 
 def waiting(timeline: Timeline, size: int) -> list[Span]:
     """Return those of the `slices` that lie in memory at the peak."""
-    return [one for one in slices(timeline, size) if one.first <= timeline.peak_step <= one.last]
+    held = timeline.at_peak()
+    return [one for one in slices(timeline, size) if one in held]
 
 
 def waiting_slices(timelines: Mapping[str, Timeline], size: int) -> Figure:
@@ -52,7 +52,7 @@ def waiting_slices(timelines: Mapping[str, Timeline], size: int) -> Figure:
         ax.axvline(peak, color="black", linewidth=1, linestyle=":")
         n_bytes = sum(bar.bytes for bar in held)
         ax.annotate(
-            f"{len(held)} copies\nat the peak,\n{n_bytes / _GIB:.2f} GiB",
+            f"{len(held)} copies\nat the peak,\n{n_bytes / GiB:.2f} GiB",
             (peak, 1.0),
             xycoords=("data", "axes fraction"),
             xytext=(4 if peak < one.steps / 2 else -4, -4),
@@ -75,7 +75,7 @@ def waiting_slices_alt(timelines: Mapping[str, Timeline], size: int) -> str:
     for name, one in timelines.items():
         held = waiting(one, size)
         n_bytes = sum(bar.bytes for bar in held)
-        told.append(f"{name}: {len(slices(one, size))} copies, {len(held)} at the peak, {n_bytes / _GIB:.2f} GiB")
+        told.append(f"{name}: {len(slices(one, size))} copies, {len(held)} at the peak, {n_bytes / GiB:.2f} GiB")
     return f"Copies of slices as bars over the steps of the program. {'; '.join(told)}."
 
 

@@ -37,13 +37,14 @@ def tower(reports: Mapping[str, Report | Timeline]) -> Figure:
     """
     found = timelines(reports)
     fig, axes = plt.subplots(1, len(found), figsize=(8, 3.4), sharey=True, squeeze=False, layout="constrained")
-    top = max(one.curve()[fullest_step(one)] for one in found.values()) / GiB
+    steps = {name: fullest_step(one) for name, one in found.items()}
+    heights = {name: one.curve()[steps[name]] / GiB for name, one in found.items()}
     for ax, (name, one) in zip(axes.flat, found.items(), strict=True):
-        height = one.curve()[fullest_step(one)] / GiB
+        height = heights[name]
         ax.set_title(f"{name}: {height:.1f} GiB", loc="left", fontweight="bold", fontsize=10.5)
         ax.set_xlabel("operation of the compiled program")
-        ax.set_ylim(0, 1.2 * top)
-        _draw(ax, one, fullest_step(one), height)
+        ax.set_ylim(0, 1.2 * max(heights.values()))
+        _draw(ax, one, steps[name], height)
     axes[0, 0].set_ylabel("GiB in use")
     return fig
 

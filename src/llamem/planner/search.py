@@ -281,7 +281,7 @@ def _search(question: Question, tried: Sequence[Estimate], compiler: bool, progr
         limit = min((by_plan[plan].seconds.total for plan in accepted), default=float("inf")) / ALIKE
         new = [e for e in tried if e.plan not in answers and e.seconds.total <= limit]
         fitting = [e for e in new if e.peak_bytes * factor <= capacity]
-        if not fitting and not accepted and answers:  # its error need not be another's
+        if not fitting and not accepted and answers:  # the errors of those asked need not be its own
             fitting = [e for e in new if e is least and e.fits]
         return _fastest(fitting) if fitting and len(answers) < ASKS else None
 

@@ -50,10 +50,6 @@ check_crossing = Exercise(
 )
 
 
-def _of_tile(z_NU: Any, words_U: Any, lse_N: Any, y_N: Any, c: Any) -> Any:
-    return _weighed(lambda c, lse_N: 1 + 2 * c * lse_N)(z_NU, words_U, lse_N, y_N, c)
-
-
 def _weighed(weight: Answer, own: Answer = lambda c, lse_N: 1) -> Answer:
     """Return the gradient with other weights, of c and logsumexp, on the softmax and on the own word."""
 
@@ -63,6 +59,9 @@ def _weighed(weight: Answer, own: Answer = lambda c, lse_N: 1) -> Answer:
         return jnp.exp(z - lse[:, None]) * weight(c, lse)[:, None] - own_N[:, None] * hot
 
     return gradient
+
+
+_of_tile = _weighed(lambda c, lse_N: 1 + 2 * c * lse_N)  # the right answer
 
 
 def _at_index(index: Answer) -> Answer:
