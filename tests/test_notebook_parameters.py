@@ -17,10 +17,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "04": ({"tokens": 16_384, "seed": 3}, {"tokens": 4096, "chip": "v6e-1", "other_chip": "l4"}),
     "05": ({"chip": "v6e-8"}, {"chip": "v5p-16", "seed": 3}),
     "06": ({"model": "llama3.1-8b", "tokens": 2048}, {"seed": 3}),
-    "07": (
-        {"steps": 24, "chat_steps": 3},
-        {"num_tiles": 8, "batch_size": 3, "seq_len": 100, "steps": 13},
-    ),
+    "07": ({"steps": 24}, {"seq_len": 100, "steps": 13}),
     "08": (
         {"tokens": 65_536},
         {"chip": "t4"},

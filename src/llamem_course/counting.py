@@ -15,7 +15,7 @@ def loss_of_pairs(batches: Batches, steps: int, heldout: Batches, eval_batches: 
     """
     tokens, following = _tokens_and_next(batches, steps)
     times, times_of_pair = Counter(tokens), Counter(zip(tokens, following, strict=True))
-    share_V = np.bincount(following, minlength=vocab_size) + 0.05  # no token has share 0
+    share_V = np.bincount(np.array(following, int), minlength=vocab_size) + 0.05  # no token has share 0
     share_V = share_V / share_V.sum()
     chances = [
         (times_of_pair[i, j] + 100 * share_V[j]) / (times[i] + 100)
@@ -26,6 +26,6 @@ def loss_of_pairs(batches: Batches, steps: int, heldout: Batches, eval_batches: 
 
 def _tokens_and_next(batches: Batches, steps: int) -> tuple[list[int], list[int]]:
     examples = [batches.batch_at(step) for step in range(steps)]
-    tokens = np.concatenate([np.ravel(inputs_BT) for inputs_BT, _ in examples])
-    following = np.concatenate([np.ravel(targets_BT) for _, targets_BT in examples])
-    return tokens.tolist(), following.tolist()
+    tokens = [int(token) for inputs_BT, _ in examples for token in np.ravel(inputs_BT)]
+    following = [int(token) for _, targets_BT in examples for token in np.ravel(targets_BT)]
+    return tokens, following

@@ -1,8 +1,9 @@
-"""Figures of notebook 07: which tokens of a chat have a loss, and what training does to each one's."""
+"""Figures of notebook 07: how a loss falls beside that of a table, and which tokens of a chat have one."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.figure import Figure
 
 _CHARACTERS = 114  # in a line of the strip of tokens
@@ -29,17 +30,32 @@ def token_strip(tokens: Sequence[str], wrote: Iterable[bool]) -> Figure:
     return fig
 
 
-def answer_losses(tokens: Sequence[str], before: Sequence[float], after: Sequence[float]) -> Figure:
-    """Draw the loss of each token of an answer as an arrow, from before the training to after it."""
-    fig, ax = plt.subplots(figsize=(9.4, 3.6), layout="constrained")
-    for x, (old, new) in enumerate(zip(before, after, strict=True)):
-        ax.plot([x, x], [old, new], color="lightgrey", linewidth=5, zorder=1)
-    ax.plot(before, "o", color="C0", markersize=9)
-    ax.plot(after, "o", color="C1", markersize=9)
-    first = {"textcoords": "offset points", "va": "center", "fontweight": "bold"}
-    ax.annotate("before", (0, before[0]), xytext=(10, 0), color="C0", **first)
-    ax.annotate("after", (0, after[0]), xytext=(10, 6), color="C1", **first)
-    ax.set_xticks(range(len(tokens)), [repr(token)[1:-1] for token in tokens], family="monospace")
-    ax.set(ylabel="loss (nats)", ylim=(-0.4, None), xlim=(-0.5, len(tokens) - 0.5))
-    ax.set_xlabel("the tokens of the right answer, in order")
+def loss_curves(
+    losses: Sequence[float], held_out: Mapping[int, float], of_table: Mapping[int, float], tokens_a_step: int
+) -> Figure:
+    """Draw a model's loss on each training batch, and on the text held out its own and that of a table of pairs.
+
+    The two on the text held out are by the number of steps before them.
+    """
+    fig, ax = plt.subplots(figsize=(9.4, 3.8), layout="constrained")
+    ax.plot(np.arange(len(losses)) * tokens_a_step, losses, color="C0", alpha=0.35, linewidth=1)
+    last = {"textcoords": "offset points", "xytext": (8, 0), "va": "center", "fontweight": "bold"}
+    for curve, name, colour in ((held_out, "the Llama", "C0"), (of_table, "a table of pairs", "C2")):
+        tokens = [step * tokens_a_step for step in curve]
+        ax.plot(tokens, list(curve.values()), "o-", color=colour, linewidth=2.5)
+        end = list(curve.values())[-1]
+        ax.annotate(f"{name}: {end:.2f}", (tokens[-1], end), color=colour, **last)
+    middle = len(losses) // 3
+    ax.annotate(
+        "the Llama, on the batches it trains on",
+        (middle * tokens_a_step, max(losses[middle : middle + 5])),
+        xytext=(10, 16),
+        textcoords="offset points",
+        color="C0",
+        alpha=0.7,
+    )
+    ax.set(xlabel="tokens read", ylabel="loss (nats per token)", title="Loss on text that is held out")
+    ax.set_xlim(0, len(losses) * tokens_a_step * 1.25)
+    ax.set_xticks([step * tokens_a_step for step in held_out])
+    ax.xaxis.set_major_formatter("{x:,.0f}")
     return fig

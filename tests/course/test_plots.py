@@ -50,11 +50,12 @@ def test_bars_add_up_to_the_peak():
     plt.close(fig)
 
 
-def test_each_token_of_an_answer_has_its_loss_before_and_after():
-    fig = training_figures.answer_losses(["Aye", "\n"], [8.0, 2.0], [0.5, 1.0])
-    before, after = [np.asarray(line.get_ydata()).tolist() for line in fig.axes[0].lines[-2:]]
-    assert (before, after) == ([8.0, 2.0], [0.5, 1.0])
-    assert [tick.get_text() for tick in fig.axes[0].get_xticklabels()] == ["Aye", "\\n"]
+def test_a_loss_and_that_of_a_table_are_drawn_over_the_tokens_read():
+    fig = training_figures.loss_curves([9.0, 8.0], {0: 9.5, 2: 7.5}, {0: 9.25, 2: 7.25}, 100)
+    drawn = [np.asarray(line.get_xydata()).tolist() for line in fig.axes[0].lines]
+    assert drawn == [[[0, 9.0], [100, 8.0]], [[0, 9.5], [200, 7.5]], [[0, 9.25], [200, 7.25]]]
+    texts = [text.get_text() for text in fig.axes[0].texts]
+    assert "the Llama: 7.50" in texts and "a table of pairs: 7.25" in texts
     plt.close(fig)
 
 
