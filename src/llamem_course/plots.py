@@ -7,14 +7,12 @@ from IPython.display import display
 from matplotlib.figure import Figure
 
 from jaxmem.report import GiB, Report
-from jaxmem.tracing.residuals import Residuals
 from llamem_course.timeline_figure import timeline, timeline_alt
 from llamem_course.timeline_html import timeline_page
 from llamem_course.tower_figure import tower, tower_alt
 
 __all__ = [
     "report_bars",
-    "residual_bars",
     "show",
     "timeline",
     "timeline_alt",
@@ -60,25 +58,4 @@ def report_bars(reports: Mapping[str, Report]) -> Figure:
     ax.invert_yaxis()
     ax.set_xlabel("peak memory (GiB)")
     ax.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.4, -0.28 if len(reports) > 2 else -0.4), ncols=2)
-    return fig
-
-
-def residual_bars(residuals: Residuals, most: int = 12) -> Figure:
-    """Return the largest residuals as horizontal bars, each with its shape and the operation and line that made it."""
-    shown, rest = residuals.rows[:most], residuals.rows[most:]
-    fig, ax = plt.subplots(figsize=(8, 0.32 * len(shown) + 1.4))
-    for is_argument, hatch, label in ((False, "", "kept for the backward pass"), (True, "//", "an argument anyway")):
-        rows = [(i, row) for i, row in enumerate(shown) if bool(row.argument) is is_argument]
-        if rows:
-            sizes = [row.bytes / 2**20 for _, row in rows]
-            ax.barh([i for i, _ in rows], sizes, hatch=hatch, edgecolor="white", label=label)
-    names = [
-        f"{row.dtype}[{','.join(map(str, row.shape))}]  {row.argument or f'{row.operation} {row.source}'}"
-        for row in shown
-    ]
-    ax.set_yticks(range(len(shown)), names, fontsize=8)
-    ax.invert_yaxis()
-    others = f"; {len(rest)} smaller ones hold {sum(row.bytes for row in rest) / 2**20:.1f} MiB" if rest else ""
-    ax.set_xlabel(f"MiB{others}")
-    ax.legend(frameon=False, loc="lower right")
     return fig
