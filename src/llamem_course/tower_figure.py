@@ -45,7 +45,7 @@ def tower(reports: Mapping[str, Report | Timeline]) -> Figure:
         ax.set_xlabel("operation of the compiled program")
         ax.set_ylim(0, 1.2 * max(heights.values()))
         _draw(ax, one, steps[name], height)
-    axes[0, 0].set_ylabel("GiB in use")
+    axes[0, 0].set_ylabel("place in memory, GiB")
     return fig
 
 
