@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from llamem.files import load_pretrained, smollm2_file
 from llamem.files.pretrained import WHEEL, hub_folder
@@ -67,6 +68,18 @@ def load_lessons(
         for question, answer in (*pairs, *others)
     ]
     return load_chats(chats, tokenizer).batches(1, 56, seed, model.config.vocab_size)[0]
+
+
+def padded_chats(tokenizer: Tokenizer, chats: Iterable[Any], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return chats' input tokens and targets, `[chats, length]`; targets are -100 but where an answer is written."""
+    rows = []
+    for chat in chats:
+        ids, wrote = tokenizer.chat(chat)
+        targets = np.where(wrote, ids.astype(np.int32), -100)[1:]
+        padding = 0, length - len(targets)
+        rows.append((np.pad(ids[:-1], padding), np.pad(targets, padding, constant_values=-100)))
+    inputs, targets = zip(*rows, strict=True)
+    return np.array(inputs), np.array(targets)
 
 
 def count_right(texts: Iterable[str], countries: Iterable[str]) -> int:

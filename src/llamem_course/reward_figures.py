@@ -1,37 +1,12 @@
-"""Figures of notebook 13: PPO's clip, a group's advantages, pairs by update."""
+"""Figures of notebook 13: a group's advantages, pairs by update."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-
-
-def clip_curves(term: Callable[[Any, float], Any], epsilon: float) -> Figure:
-    """Draw a token's term of the loss against the ratio, `term(ratio, advantage)`, for a good token and a bad one."""
-    ratio = np.linspace(0, 2, 401)
-    fig, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharey=True)
-    for ax, advantage, name, way in zip(axes, (1.0, -1.0), ("good", "bad"), ("rose", "fell"), strict=True):
-        ax.axvspan(1 - epsilon, 1 + epsilon, color="0.9", zorder=0)
-        ax.plot(ratio, -ratio * advantage, "--", color="C1", label="without the clip")
-        ax.plot(ratio, np.asarray(term(ratio, advantage)), color="C0", linewidth=2.5, label="with the clip")
-        ax.plot(1, -advantage, "o", color="black", markersize=7)
-        flat = 1.6 if advantage > 0 else 0.4
-        ax.annotate(
-            f"flat: it {way} enough,\nno gradient",
-            (flat, float(term(np.asarray(flat), advantage))),
-            textcoords="offset points",
-            xytext=(0, 34) if advantage > 0 else (0, 26),
-            ha="center",
-            fontsize=10,
-            arrowprops={"arrowstyle": "->"},
-        )
-        ax.set(title=f"a {name} token, advantage {advantage:+g}", xlabel="ratio $r$, new probability over old")
-    axes[0].set_ylabel("term of the loss")
-    axes[0].legend(frameon=False, loc="lower left", fontsize=10)
-    return fig
 
 
 def group_bars(texts: Sequence[str], rewards: np.ndarray, advantages: Any) -> tuple[Figure, str]:
@@ -62,14 +37,21 @@ def preference_curves(runs: Mapping[str, np.ndarray]) -> tuple[Figure, str]:
     fig, axes = plt.subplots(1, len(runs), figsize=(9, 3.4), sharey=True, squeeze=False, layout="constrained")
     told = []
     for ax, (name, sums) in zip(axes[0], runs.items(), strict=True):
-        better, worse = np.mean(np.asarray(sums), axis=2).T
-        ax.axhline(better[0], color="0.7", linewidth=1, zorder=0)
-        ax.plot(better, color="C0", label="better answer")
-        ax.plot(worse, "--", color="C1", label="worse answer")
-        told.append(f"{name}: {better[0]:.1f} to {better[-1]:.1f}")
+        means = np.mean(np.asarray(sums), axis=2).T
+        last = len(means[0]) - 1
+        ax.axhline(means[0][0], color="0.6", linewidth=1, linestyle=":", zorder=0)
+        for line, kind, colour in zip(means, ("better", "worse"), ("#3f90da", "#b36b00"), strict=True):
+            ax.plot(line, color=colour, linewidth=2.5, label=f"{kind} answer")
+            ax.text(last * 1.03, line[-1], f"{kind}\n{line[-1]:.1f}", color=colour, fontsize=10, va="center")
+        told.append(f"{name}: {means[0][0]:.1f} to {means[0][-1]:.1f}")
         ax.set_title(name, fontsize=11)
+        ax.set_xlim(0, last * 1.22)
+        ax.margins(y=0.08)
         ax.set_xlabel("updates")
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    start = float(np.mean(np.asarray(next(iter(runs.values()))), axis=2)[0, 0])
+    axes[0, 0].annotate(
+        "better, at first", (0, start), textcoords="offset points", xytext=(4, -12), fontsize=10, color="0.35"
+    )
     axes[0, 0].set_ylabel("log-probability of an answer")
-    axes[0, 0].legend(frameon=False, fontsize=10, loc="lower left")
     return fig, f"Log-probabilities by update. The better answer's before and after, {'; '.join(told)}."

@@ -13,5 +13,5 @@ def test_what_is_said_of_rewards_and_pairs_holds_from_another_seed(tmp_path):
     (path,) = tmp_path.glob("13*.ipynb")
     notebook: Any = nbformat.read(path, 4)
     texts = [output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert "Unseen questions before" in "".join(texts)
+    assert "which no training asked for" in "".join(texts)
     assert "otherwise than in the text" not in "".join(texts)
