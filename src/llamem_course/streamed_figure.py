@@ -5,49 +5,52 @@ from collections.abc import Sequence
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-# What happens to a layer, in this order, and its colour.
-STAGES = (("fetch", "#ffa90e"), ("compute", "#c9d1d3"), ("put back", "#3f90da"))
+# What happens to a layer, in this order: its lane and its colour.
+STAGES = ((0, "#ffa90e"), (1, "#c9d1d3"), (0, "#3f90da"))
 Starts = list[tuple[float, float, float]]
 
 
-def starts(fetch: float, compute: float, n_layers: int, beside: bool) -> Starts:
-    """Return when each layer's three stages begin, in seconds; putting back takes as long as fetching.
+def starts(fetch: float, compute: float, put_back: float, n_layers: int) -> Starts:
+    """Return when each layer is fetched, computed and put back, in seconds, on a link that takes turns.
 
-    `beside`: copies run beside matmuls and both ways at once, and a layer is fetched as soon as the one before it
-    begins to compute. Otherwise one stage follows the other.
+    Copies run beside matmuls, and the chip has room for two layers: one goes home before the next but one comes.
     """
-    found: Starts = []
+    fetched, link, chip, found = [0.0, fetch], 2 * fetch, 0.0, []
     for i in range(n_layers):
-        if not beside:
-            first = i * (2 * fetch + compute)
-            found.append((first, first + fetch, first + fetch + compute))
-            continue
-        link = found[-1][1] if found else 0.0
-        matmuls = max(link + fetch, found[-1][1] + compute if found else 0.0)
-        home = max(matmuls + compute, found[-1][2] + fetch if found else 0.0)
-        found.append((link, matmuls, home))
+        begins = max(chip, fetched[i] + fetch)
+        chip = begins + compute
+        home = max(chip, link)
+        found.append((fetched[i], begins, home))
+        fetched.append(home + put_back)
+        link = home + put_back + fetch
     return found
 
 
-def backward_drawn(fetch: float, rows: Sequence[tuple[str, float, bool]], n_layers: int) -> tuple[Figure, str]:
+def backward_drawn(rows: Sequence[tuple[str, float, float, float]], n_layers: int) -> tuple[Figure, str]:
     """Return a figure of the first turns of the backward loop against time, a panel for each row, and its words.
 
-    `fetch`: seconds in which a layer crosses the link. A row is its title, seconds in which the chip computes a layer,
-    and whether stages run beside each other, as in `starts`. The last of the model's `n_layers` comes first.
+    A row is its title and a layer's seconds of fetching, computing and putting back. The last of the model's `n_layers`
+    comes first.
     """
-    fig, axes = plt.subplots(len(rows), figsize=(9, 1.45 * len(rows) + 0.5), sharex=True, layout="constrained")
-    shown, said = min(4, n_layers), []
-    for ax, (title, compute, beside) in zip(axes, rows, strict=True):
-        turns = starts(fetch, compute, shown, beside)
+    fig, axes = plt.subplots(len(rows), figsize=(9, 1.5 * len(rows) + 0.4), sharex=True, layout="constrained")
+    shown, said, end = min(4, n_layers), [], 0.0
+    for ax, (title, *seconds) in zip(axes, rows, strict=True):
+        turns = starts(*seconds, n_layers)
         for i, turn in enumerate(turns):
-            for lane, (start, long, (_, colour)) in enumerate(zip(turn, (fetch, compute, fetch), STAGES, strict=True)):
+            for start, long, (lane, colour) in zip(turn, seconds, STAGES, strict=True):
                 ax.barh(lane, long, left=start, height=0.8, color=colour, edgecolor="black", linewidth=0.6)
-                ax.text(start + long / 2, lane, str(n_layers - i), ha="center", va="center", fontsize=9)
-        end = turns[-1][2] + fetch
-        said.append(f"{title}: {shown} layers in {end:.2f} s, {shown * compute:.2f} of them matmuls")
-        ax.set_title(title, loc="left", fontsize=10)
-        ax.set_yticks(range(len(STAGES)), [stage for stage, _ in STAGES])
-        ax.set_ylim(len(STAGES) - 0.45, -0.55)
+                ax.text(start + long / 2, lane, str(n_layers - i), ha="center", va="center", fontsize=10, clip_on=True)
+        (_, first, _), (_, last, _) = turns[0], turns[shown - 1]
+        end = max(end, last + seconds[1])
+        waits = last - first - (shown - 1) * seconds[1]
+        said.append(f"{title}: until it computes layer {n_layers - shown + 1}, the chip waits for {waits:.2f} s")
+        ax.set_title(title, loc="left", fontsize=11)
+        ax.set_yticks(range(2), ["link", "chip"], fontsize=11)
+        ax.set_ylim(1.55, -0.55)
         ax.tick_params(axis="y", length=0)
+    for stage, (_, colour) in zip(("fetch a layer", "compute it", "put it back"), STAGES, strict=True):
+        axes[0].barh(0, 0, color=colour, edgecolor="black", linewidth=0.6, label=stage)
+    axes[0].legend(ncols=3, frameon=False, loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0, fontsize=10)
+    axes[-1].set_xlim(0, end)
     axes[-1].set_xlabel("seconds from the start of the backward loop; the number is the layer's")
-    return fig, f"Fetch, compute and put back of each layer against time. {'; '.join(said)}."
+    return fig, f"When layers cross the link and when the chip computes them. {'; '.join(said)}."

@@ -96,9 +96,10 @@ check_hidden_from = Exercise(
         "Which gradients does a frozen weight need, its own or that of the layer's input?": (
             partial(_hidden, backward=(_TRAINED, (1, 6)))
         ),
-        "A frozen layer is computed again, too: its input's gradient needs what is inside of it.": (
-            partial(_hidden, backward=(_TRAINED, _FORWARD))
-        ),
+        "Twice as many as a frozen layer needs. Its weights come in and never go home, and its matmuls run once more "
+        "before they give its input's gradient.": [
+            partial(_hidden, backward=(_TRAINED, frozen)) for frozen in (_FORWARD, (2, 4))
+        ],
     },
     otherwise="Count both sides for one weight.",
     ask=_tokens,
