@@ -34,15 +34,15 @@ def backward_drawn(rows: Sequence[tuple[str, float, float, float]], n_layers: in
     """
     fig, axes = plt.subplots(len(rows), figsize=(9, 1.5 * len(rows) + 0.4), sharex=True, layout="constrained")
     shown, said, end = min(4, n_layers), [], 0.0
-    for ax, (title, *seconds) in zip(axes, rows, strict=True):
-        turns = starts(*seconds, n_layers)
+    for ax, (title, fetch, compute, put_back) in zip(axes, rows, strict=True):
+        turns = starts(fetch, compute, put_back, n_layers)
         for i, turn in enumerate(turns):
-            for start, long, (lane, colour) in zip(turn, seconds, STAGES, strict=True):
+            for start, long, (lane, colour) in zip(turn, (fetch, compute, put_back), STAGES, strict=True):
                 ax.barh(lane, long, left=start, height=0.8, color=colour, edgecolor="black", linewidth=0.6)
                 ax.text(start + long / 2, lane, str(n_layers - i), ha="center", va="center", fontsize=10, clip_on=True)
         (_, first, _), (_, last, _) = turns[0], turns[shown - 1]
-        end = max(end, last + seconds[1])
-        waits = last - first - (shown - 1) * seconds[1]
+        end = max(end, last + compute)
+        waits = last - first - (shown - 1) * compute
         said.append(f"{title}: until it computes layer {n_layers - shown + 1}, the chip waits for {waits:.2f} s")
         ax.set_title(title, loc="left", fontsize=11)
         ax.set_yticks(range(2), ["link", "chip"], fontsize=11)
