@@ -1,4 +1,4 @@
-"""Which device of a mesh holds which part of a loss's arrays, works on which tile in each round, and sends what."""
+"""Which device of a mesh holds which part of a loss's arrays, has the logits of which tile, and sends what."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,10 +15,10 @@ LAYOUTS_ALT = (
     "Three panels. data and fsdp: logits in eight bands of rows, the head grey or in slices of D. "
     "tensor: hidden states grey, head and logits in eight bands of columns."
 )
-ROUNDS_ALT = (
-    "Devices by the tokens that they have worked at, coloured and numbered by the device on which the tokens lie. "
-    "Left: in each of eight rounds one device's tokens go to all, and all do the same work. "
-    "Right: each device works at its own, in eight small rounds, and is done after an eighth of the tokens."
+TILES_ALT = (
+    "One tile of the logits in five pictures, coloured by device. data: a tile of tokens lies on device 3 alone, one "
+    "of dealt tokens and one of words lie an eighth on each device. tensor: a tile of tokens lies an eighth on each, "
+    "one of words on device 3 alone."
 )
 COLLECTIVES_ALT = (
     "Three panels of four devices, before and after. all-gather: one part each becomes all parts on each. "
@@ -77,28 +77,35 @@ def _array(ax: Axes, mesh: Mesh, spec: P, box: tuple[float, float, float, float]
     ax.text(x + width / 2, y + height + 0.1, name, ha="center", fontsize=9)
 
 
-def rounds_drawn(tokens: int) -> Figure:
-    """Return a figure: whose tokens each of eight devices works at, round by round, in one loop and in its own."""
-    fig, axes = plt.subplots(1, 2, figsize=(10, 3.4), sharey=True, layout="constrained")
-    share, colours = tokens // _DEVICES, _colours()
-    for device in range(_DEVICES):
-        for turn in range(_DEVICES):
-            tile = Rectangle((turn * share, device), share, 0.9, facecolor=colours[turn], edgecolor="white")
-            axes[0].add_patch(tile)
-            _number(axes[0], (turn + 0.5) * share, device + 0.45, str(turn), turn)
-            part = Rectangle((turn * share / 8, device), share / 8, 0.9, facecolor=colours[device], edgecolor="white")
-            axes[1].add_patch(part)
-    told: dict[str, Any] = {"fontsize": 9.5, "va": "center", "arrowprops": {"arrowstyle": "->"}}
-    sent = "round 3: device 3's tokens go to all, and all do the same work"
-    axes[0].annotate(sent, (3.5 * share, 0), (0.1 * share, -0.9), **told)
-    done = "done after an eighth of the tokens:\nno token was sent, none worked at twice"
-    axes[1].annotate(done, (share, 4), (2 * share, 4), **told)
-    titles = "jax.jit: one loop over all tokens", "what we want: a loop on each device"
-    for ax, title in zip(axes, titles, strict=True):
-        ax.set(title=title, xlabel="tokens that a device has worked at", xlim=(0, tokens), ylim=(_DEVICES, -1.4))
-        ax.set_xticks(np.arange(0, tokens + 1, share))
-        ax.set_yticks(np.arange(_DEVICES) + 0.45, range(_DEVICES))
-    axes[0].set(ylabel="device")
+def tiles_drawn() -> Figure:
+    """Return a figure: on which devices the logits of one tile lie, for each way to cut and each way to divide."""
+    fig, axes = plt.subplots(1, 5, figsize=(10, 2.7), layout="constrained")
+    band, dealt = [(0, 3, 8, 1)], [(0, row + 3 / 8, 8, 1 / 8) for row in range(_DEVICES)]
+    words = [(3, 0, 1, 8)]
+    panels = [("tokens", band), ("dealt tokens", dealt), ("words", words), ("tokens", band), ("words", words)]
+    for place, (ax, (cut, boxes)) in enumerate(zip(axes, panels, strict=True)):
+        by_tokens = place < 3
+        for device, colour in enumerate(_colours()):
+            corner, wide, high = ((0, device), 8, 1) if by_tokens else ((device, 0), 1, 8)
+            ax.add_patch(Rectangle(corner, wide, high, facecolor=colour, alpha=0.22))
+            for x, y, width, height in boxes:
+                tile = Rectangle((x, y), width, height, facecolor=colour)
+                ax.add_patch(tile)
+                tile.set_clip_path(Rectangle(corner, wide, high, transform=ax.transData))
+            middle = (-0.5, device + 0.5) if by_tokens else (device + 0.5, 8.5)
+            ax.text(*middle, str(device), ha="center", va="center", fontsize=8)
+        for x, y, width, height in boxes:
+            thick = 0.8 if height > 0.5 else 0
+            ax.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor="black", linewidth=thick))
+        wrong = place in (0, 4)
+        told = "all on device 3:\nall eight do its work" if wrong else "an eighth on each:\neach does its own"
+        ax.text(4, 9.3, told, ha="center", va="top", fontsize=9.5, color="C2" if wrong else "black")
+        ax.set_title(f"{'data' if by_tokens else 'tensor'}:\na tile of {cut}", fontsize=10.5, x=0.59)
+        ax.set(xlim=(-2, 8.2), ylim=(11.4, -0.2), aspect="equal")
+        ax.axis("off")
+        if place == 0:
+            ax.text(-1.6, 4, "tokens", rotation=90, ha="center", va="center", fontsize=9)
+            ax.text(4, 8.5, "words", ha="center", va="center", fontsize=9)
     return fig
 
 

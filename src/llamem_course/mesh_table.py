@@ -4,7 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxmem import Report, chip_called, compile_report
 from llamem_course.baseline import exact_loss, relative_error
@@ -34,18 +37,26 @@ def milliseconds(report: Report, chip: str) -> tuple[float, float]:
     return 1000 * (report.compiled_matmul_flops or 0) / one.peak_flops, 1000 * counted(report).arriving / link
 
 
-def compare(
-    name: str, programs: Mapping[str, Callable[..., Any]], placed: Mapping[str, Sequence[jax.Array]]
-) -> dict[str, Counted]:
-    """Run a loss on each axis of a mesh, print a table, and return what is counted on each axis.
+def llama_8b_arrays(mesh: Mesh, specs: tuple[P, P, P], tokens: int) -> list[jax.ShapeDtypeStruct]:
+    """Return hidden states, head and targets of Llama 3 8B, in bfloat16 and int32, as they lie on a mesh."""
+    width, vocab = 4096, 128_256
+    sizes = ((tokens, width), jnp.bfloat16), ((vocab, width), jnp.bfloat16), ((tokens,), jnp.int32)
+    placed = zip(sizes, specs, strict=True)
+    return [jax.ShapeDtypeStruct(*size, sharding=NamedSharding(mesh, spec)) for size, spec in placed]
 
-    `programs[axis]` takes hidden states, head and targets, and returns the loss summed over tokens and both gradients.
-    `placed[axis]` are these arrays on the devices. The error is the largest of the three results, against float64.
+
+def compare(
+    name: str, losses: Mapping[str, Callable[..., Any]], placed: Mapping[str, Sequence[jax.Array]]
+) -> dict[str, Counted]:
+    """Differentiate a loss on each axis of a mesh, print a table, and return what is counted on each axis.
+
+    `losses[axis]` takes hidden states, head and targets, and returns the loss summed over tokens. `placed[axis]` are
+    these arrays on the devices. The error is the largest of the loss's and both gradients', against float64.
     """
     print(f"{name:22}error{'work':>8}{'messages':>11}{'KiB arrive':>13}")
     found = {}
-    for axis, program in programs.items():
-        arrays = placed[axis]
+    for axis, loss in losses.items():
+        arrays, program = placed[axis], jax.value_and_grad(loss, argnums=(0, 1))
         exact = exact_loss(*arrays)
         sums = jax.tree.leaves(jax.jit(program)(*arrays))
         tokens = len(arrays[2])
