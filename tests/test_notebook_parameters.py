@@ -27,7 +27,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "09": ({"colab_tokens": 4096, "steps": 4}, {"seed": 7, "steps": 3}),
     "10": ({"layers": 8, "width": 64}, {"tokens": 1024}),
-    "11": ({"compile_for": "v6e:4x4"}, {"hosts": 4, "steps": 9}),
+    "11": ({"chip": "v6e"},),
     "12": ({"chip": "t4"}, {"model": "llama3.2-3b", "chip": "v6e-1", "tokens": 65_536}, {"short": 2048}),
     "13": ({"chip": "t4", "rounds": 4}, {"seed": 7, "rounds": 4}),
 }
@@ -43,7 +43,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "08": ({"chip": "v5e-8"}, "about one"),
     "09": ({"colab_tokens": 1000}, "multiple of 256"),
     "10": ({"width": 2}, "below 1 MiB"),
-    "11": ({"compile_for": "v5e:4x4x4"}, "no chip is called"),
+    "11": ({"chip": "v5p"}, "take v5e or v6e"),
     "12": ({"tokens": 262_144}, "reads up to 131,072"),
     "13": ({"chip": "v6"}, "no chip is called 'v6'"),
 }

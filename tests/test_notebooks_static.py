@@ -176,8 +176,8 @@ def _teaching(notebook: Notebook, name: str) -> Iterator[str]:
         yield f"{words} words of prose: which sentence would nobody miss?"
     stubs = [cell for cell in code_cells(notebook) if "exercise" in tags(cell)]
     solutions = [cell for cell in notebook["cells"] if "solution" in tags(cell)]
-    if len(stubs) < 3 or len(solutions) != len(stubs):
-        yield f"{len(stubs)} exercises and {len(solutions)} solutions: expected three or more, each with its own"
+    if len(stubs) < 2 or len(solutions) != len(stubs):
+        yield f"{len(stubs)} exercises and {len(solutions)} solutions: expected two or more, each with its own"
     for number, cell in enumerate(code_cells(notebook), 1):
         long = [line for line in source(cell).splitlines() if len(line) > MAX_WIDTH and "%pip" not in line]
         if long and not {"bootstrap", "parameters"} & set(tags(cell)):

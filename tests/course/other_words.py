@@ -126,13 +126,6 @@ def runs_by_hand(layer, layers, x):
     return runs_by_hand(layer, layers[n:], x)
 
 
-def a_range(step, batch_size, hosts_from, host):
-    hosts = [hosts for first, hosts in sorted(hosts_from.items()) if first <= step][-1]
-    share = batch_size // hosts
-    return range(step * batch_size + host * share, step * batch_size + (host + 1) * share) if host < hosts else ()
-
-
-@functools.cache
 def shuffled(seed, epoch, count):
     return np.random.RandomState([seed, epoch]).permutation(count)
 
@@ -316,7 +309,6 @@ OTHER_WORDS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (n10_trust_but_verify.check_cured_dropout, counted),
     (n10_trust_but_verify.check_worth_it, by_jax_itself),
     (n11_scale_out.check_tokens_at_par, lambda flops, link, n, remat: -(-3 * n / link * flops // (8 if remat else 6))),
-    (n11_scale_out.check_my_sequences, a_range),
     (n05_vocabulary_tiling_on_a_mesh.check_mean_over_devices, sums_gathered),
     (n05_vocabulary_tiling_on_a_mesh.check_target_logit, logits_added_in_shares),
     (n05_vocabulary_tiling_on_a_mesh.check_merge_devices, added_in_shares),

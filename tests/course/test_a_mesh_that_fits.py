@@ -1,4 +1,4 @@
-"""Meshes for notebook 11's third exercise that need more than a chip has, by the TPU's compiler."""
+"""Meshes for notebook 11's second exercise that need more than a chip has, by the TPU's compiler."""
 
 import pytest
 

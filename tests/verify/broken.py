@@ -155,6 +155,12 @@ def one_of_two_scans(w, x, how):
     return stacked(layer, rest, stack(layer, first, x, how), False)
 
 
+@broken(Title.CHECKPOINTS, "some of the layers only")
+def one_half_of_the_layers(w, x, how):
+    first, last = (jax.tree.map(lambda leaf, part=part: leaf[part], w) for part in (slice(0, L // 2), slice(L // 2, L)))
+    return stacked(layer, last, stack(layer, first, x, how), False)
+
+
 WIDER = {"up": normal(7, 4, D, 8 * D), "down": normal(8, 4, 8 * D, D)}
 
 

@@ -116,7 +116,7 @@ _NO_CHECKPOINT = "No checkpoint reaches the program."
 
 
 def checkpoints_are_there(both: BothWays) -> Proof:
-    """Check that checkpoints reach the traced program, and most layers of each kind; `seen` counts those left out."""
+    """Check that checkpoints reach the traced program, and over half of each kind of layer; `seen` counts the rest."""
     there = len(both.rematerialised.checkpoints)
     extra = there - len(both.plain.checkpoints)
     covered, left_out = layers_left_out(both.rematerialised.traced.jaxpr)
@@ -138,7 +138,7 @@ def checkpoints_are_there(both: BothWays) -> Proof:
                 "The flag adds a loop and no checkpoint, and the loop keeps the residuals of every iteration. If it "
                 "accumulates microbatches, take the gradient inside the loop; if it runs layers, checkpoint its body."
             )
-    elif left_out > covered or forgotten:
+    elif (left_out > 1 and left_out >= covered) or forgotten:
         seen += f"; {forgotten} layers of a stack have none" if forgotten else ""
         cause = "The flag reaches some of the layers only. " + _if_meant(Title.CHECKPOINTS)
     return Proof(Title.CHECKPOINTS, not cause, seen, cause)

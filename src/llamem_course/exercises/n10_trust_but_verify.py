@@ -240,8 +240,7 @@ _QUESTIONS = {
         "plain program, and does anything run again?",
     ),
     cleo: (
-        "Which function does the loop run? Go through the nine proofs: which of them would notice that nothing has "
-        "changed?",
+        "Which function does the loop run? Go through the proofs: which of them would notice that nothing has changed?",
         "With the flag and without, which program is traced? Can their numbers differ? And does a proof fail that "
         "finds nothing to judge?",
     ),

@@ -1,6 +1,5 @@
-"""The exercises of notebook 11: tokens at par, sequences of a host, a mesh that fits."""
+"""The exercises of notebook 11: tokens at par, a mesh that fits."""
 
-import operator
 from functools import partial
 from typing import Any
 
@@ -94,124 +93,6 @@ check_tokens_at_par = Exercise(
 )
 
 
-def _hosts_at(step: int, hosts_from: dict[int, int]) -> int:
-    return hosts_from[max(first for first in hosts_from if first <= step)]
-
-
-def _block(
-    step: int,
-    batch: int,
-    hosts_from: dict[int, int],
-    host: int,
-    *,
-    hosts_of: Answer = _hosts_at,
-    first: Answer = lambda step, batch, hosts, host: step * batch + host * (batch // hosts),
-    count: Answer = lambda batch, hosts: batch // hosts,
-    who: Answer = lambda host, hosts: host < hosts,
-) -> list[int]:
-    """Return a host's sequences, right but for what is given."""
-    hosts = hosts_of(step, hosts_from)
-    begins = first(step, batch, hosts, host)
-    return list(range(begins, begins + count(batch, hosts))) if who(host, hosts) else []
-
-
-def _parts(answer: Answer, step: int, batch: int, hosts_from: dict[int, int]) -> list[np.ndarray]:
-    answers = [answer(step, batch, dict(hosts_from), host) for host in range(max(hosts_from.values()))]
-    assert not any(one is None for one in answers), "return numbers in order; an empty list for none."
-    return [np.array([operator.index(number) for number in one], int) for one in answers]
-
-
-def _what_is_wrong(parts: list[np.ndarray], right: list[np.ndarray], step: int, batch: int, _: Any) -> str:
-    """Say in a sentence what anybody sees who compares the parts with the batch."""
-    hosts = sum(map(len, right)) // max(map(len, right))
-    whole, wanted = [number for part in parts for number in part], [number for part in right for number in part]
-    gone = [host for host, part in enumerate(parts) if len(part) and host >= hosts]
-    sizes = sorted({len(part) for part in parts[:hosts]})
-    seen = {
-        f"there are {hosts} hosts: who is host {gone[0] if gone else 0}?": bool(gone),
-        "two hosts read the same sequence.": len(set(whole)) < len(whole),
-        "some sequence of the batch is read by nobody.": len(whole) < batch,
-        "the hosts read more than the batch: who divides it?": len(whole) > batch,
-        "a sequence of an earlier step is read again.": min(whole, default=0) < step * batch,
-        "the batch is not that of one host: does its place depend on the hosts?": set(whole) != set(wanted),
-        "the rows lie in another order than on one host.": whole != wanted,
-    }
-    return next(
-        (words for words, holds in seen.items() if holds), f"hosts read {sizes} sequences, and not as many each."
-    )
-
-
-def _runs() -> dict[str, tuple[Any, ...]]:
-    cases = {}
-    for batch, hosts_from in ((12, {0: 4, 100: 2}), (12, {0: 2, 7: 3, 50: 6}), (8, {0: 8}), (6, {5: 1, 0: 3})):
-        near = {step + by for step in hosts_from for by in (-1, 0, 1)} | {3, 200}
-        for step in sorted(step for step in near if step >= 0):
-            told = f"At step {step} of a run with hosts {hosts_from}, for batches of {batch}"
-            cases[told] = (step, batch, hosts_from)
-    return cases
-
-
-def _in_turns(step: int, batch: int, hosts_from: dict[int, int], host: int) -> list[int]:
-    hosts = _hosts_at(step, hosts_from)
-    return list(range(step * batch + host, (step + 1) * batch, hosts)) if host < hosts else []
-
-
-def _but(**mistake: Answer) -> Answer:
-    return partial(_block, **mistake)
-
-
-check_my_sequences = Exercise(
-    2,
-    _block,
-    _runs(),
-    "Every sequence once, in the order of one host, whoever is there to read it.",
-    {
-        "an empty list for none": lambda *given: _block(*given) or None,
-        "two hosts read the same": [
-            _but(first=lambda step, batch, hosts, host: step * batch, count=lambda batch, hosts: batch),
-            _but(first=lambda step, batch, hosts, host: step * batch),
-            _but(count=lambda batch, hosts: batch // hosts + 1),
-        ],
-        "read by nobody": _but(
-            first=lambda step, batch, hosts, host: step * batch + host, count=lambda batch, hosts: 1
-        ),
-        "more than the batch": _but(
-            first=lambda step, batch, hosts, host: (step * hosts + host) * batch, count=lambda batch, hosts: batch
-        ),
-        "an earlier step": [
-            _but(first=lambda step, batch, hosts, host: host * (batch // hosts)),
-            lambda step, batch, hosts_from, host: _block(
-                step - max(first for first in hosts_from if first <= step),
-                batch,
-                {0: _hosts_at(step, hosts_from)},
-                host,
-            ),
-        ],
-        "not that of one host": _but(
-            first=lambda step, batch, hosts, host: host * 9000 + step * batch // hosts,
-        ),
-        "another order": [
-            _but(first=lambda step, batch, hosts, host: step * batch + (hosts - 1 - host) * (batch // hosts)),
-            _in_turns,
-        ],
-        "who is host": [
-            _but(who=lambda host, hosts: True),
-            _but(hosts_of=lambda step, hosts_from: hosts_from[0]),
-            _but(hosts_of=lambda step, hosts_from: _hosts_at(max(step - 1, 0), hosts_from)),
-        ],
-        "Which number of hosts holds at this step?": [
-            _but(hosts_of=lambda step, hosts_from: list(hosts_from.values())[-1]),
-            _but(hosts_of=lambda step, hosts_from: min(hosts_from.values())),
-            _but(hosts_of=lambda step, hosts_from: hosts_from[min(hosts_from, key=lambda first: abs(first - step))]),
-            _but(hosts_of=lambda step, hosts_from: hosts_from[[first for first in hosts_from if first <= step][-1]]),
-        ],
-    },
-    otherwise="Which hosts are there, and which block of the batch is each one's?",
-    ask=_parts,
-    told=_what_is_wrong,
-)
-
-
 def _fits(answer: Answer) -> str:
     mesh = MeshShape.of(answer())
     assert mesh.devices == 64, f"the slice has 64 chips; your mesh has {mesh.devices}."
@@ -231,7 +112,7 @@ def _fits(answer: Answer) -> str:
 
 
 check_mesh = Exercise(
-    3,
+    2,
     lambda: {"fsdp": 16, "context": 4},
     {},
     _fits,
