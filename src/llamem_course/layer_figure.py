@@ -1,100 +1,80 @@
-"""Which slices of a stack of weights a program holds, and for how long; what nested scans hold at their fullest."""
+"""How many copied slices of a stack of weights lie in memory, step by step; what nested scans hold at their fullest."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from jaxmem.reading.timeline import Span, Timeline
+from jaxmem.reading.timeline import Timeline
 from jaxmem.report import GiB
 
-ALIVE_ALT = (
-    "Sixteen layers when the backward pass enters the last of four groups. A scan holds 16 inputs. Nested, it holds 4 "
-    "inputs of groups and, of the last group alone, 4 inputs of layers, and once more the weights of 4 layers and "
-    "their gradients."
-)
-_LAYERS, _GROUPS = 16, 4
-# A row's name, its layers, what it holds, its colour and hatch.
-_LAST = range(_LAYERS - _LAYERS // _GROUPS, _LAYERS)
-_ROWS = (
-    ("scan: inputs of layers", range(_LAYERS), "16 inputs", "C0", ""),
-    ("nested: inputs of groups", range(0, _LAYERS, _LAYERS // _GROUPS), "4 inputs", "C0", ""),
-    ("inputs of layers", _LAST, "4 inputs", "C0", ""),
-    ("weights, once more", _LAST, "4 layers' weights", "C1", ".."),
-    ("gradients, once more", _LAST, "4 layers' weights", "C2", "//"),
-)
 
-
-def slices(timeline: Timeline, size: int) -> list[Span]:
-    """Return the copies of slices of stacked arrays, of `size` bytes or more each, in the order made."""
+def held_slices(timeline: Timeline, size: int) -> np.ndarray:
+    """Return the bytes of copied slices of stacks in the device's memory at each step; `size` is that of one slice."""
+    held = np.zeros(timeline.steps)
     cut = ("/slice", "/squeeze", "/dynamic_slice")
-    found = [one for one in timeline.buffers if one.operation.endswith(cut) and one.bytes >= size]
-    return sorted(found, key=lambda one: (one.first, one.last))
+    for one in timeline.buffers:
+        if one.operation.endswith(cut) and one.bytes == size and one.space == "device":
+            held[one.first : one.last + 1] += one.bytes
+    return held
 
 
-def waiting(timeline: Timeline, size: int) -> list[Span]:
-    """Return those of the `slices` that lie in memory at the peak."""
-    held = timeline.at_peak()
-    return [one for one in slices(timeline, size) if one in held]
+def waiting_slices(timelines: Mapping[str, Timeline], size: int, weights: int) -> tuple[Figure, str]:
+    """Draw for each program the GiB of copied slices at each step, and return the figure and its words.
 
-
-def waiting_slices(timelines: Mapping[str, Timeline], size: int) -> Figure:
-    """Draw for each program its copies of slices as bars, from the step that makes one to the last that reads it."""
-    fig, axes = plt.subplots(1, len(timelines), figsize=(8, 3.0), sharey=True, layout="constrained")
-    for ax, (name, one) in zip(axes, timelines.items(), strict=True):
-        held, peak = waiting(one, size), one.peak_step
-        for row, bar in enumerate(slices(one, size)):
-            ax.barh(
-                row, bar.last - bar.first + 1, left=bar.first, height=0.8, color="C1" if bar in held else "lightgray"
-            )
-        ax.axvline(peak, color="black", linewidth=1, linestyle=":")
-        n_bytes = sum(bar.bytes for bar in held)
-        ax.annotate(
-            f"{len(held)} copies\nat the peak,\n{n_bytes / GiB:.2f} GiB",
-            (peak, 1.0),
-            xycoords=("data", "axes fraction"),
-            xytext=(4 if peak < one.steps / 2 else -4, -4),
-            textcoords="offset points",
-            ha="left" if peak < one.steps / 2 else "right",
-            va="top",
-        )
-        for passed, first, stop in one.passes:
-            if stop - first > one.steps / 8:
-                ax.text((first + stop) / 2, -1.2, passed, ha="center", va="top", fontsize=9)
-        ax.set(title=name, xlim=(0, one.steps), xticks=[], xlabel="the program's steps, in order")
-        ax.spines[["top", "right"]].set_visible(False)
-    axes[0].set(ylabel="copies, in the order made", ylim=(-5, 70), yticks=[0, 16, 32, 48])
-    return fig
-
-
-def waiting_slices_alt(timelines: Mapping[str, Timeline], size: int) -> str:
-    """Say in words what `waiting_slices` draws."""
+    `size` is the bytes of one slice, and `weights` those of all layers' weights, a dashed line.
+    """
+    fig, axes = plt.subplots(1, len(timelines), figsize=(8, 3.0), sharey=True, layout="constrained", squeeze=False)
     told = []
-    for name, one in timelines.items():
-        held = waiting(one, size)
-        n_bytes = sum(bar.bytes for bar in held)
-        told.append(f"{name}: {len(slices(one, size))} copies, {len(held)} at the peak, {n_bytes / GiB:.2f} GiB")
-    return f"Copies of slices as bars over the steps of the program. {'; '.join(told)}."
+    for ax, (name, one) in zip(axes[0], timelines.items(), strict=True):
+        held = held_slices(one, size) / GiB
+        ax.fill_between(range(one.steps), held, step="post", color="C1")
+        ax.axhline(weights / GiB, color="black", linestyle="--", linewidth=1)
+        ax.text(one.steps, 1.02 * weights / GiB, "the weights of all layers", ha="right", va="bottom", fontsize=9)
+        wide = [(n, first, stop) for n, first, stop in one.passes if stop - first > one.steps / 8]
+        ax.set_xticks([(first + stop) / 2 for _, first, stop in wide], [n for n, *_ in wide])
+        ax.tick_params(axis="x", length=0)
+        for _, first, _ in wide[1:]:
+            ax.axvline(first, color="gray", linewidth=1, linestyle=":")
+        ax.set(title=f"{name}: at most {held.max():.2f} GiB", xlim=(0, one.steps), xlabel="steps of the program")
+        told.append(f"{name}: at most {held.max():.2f}")
+    axes[0, 0].set(ylabel="copied slices in memory, GiB", ylim=(0, 1.2 * weights / GiB))
+    words = f"GiB of copied slices in memory at each step. {'; '.join(told)}; the weights: {weights / GiB:.2f}."
+    return fig, words
 
 
-def alive() -> Figure:
-    """Draw what is there when the backward pass enters the last group, layer by layer; `ALIVE_ALT` says it in words."""
+def alive(n_layers: int, groups: int) -> tuple[Figure, str]:
+    """Draw what is there when the backward pass enters the last group, layer by layer; return the figure, its words."""
+    size = n_layers // groups
+    last = range(n_layers - size, n_layers)
+    rows = (  # a name, its layers, what is held, a colour and a hatch
+        ("scan: inputs of layers", range(n_layers), f"{n_layers} inputs", "C0", ""),
+        ("nested: inputs of groups", range(0, n_layers, size), f"{groups} inputs", "C0", ""),
+        ("inputs of layers", last, f"{size} inputs", "C0", ""),
+        ("weights, once more", last, f"{size} layers' weights", "C1", ".."),
+        ("gradients, once more", last, f"{size} layers' weights", "C2", "//"),
+    )
     fig, ax = plt.subplots(figsize=(8, 2.6))
-    for row, (name, layers, held, colour, hatch) in enumerate(_ROWS):
+    for row, (name, layers, held, colour, hatch) in enumerate(rows):
         bottom = -row - 0.4 * (row > 0)  # the scan stands apart
         ax.text(-0.4, bottom + 0.4, name, ha="right", va="center")
-        ax.text(_LAYERS + 0.4, bottom + 0.4, held, va="center")
-        for i in range(_LAYERS):
-            kept: dict[str, Any] = (
-                {"facecolor": colour, "alpha": 0.6, "hatch": hatch} if i in layers else {"fill": False}
-            )
+        ax.text(n_layers + 0.4, bottom + 0.4, held, va="center")
+        for i in range(n_layers):
+            kept: dict[str, Any] = {"facecolor": colour, "alpha": 0.6, "hatch": hatch}
+            kept = kept if i in layers else {"fill": False}
             ax.add_patch(Rectangle((i, bottom), 0.9, 0.8, edgecolor="white" if i in layers else "lightgray", **kept))
     ax.set(
-        title="layers 1 to 16, when the backward pass enters the last group",
-        xlim=(-6, 20.5),
-        ylim=(1 - len(_ROWS) - 0.6, 1),
+        title=f"layers 1 to {n_layers}, when the backward pass enters the last group",
+        xlim=(-0.375 * n_layers, 1.28 * n_layers),
+        ylim=(1 - len(rows) - 0.6, 1),
     )
     ax.axis("off")
-    return fig
+    words = (
+        f"{n_layers} layers when the backward pass enters the last of {groups} groups. A scan holds {n_layers} inputs. "
+        f"Nested, it holds {groups} inputs of groups and, of the last group alone, {size} inputs of layers, and once "
+        f"more the weights of {size} layers and their gradients."
+    )
+    return fig, words

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
 
 
 def trade(tflop: Mapping[str, float], peaks: Mapping[str, float], chip: str, capacity: float) -> tuple[Figure, str]:
@@ -12,17 +11,19 @@ def trade(tflop: Mapping[str, float], peaks: Mapping[str, float], chip: str, cap
 
     `capacity` is what the chip offers, in GiB: choices below its line fit.
     """
-    fig, ax = plt.subplots(figsize=(9, 3.8), layout="constrained")
+    fig, ax = plt.subplots(figsize=(8, 3.8), layout="constrained")
+    top = 1.15 * max(*peaks.values(), capacity)
     ax.axhline(capacity, color="black", linestyle="--", linewidth=1)
-    ax.annotate(f"{chip} offers {capacity:.2f} GiB", (1, capacity), xycoords=("axes fraction", "data"), ha="right",
-                xytext=(0, 4), textcoords="offset points", fontsize=10)  # fmt: skip
+    ax.axhspan(capacity, top, color="C3", alpha=0.12)
     for choice, peak in peaks.items():
-        ax.plot(tflop[choice], peak, "o", markersize=9, color="C0" if peak <= capacity else "C3")
-        ax.annotate(choice, (tflop[choice], peak), xytext=(7, 5), textcoords="offset points", fontsize=11)
-    ax.set_yscale("log")
-    ax.set_yticks([10, 15, 20, 30], ["10", "15", "20", "30"])
-    ax.yaxis.set_minor_locator(NullLocator())
-    ax.margins(x=0.14, y=0.12)
-    ax.set(xlabel="TFLOP of the step's matmuls: less arithmetic to the left", ylabel=f"GiB at the peak, {chip}")
+        fits = peak <= capacity
+        ax.plot(tflop[choice], peak, "o", markersize=9, color="C0" if fits else "C3")
+        ax.annotate(choice, (tflop[choice], peak), xytext=(0, -14 if fits else 13), textcoords="offset points",
+                    fontsize=11, ha="center", va="center")  # fmt: skip
+    ax.text(0.99, top * 0.97, f"does not fit: a {chip} offers {capacity:.2f} GiB", ha="right", va="top",
+            transform=ax.get_yaxis_transform())  # fmt: skip
+    ax.margins(x=0.12)
+    ax.set(xlabel="matmuls of one step, TFLOP (less arithmetic to the left)", ylabel=f"peak on a {chip}, GiB")
+    ax.set_ylim(0, top)
     told = "; ".join(f"{choice}: {tflop[choice]:.1f}, {peak:.1f}" for choice, peak in peaks.items())
     return fig, f"Points for each choice: TFLOP and GiB at the peak. {told}. {chip} offers {capacity:.2f}."

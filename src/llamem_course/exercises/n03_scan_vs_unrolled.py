@@ -153,6 +153,7 @@ check_best_groups = Exercise(
             (28, 102, 748),
             (16, 32, 96),
             (16, 20, 32),
+            (4, 100, 10),
         )
     },
     "Not the square root: heavy weights want more groups, each of fewer layers.",
