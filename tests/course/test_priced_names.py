@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import jaxmem
 import llamem
 from jaxmem.compiling import matmul_flops
 from llamem_course.exercises.n02_checkpoint_policies import priced
-from llamem_course.measuring import abstract_layers
 
 
 @pytest.mark.parametrize(
@@ -18,13 +18,15 @@ def test_the_table_of_notebook_02_says_what_saved_names_keep_and_spare(names):
     config = llamem.LlamaConfig.from_name("tiny").replace(n_layers=3, head_dim=24)
 
     def flops_and_bytes(remat):
-        layers, *shapes = abstract_layers(config, llamem.Plan(remat=remat, attention="xla"), 40)
+        plan = llamem.Plan(remat=remat, attention="xla")
+        graphdef, params = nnx.split(nnx.eval_shape(lambda: llamem.Llama(config, rngs=nnx.Rngs(0), plan=plan)))
+        tokens_BT = jax.ShapeDtypeStruct((1, 40), jnp.int32)
 
         def loss(params, tokens_BT):
-            return jnp.sum(layers(params, tokens_BT))
+            return jnp.sum(nnx.merge(graphdef, params).hidden(tokens_BT))
 
-        flops = matmul_flops(jax.make_jaxpr(jax.grad(loss))(*shapes).jaxpr)
-        return flops, jaxmem.saved_residuals(loss, *shapes).bytes
+        flops = matmul_flops(jax.make_jaxpr(jax.grad(loss))(params, tokens_BT).jaxpr)
+        return flops, jaxmem.saved_residuals(loss, params, tokens_BT).bytes
 
     nothing, saved = flops_and_bytes("nothing"), flops_and_bytes(llamem.Policy(save=names))
     n_bytes, spared = (sum(priced(config, 40)[name][column] for name in names) for column in (0, 1))
