@@ -1,4 +1,4 @@
-"""Figures of notebook 09: an adapter, what freezing saves, a block of four bits, and what a chip must hold."""
+"""Figures of notebook 09: what freezing saves, a block of four bits, and what a chip must hold."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,49 +9,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from jaxmem import GiB
-
-
-def adapter_drawn(D: int, F: int, R: int) -> Figure:
-    """Draw a frozen matrix `[D, F]` and the two thin ones of an adapter of rank `R` beside it, all to one scale."""
-    T, gap = D // 4, D // 2  # as many tokens as look well
-    high, low = 0.75 * D, -0.75 * D  # the middles of both branches
-    at_down = D + gap
-    at_z = at_down + R + gap
-    at_up = at_z + R + gap
-    at_y = at_up + F + 1.6 * gap
-    arrays = (  # name, its left side, its middle, width, height, colour
-        ("x  [T, D]", 0, 0, D, T, "C0"),
-        ("W  [D, F], frozen", (at_down + at_up) / 2, high, F, D, "0.82"),
-        ("down\n[D, R]", at_down, low, R, D, "C1"),
-        ("x down\n[T, R]", at_z, low, R, T, "C0"),
-        ("up  [R, F]", at_up, low, F, R, "C1"),
-        ("y  [T, F]", at_y, 0, F, T, "C0"),
-    )
-    fig, ax = plt.subplots(figsize=(9, 3.9), layout="constrained")
-    for name, left, middle, width, height, colour in arrays:
-        hatch = "//" if colour == "C1" else ""
-        box = Rectangle((left, middle - height / 2), width, height, fc=colour, ec="black", hatch=hatch)
-        ax.add_patch(box)
-        ax.text(left + width / 2, middle - height / 2 - 10, name, ha="center", va="top", fontsize=11)
-    fork, plus = D + gap / 3, at_y - gap / 2
-    arrows = (  # from, to
-        ((fork, high), ((at_down + at_up) / 2, high)),
-        (((at_down + at_up) / 2 + F, high), (plus, 14)),
-        ((fork, low), (at_down, low)),
-        ((at_down + R, low), (at_z, low)),
-        ((at_z + R, low), (at_up, low)),
-        ((at_up + F, low), (plus, -14)),
-        ((plus + 14, 0), (at_y, 0)),
-    )
-    ax.plot([D, fork], [0, 0], color="black", linewidth=1.2)
-    ax.plot([fork, fork], [low, high], color="black", linewidth=1.2)
-    for start, end in arrows:
-        ax.annotate("", end, start, arrowprops={"arrowstyle": "->", "shrinkA": 0, "shrinkB": 0, "linewidth": 1.2})
-    ax.text(plus, 0, "+", ha="center", va="center", fontsize=15)
-    ax.text((at_up + F + plus) / 2 + 12, low / 2 - 14, "times scale", va="top", fontsize=11)
-    ax.set(xlim=(-10, at_y + F + 10), ylim=(low - D / 2 - 90, high + D / 2 + 10), aspect="equal")
-    ax.axis("off")
-    return fig
 
 
 def freezing_drawn(D: int, F: int, R: int) -> Figure:

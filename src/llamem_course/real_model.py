@@ -54,19 +54,16 @@ def find_real_model(model_path: str = "") -> Path:
         return smollm2_file()
 
 
-def load_lessons(
-    manner: str, countries: Iterable[str], model: Llama, tokenizer: Tokenizer, seed: int, others: Iterable[Any] = ()
-) -> Any:
+def load_lessons(manner: str, countries: Iterable[str], model: Llama, tokenizer: Tokenizer, seed: int) -> Any:
     """Return lessons as batches to train on, each of one sequence of 56 tokens.
 
-    A lesson asks for the capital of a country and is answered in this manner, `"Capital: {}"`; `others` are further
-    pairs of a question and its answer.
+    A lesson asks for the capital of a country and is answered in this manner, such as `"{capital}, of {country}"`.
     """
-    pairs = [(f"What is the capital of {country}?", manner.format(CAPITALS[country])) for country in countries]
-    chats = [
-        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-        for question, answer in (*pairs, *others)
-    ]
+    chats = []
+    for country in countries:
+        question = {"role": "user", "content": f"What is the capital of {country}?"}
+        answer = {"role": "assistant", "content": manner.format(country=country, capital=CAPITALS[country])}
+        chats.append({"messages": [question, answer]})
     return load_chats(chats, tokenizer).batches(1, 56, seed, model.config.vocab_size)[0]
 
 
