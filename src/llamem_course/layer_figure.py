@@ -39,7 +39,11 @@ def waiting_slices(timelines: Mapping[str, Timeline], size: int, weights: int) -
         ax.tick_params(axis="x", length=0)
         for _, first, _ in wide[1:]:
             ax.axvline(first, color="gray", linewidth=1, linestyle=":")
-        ax.set(title=f"{name}: at most {held.max():.2f} GiB", xlim=(0, one.steps), xlabel="steps of the program")
+        ax.set(
+            title=f"{name}: at most {held.max():.2f} GiB",
+            xlim=(0, one.steps),
+            xlabel="operations of the compiled program",
+        )
         told.append(f"{name}: at most {held.max():.2f}")
     axes[0, 0].set(ylabel="copied slices in memory, GiB", ylim=(0, 1.2 * weights / GiB))
     words = f"GiB of copied slices in memory at each step. {'; '.join(told)}; the weights: {weights / GiB:.2f}."

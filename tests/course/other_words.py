@@ -118,7 +118,7 @@ def runs_by_hand(layer, layers, x):
     """Find the runs by recursion, apply a layer alone without a scan, and loop by an index."""
     if not layers:
         return x
-    shapes = [jax.tree.map(jnp.shape, w) for w in layers]
+    shapes = [jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), w) for w in layers]
     n = next((i for i, one in enumerate(shapes) if one != shapes[0]), len(layers))
     w = jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers[:n])
     turn = lambda i, x: jax.checkpoint(layer)(jax.tree.map(lambda leaf: leaf[i], w), x)  # noqa: E731

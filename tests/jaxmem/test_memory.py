@@ -19,7 +19,7 @@ from jaxmem import cross_compile as absent
 from jaxmem.chips import compilers
 from jaxmem.reading.dump import memory_is_assigned, read_dump
 from jaxmem.reading.hlo import largest_buffers, parse
-from jaxmem.tracing.arguments import read_leaves
+from jaxmem.tracing.arguments import read_leaves, shard_bytes
 
 HERE = Path(__file__).resolve().parent
 F32 = jnp.float32
@@ -110,6 +110,18 @@ def test_sums_of_gradients_are_said_and_those_of_one_array_are_not(dtype):
     (words,) = warned(step)
     assert "1.14 MiB in float32" in words and "2 parts can need more memory than 1" in words
     assert not warned(functools.partial(step, summed=("a",)))
+
+
+def test_inside_of_a_shard_map_a_shape_is_one_devices():
+    mesh, sizes = jax.sharding.AbstractMesh((4, 2), ("fsdp", "tensor")), []
+
+    def own(x):
+        sizes.append((jax.typeof(x).shape, shard_bytes(jax.typeof(x))))
+        return x
+
+    whole = jax.sharding.PartitionSpec("fsdp", "tensor")
+    jax.eval_shape(jax.shard_map(own, mesh=mesh, in_specs=whole, out_specs=whole), shape(12, 10))
+    assert sizes == [((3, 5), 60)]
 
 
 @pytest.mark.quick

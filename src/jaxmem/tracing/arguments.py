@@ -199,7 +199,9 @@ def shard_bytes(array: Any) -> int:
     """Return the bytes of what one device holds of an array or a shape."""
     sharding = getattr(array, "sharding", None)
     is_named = isinstance(sharding, jax.sharding.NamedSharding)
-    sizes = sharding.shard_shape(array.shape) if is_named else array.shape
+    # Inside of a shard_map a shape is one device's already.
+    divided = is_named and set(sharding.mesh.axis_types) != {jax.sharding.AxisType.Manual}
+    sizes = sharding.shard_shape(array.shape) if divided else array.shape
     return -(-math.prod(sizes) * _bits(array.dtype) // 8)
 
 

@@ -221,6 +221,15 @@ def _of_other_trees() -> list[Any]:
     return [[jnp.full(gain, i + 1.0), (jnp.full(shift, i + 2.0),)] for i, (gain, shift) in enumerate(pairs)]
 
 
+def _in_its_type(w: Any, x_ND: Any) -> Any:
+    """Apply a layer that computes in the type of its weights."""
+    return x_ND + jnp.sin(x_ND.astype(w.dtype) * w).astype(x_ND.dtype)
+
+
+def _of_types(*types: str) -> list[Any]:
+    return [jnp.full(_WIDTH, 1 + 1 / (3 + i), dtype) for i, dtype in enumerate(types)]
+
+
 def _loop(layer: Answer, layers: Iterable[Any], x: Any) -> Any:
     for w in layers:
         x = layer(w, x)
@@ -291,6 +300,10 @@ def _shapes(w: Any) -> Any:
     return jax.tree.map(jnp.shape, w)
 
 
+def _shapes_and_types(w: Any) -> Any:
+    return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), w)
+
+
 def _sizes(w: Any) -> list[int]:
     return [leaf.size for leaf in jax.tree.leaves(w)]
 
@@ -304,7 +317,13 @@ def _all_written(layer: Answer, w: Any, x: Any) -> Any:
 
 
 def _runs(
-    layer: Answer, layers: Any, x: Any, *, key: Answer = _shapes, remat: Answer = jax.checkpoint, run: Answer = _scan
+    layer: Answer,
+    layers: Any,
+    x: Any,
+    *,
+    key: Answer = _shapes_and_types,
+    remat: Answer = jax.checkpoint,
+    run: Answer = _scan,
 ) -> Any:
     for _, some in itertools.groupby(layers, key=key):
         x = run(remat(layer), jax.tree.map(lambda *leaves: jnp.stack(leaves), *some), x)
@@ -332,6 +351,10 @@ check_scan_runs = Exercise(
             _affine,
             _of_other_trees(),
         ),
+        "Layers of one shape, in float32, bfloat16, bfloat16, float32": (
+            _in_its_type,
+            _of_types("float32", "bfloat16", "bfloat16", "float32"),
+        ),
     },
     "A program as long as its runs, and of each layer its input alone.",
     {
@@ -352,6 +375,7 @@ check_scan_runs = Exercise(
             partial(_runs, key=_sizes),
             partial(_runs, key=lambda w: {leaf.shape for leaf in jax.tree.leaves(w)}),
         ],
+        "Are the types of two layers compared, too?": partial(_runs, key=_shapes),
         "Is a name of weights written into it?": partial(_runs, key=lambda w: w["up"].shape),
         "Does it need a first layer?": lambda layer, layers, x: _runs(layer, [layers[0], *layers[1:]], x),
         "a scan returns a pair": lambda layer, layers, x: (_runs(layer, layers, x), None),

@@ -3,7 +3,7 @@
 import matplotlib.pyplot as plt
 import numpy as np
 
-from llamem_course.mesh_figures import mesh_bars, mesh_maps
+from llamem_course.pod_figures import mesh_bars, mesh_maps
 
 
 def test_the_parts_of_each_mesh_are_drawn_to_scale_and_told():
