@@ -43,7 +43,8 @@ def plateaus(reports: Mapping[str, Report | Timeline], notes: Mapping[str, str])
         peak = one.peak_bytes / GiB
         ax.set_title(f"{name}\npeak {peak:.1f} GiB", loc="left", fontsize=11, fontweight="bold")
         low = peak < 0.5 * max(other.peak_bytes for other in found.values()) / GiB
-        place = (one.steps / 2, peak + 0.5) if low else (0.6 * one.steps, 0.5 * peak)
+        plateau = np.flatnonzero(base > peak / 2).mean()
+        place = (one.steps / 2, peak + 0.5) if low else (plateau, 0.5 * peak)
         frame = {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 3}
         ax.text(*place, notes[name], ha="center", va="bottom" if low else "center", fontsize=10, bbox=frame)
         told.append(f"{name}: peak {peak:.1f}, {notes[name]}".replace("\n", " "))
