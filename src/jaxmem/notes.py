@@ -12,7 +12,7 @@ from jax.extend import core as jex_core
 from jaxmem.common.printing import size_text
 from jaxmem.reading.provenance import Provenance
 from jaxmem.report import Report
-from jaxmem.tracing.arguments import Leaf, shard_bytes
+from jaxmem.tracing.arguments import Leaf, shard_bytes, shard_shape
 from jaxmem.tracing.flops import Products
 from jaxmem.tracing.jaxprs import (
     Scan,
@@ -200,8 +200,7 @@ def _sum_notes(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> Iterator
 
 def sums_of_gradients(traced: jex_core.ClosedJaxpr, leaves: Sequence[Leaf]) -> list[Any]:
     """Return the types of what a loop adds up of arrays like those of an argument; none where no loop does."""
-    given = [leaf.shape for leaf in leaves if jnp.issubdtype(leaf.shape.dtype, jnp.floating)]
-    shapes = [shape.sharding.shard_shape(shape.shape) if shape.sharding else shape.shape for shape in given]
+    shapes = [shard_shape(leaf.shape) for leaf in leaves if jnp.issubdtype(leaf.shape.dtype, jnp.floating)]
     for sums in _sums_of_loops(traced.jaxpr):
         alike = [aval for aval in sums if aval.shape in shapes]
         # Not the gradients of a few arrays, such as a tiled loss adds up: of weights beside two moments it is a third.

@@ -6,6 +6,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from jaxmem.tracing.residuals import Residuals
+from llamem_course.timeline_figure import COLOURS
 
 MiB = 2**20
 # The arrays in the order in which they are made: the operation by which a residual is known, and its size in inputs.
@@ -36,7 +37,7 @@ def kept(programs: Mapping[str, Residuals], input_bytes: int) -> tuple[Figure, s
         waits = {label: (made, size * input_bytes) in rows for label, (made, size) in _MADE.items()}
         for place, (label, held) in enumerate(waits.items()):
             height = _MADE[label][1] * input_bytes / MiB
-            face, line = ("#ffa90e", "#ffa90e") if held else ("none", "0.6")
+            face, line = (COLOURS["residuals"],) * 2 if held else ("none", "0.6")
             ax.bar(place, height, 0.8, color=face, edgecolor=line, linestyle="-" if held else "--")
             gone = "made again" if ax is not axes[0, 0] else "dropped"
             word, colour = ("kept", "black") if held else (gone, "0.45")

@@ -195,14 +195,18 @@ def mesh_of(leaves: Sequence[Leaf], chip: Chip) -> Any:
     return meshes.pop() if len(meshes) == 1 else None
 
 
-def shard_bytes(array: Any) -> int:
-    """Return the bytes of what one device holds of an array or a shape."""
+def shard_shape(array: Any) -> tuple[int, ...]:
+    """Return the shape of what one device holds of an array or a shape."""
     sharding = getattr(array, "sharding", None)
     is_named = isinstance(sharding, jax.sharding.NamedSharding)
     # Inside of a shard_map a shape is one device's already.
     divided = is_named and set(sharding.mesh.axis_types) != {jax.sharding.AxisType.Manual}
-    sizes = sharding.shard_shape(array.shape) if divided else array.shape
-    return -(-math.prod(sizes) * _bits(array.dtype) // 8)
+    return sharding.shard_shape(array.shape) if divided else array.shape
+
+
+def shard_bytes(array: Any) -> int:
+    """Return the bytes of what one device holds of an array or a shape."""
+    return -(-math.prod(shard_shape(array)) * _bits(array.dtype) // 8)
 
 
 def _bits(dtype: Any) -> int:
