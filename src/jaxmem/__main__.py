@@ -151,7 +151,7 @@ def _chips(given: argparse.Namespace) -> int:
 
 def _cache(given: argparse.Namespace) -> int:
     folder, files = cache_folder("reports"), kept_reports()
-    n_bytes, word = sum(file.stat().st_size for file in files), "report" if len(files) == 1 else "reports"
+    n_bytes, word = sum(files.values()), "report" if len(files) == 1 else "reports"
     if given.clear:
         clear_reports()
     print(f"{folder}: {len(files)} {word}, {size_text(n_bytes)}{', removed' if given.clear else ''}")

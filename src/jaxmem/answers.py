@@ -132,14 +132,15 @@ _MARK = "jaxmem report "  # how a file begins that this package wrote
 _MOST_BYTES = 2**29  # some thousands of answers
 
 
-def kept_reports() -> list[Path]:
-    """Return the files of the cache of reports, the oldest first: those that this package wrote and no other."""
+def kept_reports() -> dict[Path, int]:
+    """Return the files of the cache of reports and their bytes, the oldest first: what this package wrote, no other."""
     files = []
     for file in cache_folder("reports").glob("*.json"):
         with contextlib.suppress(OSError), file.open("rb") as content:  # another process removed it
             if re.fullmatch(r"[0-9a-f]{32}", file.stem) and content.read(len(_MARK)) == _MARK.encode():
-                files.append((file.stat().st_mtime, file))
-    return [file for _, file in sorted(files)]
+                facts = os.fstat(content.fileno())
+                files.append((facts.st_mtime, file, facts.st_size))
+    return {file: size for _, file, size in sorted(files)}
 
 
 def clear_reports() -> None:
@@ -150,7 +151,7 @@ def clear_reports() -> None:
 
 def _keep_small() -> None:
     """Remove the oldest reports where all of them are too many bytes."""
-    sizes = {file: file.stat().st_size for file in kept_reports()}
+    sizes = kept_reports()
     too_many = sum(sizes.values()) - _MOST_BYTES
     for file, size in sizes.items():
         if too_many <= 0:

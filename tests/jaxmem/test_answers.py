@@ -258,6 +258,20 @@ def test_the_cache_has_a_bound_and_the_oldest_go_first(compiled, tmp_path, monke
     assert all(stranger.exists() for stranger in strangers)
 
 
+def test_processes_that_keep_the_cache_small_at_once_do_not_disturb_each_other(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXMEM_CACHE", str(tmp_path))
+    monkeypatch.setattr(answers, "_MOST_BYTES", 1000)
+    traced = jax.make_jaxpr(lambda x: x)(0)
+
+    def keep(n):  # a warning that a report cannot be kept is an error here
+        asked = answers.Question(jaxmem.CHIPS["v5e-1"], f"program {n}", "", (), traced, ())
+        return answers.cached(asked, compilers.Compilers("none"), lambda: {"peak_bytes": n})
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [answer["peak_bytes"] for answer in pool.map(keep, range(400))] == [*range(400)]
+    assert 0 < sum(answers.kept_reports().values()) <= 1000
+
+
 def test_the_command_tells_and_clears_the_cache(compiled, tmp_path, capsys):
     report(program())
     stranger = tmp_path / "cache" / "reports" / "mine.json"

@@ -102,7 +102,9 @@ def locked(file: Path, why: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
-        name = holder.read_text(encoding="utf-8") if holder.is_file() else ""
+        name = ""
+        with contextlib.suppress(FileNotFoundError):  # just given up
+            name = holder.read_text(encoding="utf-8")
         raise BlockingIOError(
             f"{file.parent} is in use by {name or 'another process'}. {why} Wait for it, or choose another folder."
         ) from None
