@@ -247,6 +247,16 @@ def test_several_chips_share_what_one_cannot_hold():
     assert few.plan.mesh.fsdp == 4 and few.plan.mesh.devices == 8
 
 
+def test_sequences_that_are_few_are_split_along_their_length_and_by_heads():
+    """Sixteen on 256 chips were estimated at twice the seconds with no more than one of them, and one at five times."""
+    config = LlamaConfig.from_name("llama3.1-70b", **BF16)
+    sizes: dict[str, Any] = {"seq_len": 8192, "batch_size": 16, **QUIETLY}
+    found = find_plan(config, "v5e:16x16", **sizes)
+    assert found.plan.mesh.tensor > 1 and found.plan.mesh.context > 1
+    alone = find_plan(config, "v5e:16x16", mesh={"fsdp": 16, "context": 16}, **sizes)
+    assert found.estimate.seconds.total < alone.estimate.seconds.total / 2
+
+
 BAD: dict[str, dict[str, Any]] = {
     "no chip is called 'v9'": {"chip": "v9"},
     "seq_len=-1": {"seq_len": -1},
