@@ -131,6 +131,11 @@ BAD: dict[str, dict[str, Any]] = {
     "attention='splash') for 1,000 tokens on v5e-1": {"plan": Plan(attention="splash"), "seq_len": 1000},
     "Choose clip='layer'": {"plan": Plan(weights="host")},
     "clip='layer' on v5e-8, 8 chips": {"plan": Plan(mesh={"fsdp": 8}), "chip": "v5e-8", "clip": "layer"},
+    "d_model=2048 does not divide among 12": {
+        "plan": Plan(mesh={"fsdp": 12}),
+        "chip": "v5p:2x2x3",
+        "batch_size": 12,
+    },
     "batch_size=3 does not divide among 8": {"plan": Plan(mesh={"fsdp": 8}), "chip": "v5e-8", "batch_size": 3},
 }
 

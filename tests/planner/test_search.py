@@ -257,6 +257,11 @@ def test_sequences_that_are_few_are_split_along_their_length_and_by_heads():
     assert found.estimate.seconds.total < alone.estimate.seconds.total / 2
 
 
+def test_where_no_mesh_divides_a_model_the_reason_is_that_of_fsdp_alone():
+    with pytest.raises(ValueError, match="d_model=2048 does not divide among 12"):
+        find_plan(ONE_B, "v5p:2x2x3", seq_len=8192, batch_size=12, **QUIETLY)
+
+
 BAD: dict[str, dict[str, Any]] = {
     "no chip is called 'v9'": {"chip": "v9"},
     "seq_len=-1": {"seq_len": -1},

@@ -22,7 +22,7 @@ from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import MeshShape, Plan
 from llamem.planner.estimates import Estimate, estimate_plan
 from llamem.planner.result import ALIKE, Found, explain
-from llamem.planner.sizes import Question, has_cudnn
+from llamem.planner.sizes import Question, Sizes, has_cudnn
 from llamem.quantized.blocks import BlockKind
 from llamem.train.settings import Clip
 
@@ -60,11 +60,13 @@ def all_estimates(question: Question, streamed: bool = False) -> tuple[Estimate,
     for mesh in _meshes(question):
         # Nothing is faster than NVIDIA's own kernel; what splits sequences has none.
         attention = "cudnn" if has_cudnn(question.config, question.chip) and mesh.context == 1 else "auto"
-        for plan in _plans(question.config, mesh, attention, question.lora is None, streamed):
-            try:
-                estimates.append(estimate_plan(question, plan))
-            except ValueError as error:  # a mesh that does not divide the sizes
-                why = error
+        try:
+            Sizes(question, Plan(mesh=mesh, attention=attention))
+        except ValueError as error:  # a mesh that does not divide the sizes: the first, FSDP alone, is told of
+            why = why or error
+            continue
+        plans = _plans(question.config, mesh, attention, question.lora is None, streamed)
+        estimates += [estimate_plan(question, plan) for plan in plans]
     if why is not None and not estimates:
         raise why
     return tuple(estimates)
@@ -76,7 +78,7 @@ def _meshes(question: Question) -> Iterator[MeshShape]:
     With both where sequences are fewer than chips: where there is one for each, FSDP with one of them is never slower
     by the estimates of 70B and 405B at 8,192 to 131,072 tokens.
     """
-    config, devices = question.config, question.chip.devices
+    devices = question.chip.devices
     if question.mesh is not None:
         yield question.mesh
     elif question.quantize:  # blocks are not split
@@ -87,9 +89,7 @@ def _meshes(question: Question) -> Iterator[MeshShape]:
             if other % tensor:
                 continue
             mesh = MeshShape(fsdp=devices // other, tensor=tensor, context=other // tensor)
-            if mesh.tensor > 1 and mesh.context > 1 and question.batch_size >= devices:
-                continue
-            if question.batch_size % mesh.fsdp == 0 and config.d_model % (mesh.fsdp * mesh.context) == 0:
+            if min(mesh.tensor, mesh.context) == 1 or question.batch_size < devices:
                 yield mesh
 
 

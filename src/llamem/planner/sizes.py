@@ -152,6 +152,7 @@ class Sizes:
         self.lanes = -(-self.h // _LANES) * _LANES if self.attention == "splash" else self.h
 
         self.split = mesh.fsdp * mesh.context
+        _divided("d_model", self.D, self.split, "fsdp x context")
         self.mlp_weights = 3 * self.D * self.F
         self.layer_weights = 2 * self.D * (self.H + self.K) * self.h + self.mlp_weights
         self.head, self.tables = self.V * self.D, 1 if config.tied_head else 2
