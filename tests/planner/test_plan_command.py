@@ -23,7 +23,12 @@ def test_a_table_has_a_line_for_each_model_and_chip_slices_included(capsys):
 
 def test_weights_wait_on_a_host_of_which_one_tells(capsys):
     arguments = ["plan", "llama3.1-8b", "--chip", "v5e-1", "--estimate"]
-    assert main(arguments) == NOTHING_FITS
+    for tokens in (["--tokens", "8192"], []):
+        assert main([*arguments, *tokens]) == NOTHING_FITS
+        told = capsys.readouterr().err
+        assert (
+            "weights='host'" in told and "GiB on the host: say how much that can hold, host_bytes or --host-gib" in told
+        )
     for tokens in (["--tokens", "8192"], []):  # without, it is the longest context
         assert main([*arguments, *tokens, "--host-gib", "128", "--clip", "layer"]) == FITS
         assert "weights='host'" in capsys.readouterr().out
@@ -123,6 +128,9 @@ def test_one_plan_stands_in_a_file_and_no_other_file_is_written_over(tmp_path, c
     told = json.loads(file.read_text())
     assert (told["model"], told["chip"], told["seq_len"]) == ("llama3.2-1b", "v5e-1", 4096)
     assert f": {llamem.Plan.load(file)!r}: " in out and told["by"] == "estimate, not compiled"
+    adapters = [*asked, "--lora", "16"]
+    assert main(["plan", "llama3.2-1b", "--chip", "v5e-1", *adapters]) == FITS
+    assert f"train.py --plan {file} --init MODEL --chats CHATS.jsonl --output FOLDER" in capsys.readouterr().out
     file.write_text("mine")
     assert main(["plan", "llama3.2-1b", "--chip", "v5e-1", *asked]) == BAD_INPUT
     assert "exists and is no plan" in capsys.readouterr().err and file.read_text() == "mine"

@@ -50,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 texts.append(f"\n{model} on {chip}: {result.why}\n\n{_program(model, result)}")
                 if given.save:
                     file = result.save(given.save, model)
-                    texts.append(f"\nThe plan is in {file}: python scale/train.py --plan {file} --output FOLDER")
+                    own = " --init MODEL --chats CHATS.jsonl" if given.lora else ""  # adapters need weights
+                    texts.append(f"\nThe plan is in {file}: python scale/train.py --plan {file}{own} --output FOLDER")
                 continue
             except NothingFits as error:
                 failed, why = NOTHING_FITS, error

@@ -219,9 +219,7 @@ def longest_context(
         if best.report is None or best.report.peak_bytes >= factor * FAR_BELOW * best.estimate.peak_bytes:
             break
         factor = best.report.peak_bytes / best.estimate.peak_bytes
-    if best is None:
-        raise NothingFits(f"nothing fits on {target.name}: not even {unit:,} tokens.")
-    return best
+    return best or best_plan(first, compiler, progress, factor)  # which says why nothing fits
 
 
 def best_plan(question: Question, compiler: bool, progress: Progress, factor: float = 1.0) -> Found:
@@ -234,7 +232,9 @@ def best_plan(question: Question, compiler: bool, progress: Progress, factor: fl
     try:
         return search(all_estimates(question))
     except NothingFits as nothing:
-        streamed = [e for e in all_estimates(question, streamed=True) if e.fits]
+        told = question.host_bytes is not None
+        asked = question if told else dataclasses.replace(question, host_bytes=2**60)
+        streamed = [e for e in all_estimates(asked, streamed=True) if e.fits]
         if not streamed:
             raise
         closest = min(streamed, key=lambda e: e.host_bytes)
@@ -243,6 +243,12 @@ def best_plan(question: Question, compiler: bool, progress: Progress, factor: fl
             why = (
                 f"With {one_by_one}weights on the host it would fit, but {source} has {limit / GiB:.1f} GiB and would "
                 f"have to hold {closest.host_bytes / GiB:.1f}."
+            )
+        elif not told:
+            by_layer = ", and clip='layer'" if question.lora is None else ""
+            why = (
+                f"It would fit as {closest.plan}, with {closest.host_bytes / GiB:.1f} GiB on the host: say how much "
+                f"that can hold, host_bytes or --host-gib{by_layer}."
             )
         elif question.clip == "global" and question.lora is None:
             why = (
