@@ -50,7 +50,8 @@ def chip_called(name: str) -> Chip:
     if chip is None:
         raise ValueError(
             f"no chip is called {name!r}. Known: local, cpu, gpu, tpu, {', '.join(CHIPS)}; and several TPUs by "
-            "how they are connected, 'v5e:16x16', 'v6e:16x16' or 'v5p:4x4x8'."
+            "how they are connected, 'v5e:16x16', 'v6e:16x16' or 'v5p:4x4x8'. One that is like another: "
+            "jaxmem.CHIPS['mine'] = dataclasses.replace(jaxmem.CHIPS['rtx3090'], name='mine', capacity_bytes=11 << 30)."
         )
     return chip
 

@@ -111,7 +111,10 @@ def _fields(hf: Mapping[str, Any]) -> dict[str, Any]:
     family = hf.get("model_type", "")
     if family not in _MODEL_TYPES.values():
         known = ", ".join(map(repr, _MODEL_TYPES.values()))
-        raise ValueError(f"model_type={family!r} in config.json: this package computes {known} models.")
+        raise ValueError(
+            f"model_type={family!r} in config.json: this package computes {known} models. A training "
+            "step of another model, yours or a library's, jaxmem.compile_report compiles for any chip."
+        )
     # transformers' own defaults; null means the default, too.
     hf = {name: value for name, value in {**_LEFT_OUT[family], **hf}.items() if value is not None}
     for name, value in _COMPUTED.items():

@@ -121,7 +121,10 @@ class LlamaConfig:
     def from_name(cls, name: str, **changes: Any) -> "LlamaConfig":
         """Return a published architecture, such as `"llama3.2-1b"`. Raise ValueError that lists the known names."""
         if name not in PRESETS:
-            raise ValueError(f"no preset is called {name!r}. Known: {', '.join(PRESETS)}.")
+            raise ValueError(
+                f"no preset is called {name!r}. Known: {', '.join(PRESETS)}. Of another Llama or Qwen3 take its "
+                "config.json: llamem.files.config_from_hf('config.json')."
+            )
         return PRESETS[name].replace(**changes)
 
 
