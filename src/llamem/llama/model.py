@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from llamem.layers.attention import Implementation, causal_attention
 from llamem.layers.host_memory import name_in_pieces
 from llamem.layers.partial_sums import order_gradients
 from llamem.layers.stack import apply_stack
+from llamem.layers.tiling import explicit_mesh, partitioned
 from llamem.llama.checked_inputs import check_cache, check_inputs, check_length, check_model
 from llamem.llama.config import LlamaConfig
 from llamem.llama.in_parts import in_groups_of_heads, in_tiles_of_tokens
@@ -236,6 +238,18 @@ class Llama(nnx.Module):
         where it is known. In a program that is traced it is not: there such an id gives NaN.
         """
         check_inputs(tokens_BT, segments_BT, self.config)
+        graphdef, state = nnx.split(self)
+        if explicit_mesh((state, tokens_BT)) is None:
+            return self._hidden(tokens_BT, segments_BT, return_hidden)
+
+        def of_arrays(state: nnx.State, tokens_BT: Array, segments_BT: Array | None) -> Any:
+            return nnx.merge(graphdef, state)._hidden(tokens_BT, segments_BT, return_hidden)
+
+        rows = jax.typeof(tokens_BT).sharding.spec  # results lie as the tokens do
+        specs = (PartitionSpec(*rows), PartitionSpec(None, *rows)) if return_hidden else PartitionSpec(*rows)
+        return partitioned(of_arrays, specs, state, tokens_BT, segments_BT)
+
+    def _hidden(self, tokens_BT: Array, segments_BT: Array | None, return_hidden: bool) -> Any:
         own_BT, positions_T = self.attend.own(tokens_BT)
         layer, remat = self.layer(positions_T, segments_BT), None if self.deterministic else self.plan.policy
         options = {"mode": self.plan.mode, "remat": remat, "return_hidden": return_hidden}
