@@ -14,7 +14,10 @@ from jax.sharding import AxisType, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 from loss_reference import reference  # noqa: E402
 
+import jaxmem  # noqa: E402
 import llamem  # noqa: E402
+from jaxmem.compiling import matmul_flops  # noqa: E402
+from jaxmem.reading.hlo import compiled_matmul_flops, optimised_text, parse  # noqa: E402
 
 N, D, V = 40, 6, 52  # no tile size divides what a device holds of them: 10 tokens, 26 rows of the head
 RNG = np.random.default_rng(5)
@@ -153,7 +156,59 @@ def on_explicit_axes() -> None:
     np.testing.assert_allclose(policy(put(X, "data"), W, *given), policy(X, W, IDS, C), rtol=1e-5)
 
 
+LAYOUTS: list[tuple[dict[str, int], P, P, tuple[int, ...]]] = [  # a mesh, tokens and head on it, shape of tokens
+    ({"data": 8}, P("data"), P(), (8, 23)),
+    ({"data": 8}, P("data"), P(), (184,)),
+    ({"context": 8}, P(None, "context"), P(), (2, 96)),
+    ({"data": 2, "context": 4}, P("data", "context"), P(), (4, 48)),
+    ({"fsdp": 8}, P("fsdp"), P(None, "fsdp"), (8, 23)),
+    ({"tensor": 8}, P(), P("tensor"), (5, 40)),
+    ({"fsdp": 4, "tensor": 2}, P("fsdp"), P("tensor", "fsdp"), (4, 48)),
+]
+
+
+def under_jit_alone() -> None:
+    """Whatever a mesh divides, each device does its share of the work, and values are those of one device."""
+    width, vocab = 16, 72
+    head = jnp.asarray(RNG.normal(size=(vocab, width)), jnp.float32)
+    ways: dict[str, Any] = {
+        f"{axis} {reduction}": partial(weighted, axis, 3, reduction)
+        for axis, reduction in (("tokens", "sum"), ("vocab", "sum"), ("vocab", "none"))
+    }
+    ways["token loss"] = lambda x, head, ids, c: llamem.tiled_token_loss(
+        lambda logprob, entropy, c: c * jnp.tanh(logprob) + 0.1 * entropy, x, head, ids, c, num_tiles=3
+    )
+    ways["sum"] = lambda x, head, *_: llamem.tiled_sum(lambda w, x: jnp.sum(jnp.sin(x @ w.T) ** 2), head, x, 3)
+    ways["map"] = lambda x, head, *_: jnp.sum(llamem.tiled_map(lambda w, x: jnp.sin(x @ w.T), head, x, 3) ** 2)
+    for axes, tokens, rows, shape in LAYOUTS:
+        mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+        x = jnp.asarray(RNG.normal(size=(*shape, width)), jnp.float32)
+        ids, c = jnp.asarray(RNG.integers(0, vocab, shape)), jnp.asarray(RNG.normal(size=shape), jnp.float32)
+        specs = tokens, rows, tokens, tokens
+        arrays = x, head, ids, c
+        divided = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)]
+        for name, way in ways.items():
+            if name in ("sum", "map") and (tokens == P() or "fsdp" in axes or len(tokens) > 1):
+                continue  # they tile the leading axis alone, and leave parameters where they lie
+            step = jax.value_and_grad(way, argnums=(0, 1))
+            compiled = jax.jit(step).lower(*divided).compile()
+            found, expected = compiled(*divided), step(*arrays)
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, expected)
+            work = compiled_matmul_flops(parse(optimised_text(compiled))) or 0
+            share = work * 8 / matmul_flops(jax.make_jaxpr(step)(*arrays).jaxpr)
+            assert 0.5 < share < 1.5, f"{name} over {axes}, {shape}: each device does {share:.1f} times its share"
+    # The head's columns travel, not the logits of every tile.
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    places = [NamedSharding(mesh, spec) for spec in (P("fsdp"), P(None, "fsdp"), P("fsdp"))]
+    shapes = ((4096, 64), jnp.bfloat16), ((256, 64), jnp.bfloat16), ((4096,), jnp.int32)
+    structs = [jax.ShapeDtypeStruct(*of, sharding=place) for of, place in zip(shapes, places, strict=True)]
+    loss = partial(llamem.tiled_cross_entropy, axis="tokens", num_tiles=16)
+    report = jaxmem.compile_report(jax.grad(loss, argnums=(0, 1)), *structs)
+    assert sum(row.arriving or 0 for row in report.collectives) < 4 * 4096 * 256
+
+
 if __name__ == "__main__":
+    under_jit_alone()
     for checked in (True, False):
         inside_shard_map(checked)
         vocabulary_over_devices(checked)

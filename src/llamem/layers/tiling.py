@@ -9,6 +9,7 @@ the gradients that a custom rule returns: what is the same on all devices is sai
 The gradient of this step is the sum over those axes. With `check_vma=False` nothing is said, and nothing is done.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -58,6 +59,19 @@ def explicit_mesh(tree: Any) -> AbstractMesh | None:
     return None
 
 
+def devices_of_compiler(tree: Any) -> int:
+    """Return the number of devices among which the compiler divides the work on these arrays.
+
+    It is 1 on one device, and inside `jax.shard_map`, where the program divides the work.
+    """
+
+    def count(mesh: AbstractMesh) -> int:
+        axes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+        return math.prod(size for size, kind in axes if kind != AxisType.Manual)
+
+    return max(count(jax.typeof(leaf).sharding.mesh) for leaf in jax.tree.leaves(tree))
+
+
 def partitioned(fn: Callable, specs: Any, *args: Any) -> Any:
     """Return `fn(*args)`; on a mesh with Explicit axes the compiler divides the work, results sharded as `specs`.
 
@@ -76,7 +90,7 @@ def _differing(leaf: Any, axes: tuple[str, ...]) -> Any:
     return vars(lax)["pvary"](leaf, axes)  # its name in JAX 0.7
 
 
-__all__ = ["fold_tiles", "scaled", "tile_size", "tiled_map", "tiled_sum"]
+__all__ = ["fold_tiles", "scaled", "sum_tiles", "tile_size", "tiled_map", "tiled_sum"]
 
 
 def tile_size(length: int, num_tiles: int, align: int = 1) -> int:
@@ -96,7 +110,13 @@ def _leading_length(xs: PyTree) -> int:
 
 
 def fold_tiles(
-    fn: Callable[[Any, Any], tuple[Any, Any]], init: PyTree, xs: PyTree, num_tiles: int, *, align: int = 1
+    fn: Callable[[Any, Any], tuple[Any, Any]],
+    init: PyTree,
+    xs: PyTree,
+    num_tiles: int,
+    *,
+    align: int = 1,
+    devices: int = 1,
 ) -> tuple[PyTree, PyTree]:
     """Run `lax.scan` over tiles of the leading axis: `carry, rows = fn(carry, tile)`, rows joined again.
 
@@ -104,17 +124,23 @@ def fold_tiles(
     tiles do not divide the axis the last one is shorter; it is the first to be folded. `fn` is then traced twice: no
     padding reaches it.
 
+    On a mesh a tile of rows that follow each other would lie on one device, and all would work at it. So for several
+    `devices` a tile has some rows of each device's share.
+
     Args:
         fn: takes the carry and a tile of `xs` (`[rows, ...]` each), returns the carry and a tree of `[rows, ...]`.
         init: the first carry.
         xs: tree of arrays `[N, ...]`.
         num_tiles: about how many tiles; rows per tile are `tile_size(N, num_tiles, align)`.
         align: rows per tile are a multiple of this, except in the last tile.
+        devices: among which the compiler divides the work, as `devices_of_compiler` finds it.
 
     Returns:
         The last carry, and the tree of rows `[N, ...]`.
     """
     length = _leading_length(xs)
+    if devices > 1 and length % devices == 0:  # else no mesh divides this axis
+        return _fold_shares(fn, init, xs, num_tiles, align, devices)
     rows_per_tile = tile_size(length, num_tiles, align)
     full, rest = divmod(length, rows_per_tile)
 
@@ -141,11 +167,32 @@ def fold_tiles(
     return state
 
 
+def _fold_shares(
+    fn: Callable, init: PyTree, xs: PyTree, num_tiles: int, align: int, devices: int
+) -> tuple[PyTree, PyTree]:
+    """Fold tiles that have some rows of each device's share, in the order of devices."""
+
+    def side_by_side(rows: PyTree) -> PyTree:  # [devices * n, ...] to [n, devices, ...]
+        return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(devices, -1, *a.shape[1:]), 0, 1), rows)
+
+    def in_a_row(rows: PyTree) -> PyTree:
+        return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(-1, *a.shape[2:]), rows)
+
+    def step(carry: PyTree, tile: PyTree) -> tuple[PyTree, PyTree]:
+        carry, rows = fn(carry, in_a_row(tile))
+        return carry, side_by_side(rows)
+
+    carry, rows = fold_tiles(step, init, side_by_side(xs), num_tiles, align=max(1, align // devices))
+    return carry, in_a_row(rows)
+
+
 def tiled_map(fn: Callable[[Any, Any], Any], params: PyTree, xs: PyTree, num_tiles: int) -> PyTree:
     """Apply a row-wise function tile by tile; compute each tile again in the backward pass.
 
     Equal to `fn(params, xs)` wherever `fn` treats the rows of the leading axis independently, at the memory of one
     tile. Leaves that are not differentiated cost no gradient work.
+
+    On a mesh, under `jax.jit` alone, a tile has some rows of each device's share of the leading axis.
 
     Args:
         fn: takes `params` and a tile of `xs` (`[rows, ...]` each), returns a tree of arrays `[rows, ...]`. What it
@@ -164,6 +211,7 @@ def tiled_map(fn: Callable[[Any, Any], Any], params: PyTree, xs: PyTree, num_til
     """
     params, xs = jax.tree.map(jnp.asarray, (params, xs))
     _leading_length(xs)
+    devices = devices_of_compiler((params, xs))
 
     def rows_of(params: PyTree, tile: PyTree) -> PyTree:
         out, rows = fn(params, tile), _leading_length(tile)
@@ -176,7 +224,7 @@ def tiled_map(fn: Callable[[Any, Any], Any], params: PyTree, xs: PyTree, num_til
         return out
 
     def value(params: PyTree, xs: PyTree) -> PyTree:
-        return fold_tiles(lambda _, tile: ((), rows_of(params, tile)), (), xs, num_tiles)[1]
+        return fold_tiles(lambda _, tile: ((), rows_of(params, tile)), (), xs, num_tiles, devices=devices)[1]
 
     def backward(wanted: PyTree, frozen: PyTree, d_rows: PyTree) -> tuple[PyTree, PyTree]:
         (params, xs), (frozen_params, frozen_xs) = wanted, frozen
@@ -187,7 +235,8 @@ def tiled_map(fn: Callable[[Any, Any], Any], params: PyTree, xs: PyTree, num_til
             d_params, dx = pull(d_tile)
             return add_to(total, d_params), dx
 
-        d_params, d_xs = fold_tiles(add, wide_zeros(params), (xs, frozen_xs, d_rows), num_tiles)
+        tiles = xs, frozen_xs, d_rows
+        d_params, d_xs = fold_tiles(add, wide_zeros(params), tiles, num_tiles, devices=devices)
         return cast_like(d_params, params), d_xs
 
     mapped = with_rule(value, backward)
@@ -217,6 +266,11 @@ def tiled_sum(fn: Callable[[Any, Any], Array], params: PyTree, xs: PyTree, num_t
 
     Source: the gradient-in-forward of mgmalek/efficient_cross_entropy and Liger-Kernel (arXiv 2410.10989).
     """
+    return sum_tiles(fn, params, xs, num_tiles, devices_of_compiler((params, xs)))
+
+
+def sum_tiles(fn: Callable[[Any, Any], Array], params: PyTree, xs: PyTree, num_tiles: int, devices: int = 1) -> Array:
+    """Return `tiled_sum`, of tiles that have some rows of the share of each of `devices`."""
     params, xs = jax.tree.map(jnp.asarray, (params, xs))
     rows = tile_size(_leading_length(xs), num_tiles)
 
@@ -229,7 +283,11 @@ def tiled_sum(fn: Callable[[Any, Any], Array], params: PyTree, xs: PyTree, num_t
 
         def value(params: PyTree, xs: PyTree) -> Array:
             start = jnp.zeros((), wide)
-            return fold_tiles(lambda total, tile: (total + fn(params, tile), ()), start, xs, num_tiles)[0]
+
+            def step(total: Array, tile: Any) -> tuple[Array, tuple]:
+                return total + fn(params, tile), ()
+
+            return fold_tiles(step, start, xs, num_tiles, devices=devices)[0]
 
         def forward(wanted: PyTree, frozen: PyTree) -> tuple[Array, PyTree]:
             (params, xs), (frozen_params, frozen_xs) = wanted, frozen
@@ -241,7 +299,7 @@ def tiled_sum(fn: Callable[[Any, Any], Array], params: PyTree, xs: PyTree, num_t
                 return (total + of_tile, add_to(d_params, d_params_of_tile)), dx
 
             start = jnp.zeros((), wide), wide_zeros(params)
-            (total, d_params), dx = fold_tiles(add, start, (xs, frozen_xs), num_tiles)
+            (total, d_params), dx = fold_tiles(add, start, (xs, frozen_xs), num_tiles, devices=devices)
             return total, (d_params, dx)
 
         return with_rule(value, partial(scaled, jax.tree.map(jax.typeof, args)), forward)(*args)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Integer
 
 from jaxmem.common.checks import check_one_of, check_whole
-from llamem.layers.tiling import partitioned
+from llamem.layers.tiling import devices_of_compiler, partitioned
 from llamem.losses.loss_arguments import check_batch, check_head, static_number
 from llamem.losses.tile_choice import resolve_tiles
 from llamem.losses.vocab_tiles import LogitSummary, Softmax, Tiles, zero_uncounted
@@ -62,6 +62,9 @@ def tiled_cross_entropy(
     accumulate in float32. Reverse mode, and forward over reverse, differentiate it; for `jax.jvp` alone put a plain
     loss per token into `tiled_map`.
 
+    On a mesh, under `jax.jit` alone, each tile has something of every device, so that all do their share of the work
+    whichever axes the mesh divides. The head's columns are gathered once, before the loop.
+
     A token that is ignored or has a weight of 0 adds nothing to the loss, nor to any gradient but that of its own
     weight, even where its hidden state is not finite. float16 works with a loss scale.
 
@@ -73,7 +76,8 @@ def tiled_cross_entropy(
             which `jax.debug_nans` and checkify's `nan_checks` turn into an error.
         weights: `[...]`, of each token, default 1; differentiable. The mean under weights that cancel out to 0 is
             not defined: NaN or infinite.
-        num_tiles: at least 1, need not divide; "auto" asks `choose_tiles` about the chip that compiles.
+        num_tiles: at least 1, need not divide; "auto" asks `choose_tiles` about the chip that compiles,
+            and one device's share of the tokens.
         axis: "tokens" or "vocab"; "auto" asks `choose_tiles`, or is "tokens" when `num_tiles` is given.
         head_trained: False tells "auto" that no gradient of the whole head will be wanted: it is frozen, or adapters
             stand beside it. Gradients are right whatever is said.
@@ -116,15 +120,16 @@ def tiled_cross_entropy(
     )
     if reduction == "none" or vocab_axis_name is not None:
         axis = "vocab"
+    devices = devices_of_compiler((batch, matrices))
     axis, num_tiles = resolve_tiles(
         num_tiles,
         axis,
-        (batch.targets.size, batch.hidden.shape[-1], matrices[0].shape[0]),
+        (-(-batch.targets.size // devices), batch.hidden.shape[-1], matrices[0].shape[0]),
         dtype=softmax.dtype,
         head_trained=check_one_of("head_trained", head_trained, (True, False)),
         head_parts=len(matrices),
     )
-    tiles = Tiles(axis, num_tiles, vocab_axis_name)
+    tiles = Tiles(axis, num_tiles, vocab_axis_name, devices)
     ignore_index = check_whole("ignore_index", ignore_index, at_least=-(2**31))
     loss_of = CrossEntropy(static_number("z_loss", z_loss))
     compute = partial(reduce_compiled, loss_of, softmax, (tiles, tiles), reduction, ignore_index)

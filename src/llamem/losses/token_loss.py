@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Integer
 
 from jaxmem.common.checks import check_one_of, check_whole
-from llamem.layers.tiling import partitioned
+from llamem.layers.tiling import devices_of_compiler, partitioned
 from llamem.losses.cross_entropy import Head, Scalar, reduce_compiled
 from llamem.losses.loss_arguments import check_batch, check_head, static_number
 from llamem.losses.tile_choice import resolve_tiles
@@ -79,9 +79,11 @@ def tiled_token_loss(
         with_entropy=True,
     )
     _check_token_loss(fn, extras, batch.targets.ndim, softmax.wide)
-    shape = batch.targets.size, batch.hidden.shape[-1], matrices[0].shape[0]
+    devices = devices_of_compiler((batch, matrices))
+    shape = -(-batch.targets.size // devices), batch.hidden.shape[-1], matrices[0].shape[0]
+    facts = {"dtype": softmax.dtype, "with_entropy": True}
     trained, frozen = (
-        Tiles(*resolve_tiles(num_tiles, axis, shape, dtype=softmax.dtype, head_trained=is_trained, with_entropy=True))
+        Tiles(*resolve_tiles(num_tiles, axis, shape, head_trained=is_trained, **facts), devices=devices)
         for is_trained in (True, False)
     )
     ignore_index = check_whole("ignore_index", ignore_index, at_least=-(2**31))
@@ -99,10 +101,13 @@ class _LossOfTokens:
 
     def __call__(self, summary: LogitSummary, weights_T: Array, extras: Any) -> Array:
         def masked(leaf: Array) -> Array:
-            counts = (weights_T != 0).reshape(-1, *[1] * (leaf.ndim - 1))
+            counts = (weights_T != 0).reshape(*weights_T.shape, *[1] * (leaf.ndim - weights_T.ndim))
             return jnp.where(counts, leaf, jnp.zeros((), leaf.dtype))
 
-        return masked(jax.vmap(self.fn)(*jax.tree.map(masked, (summary.logprob, summary.entropy, extras))))
+        of_tokens = self.fn
+        for _ in weights_T.shape:
+            of_tokens = jax.vmap(of_tokens)
+        return masked(of_tokens(*jax.tree.map(masked, (summary.logprob, summary.entropy, extras))))
 
 
 def _compares_by_value(fn: Any) -> bool:

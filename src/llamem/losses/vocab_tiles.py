@@ -56,8 +56,8 @@ class LogitSummary(NamedTuple):
 
 
 def make_logits(softmax: Softmax, x_TD: Array, head: list[Array]) -> Array:
-    """Return the logits `[T, V]`: products with the head's matrices, which side by side are one, scaled and capped."""
-    parts = jnp.split(x_TD, np.cumsum([matrix.shape[1] for matrix in head])[:-1].tolist(), axis=1)
+    """Return the logits `[.., V]`: products with the head's matrices, which side by side are one, scaled and capped."""
+    parts = jnp.split(x_TD, np.cumsum([matrix.shape[1] for matrix in head])[:-1].tolist(), axis=-1)
     with jax.named_scope("logits"):  # the timeline knows them by this name
         products = [
             _product(*vary_together(x.astype(softmax.wide), matrix.astype(softmax.wide)), softmax.dtype)
@@ -76,7 +76,7 @@ def slope(softmax: Softmax, z: Array) -> Array | float:
 
 def summary_of_logits(softmax: Softmax, z_TV: Array, targets_T: Array) -> LogitSummary:
     """Return the summary of logits over the whole vocabulary."""
-    target_T = jnp.sum(jnp.where(jnp.arange(z_TV.shape[1]) == targets_T[:, None], z_TV, 0), -1)
+    target_T = jnp.sum(jnp.where(jnp.arange(z_TV.shape[-1]) == targets_T[..., None], z_TV, 0), -1)
     logsumexp_T = jax.nn.logsumexp(z_TV, -1)
     entropy_T = logsumexp_T - jnp.sum(jax.nn.softmax(z_TV) * z_TV, -1) if softmax.with_entropy else None
     return LogitSummary(logsumexp_T, target_T, entropy_T)
@@ -104,11 +104,11 @@ def _product(x_TD: Array, w_VD: Array, dtype: Any) -> Array:
 
     Autodiff would multiply the float32 gradient of the logits by a head in bfloat16, which is made float32 for it.
     """
-    return _dot(x_TD, w_VD, (1, 1), dtype, x_TD.dtype)
+    return _dot(x_TD, w_VD, ((x_TD.ndim - 1,), (1,)), dtype, x_TD.dtype)
 
 
 def _product_forward(x, w, dtype):
-    z_TV = _dot(x.value, w.value, (1, 1), dtype, x.value.dtype)
+    z_TV = _dot(x.value, w.value, ((x.value.ndim - 1,), (1,)), dtype, x.value.dtype)
     # What no gradient needs is not kept. Its place is: see `llamem.layers.custom_rules.WantedGradients`.
     return z_TV, (x.value if w.perturbed else x.value[:0], w.value if x.perturbed else w.value[:0])
 
@@ -121,17 +121,17 @@ def _product_backward(dtype, residuals, d_TV):
     x_TD, w_VD = (kept if len(kept) else None for kept in (x_TD, w_VD))
     if x_TD is not None and w_VD is not None:
         d_TV = lax.optimization_barrier(d_TV)  # made once for both products, and not beside a float32 one
-    dx_TD = None if w_VD is None else _dot(d_TV, w_VD, (1, 0), dtype, wide)
-    dw_VD = None if x_TD is None else _dot(d_TV, x_TD, (0, 0), dtype, wide)
+    *tokens, last = range(d_TV.ndim)
+    dx_TD = None if w_VD is None else _dot(d_TV, w_VD, ((last,), (0,)), dtype, wide)
+    dw_VD = None if x_TD is None else _dot(d_TV, x_TD, (tokens, tokens), dtype, wide)
     return with_zeros((dx_TD, dw_VD), residuals)
 
 
 _product.defvjp(_product_forward, _product_backward, symbolic_zeros=True)
 
 
-def _dot(a: Array, b: Array, contract: tuple[int, int], dtype: Any, wide: Any) -> Array:
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a.astype(dtype), b.astype(dtype), dims, preferred_element_type=wide)
+def _dot(a: Array, b: Array, contract: tuple, dtype: Any, wide: Any) -> Array:
+    return lax.dot_general(a.astype(dtype), b.astype(dtype), (contract, ((), ())), preferred_element_type=wide)
 
 
 # A TPU's compiler lays the whole head out anew, in a copy, where tiles are no multiple of this.
@@ -140,14 +140,15 @@ _ALIGN = 128
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """What is tiled, into how many tiles, and the mesh axis whose devices hold some rows of the head each.
+    """What is tiled, into how many tiles, and how devices share the work. Hashable: it keys the jit cache.
 
-    Hashable: it keys the jit cache.
+    `mesh_axis`: whose devices hold some rows of the head each. `devices`: among which the compiler divides the work.
     """
 
     axis: Literal["tokens", "vocab"]
     count: int
     mesh_axis: str | None = None
+    devices: int = 1
 
     def first_id(self, head: list) -> Any:
         """Return the id of the first of the head's rows that are here."""
@@ -160,7 +161,7 @@ class Tiles:
     def fold(self, step: Any, init: Any, head: list) -> tuple[Any, Any]:
         """Fold `step(carry, (matrices, ids_U))` over tiles of the head's rows and their ids."""
         ids_V = self.first_id(head) + jnp.arange(head[0].shape[0])
-        return fold_tiles(step, init, (head, ids_V), self.count, align=_ALIGN)
+        return fold_tiles(step, init, (head, ids_V), self.count, align=_ALIGN, devices=self.devices)
 
 
 class _Sums(NamedTuple):
@@ -214,17 +215,17 @@ def _sweep(
         matrices, ids_U = tile
         z_NU, pull = jax.vjp(lambda x: make_logits(softmax, x, matrices), x_ND.astype(softmax.wide))
         max_N = jnp.maximum(old.max_N, jnp.max(z_NU, -1))
-        exp_NU, shrink_N = jnp.exp(z_NU - max_N[:, None]), jnp.exp(old.max_N - max_N)
+        exp_NU, shrink_N = jnp.exp(z_NU - max_N[..., None]), jnp.exp(old.max_N - max_N)
         exp_logit_N, exp_head_ND = old.exp_logit_N, old.exp_head_ND
         if exp_logit_N is not None:
             exp_logit_N = exp_logit_N * shrink_N + jnp.sum(exp_NU * z_NU, -1)
         if exp_head_ND is not None:
-            exp_head_ND = exp_head_ND * shrink_N[:, None] + pull(exp_NU)[0]
+            exp_head_ND = exp_head_ND * shrink_N[..., None] + pull(exp_NU)[0]
         exp_N = old.exp_N * shrink_N + jnp.sum(exp_NU, -1)
-        target_N = old.target_N + jnp.sum(jnp.where(ids_U == targets_N[:, None], z_NU, 0), -1)
+        target_N = old.target_N + jnp.sum(jnp.where(ids_U == targets_N[..., None], z_NU, 0), -1)
         return _Sums(max_N, exp_N, exp_logit_N, exp_head_ND, target_N), ()
 
-    zero_N = jnp.zeros(len(x_ND), softmax.wide)
+    zero_N = jnp.zeros(x_ND.shape[:-1], softmax.wide)
     start = _Sums(
         jnp.full_like(zero_N, -jnp.inf),
         zero_N,
@@ -242,7 +243,7 @@ def _join_devices(own: _Sums, mesh_axis: str) -> _Sums:
     shrink_N = jnp.exp(own.max_N - max_N)
     exp_N, target_N = lax.psum((own.exp_N * shrink_N, own.target_N), mesh_axis)
     exp_logit_N = None if own.exp_logit_N is None else lax.psum(own.exp_logit_N * shrink_N, mesh_axis)
-    exp_head_ND = None if own.exp_head_ND is None else own.exp_head_ND * shrink_N[:, None]
+    exp_head_ND = None if own.exp_head_ND is None else own.exp_head_ND * shrink_N[..., None]
     return _Sums(max_N, exp_N, exp_logit_N, exp_head_ND, target_N)
 
 
@@ -275,7 +276,7 @@ def _backward(softmax, tiles, residuals, d_summary):
         dx_ND, d_head = _gradients(softmax, tiles, residuals, cotangents, silent_N)
     else:
         dx_ND, d_head = _scaled_gradients(softmax, tiles, residuals, cotangents), None
-        dx_ND = jnp.where(silent_N[:, None], 0, dx_ND).astype(residuals.x_ND.dtype)
+        dx_ND = jnp.where(silent_N[..., None], 0, dx_ND).astype(residuals.x_ND.dtype)
     return with_zeros((_over_devices(tiles, dx_ND), d_head, None), residuals[:3])
 
 
@@ -284,13 +285,13 @@ def _scaled_gradients(softmax: Softmax, tiles: Tiles, residuals: _Residuals, cot
     head, targets_N, sums = residuals.head, residuals.targets_N, residuals.sums
     dx_ND = jnp.zeros((), softmax.wide)
     if "logsumexp" in cotangents:
-        dx_ND += (cotangents["logsumexp"] / sums.exp_N)[:, None] * sums.exp_head_ND
+        dx_ND += (cotangents["logsumexp"] / sums.exp_N)[..., None] * sums.exp_head_ND
     if "target" in cotangents:
         own_N = targets_N - tiles.first_id(head)
         here_N = (own_N >= 0) & (own_N < head[0].shape[0])
         g_N = jnp.where(here_N, cotangents["target"] * slope(softmax, sums.target_N), 0)
-        of_target_ND = jnp.concatenate([matrix[jnp.where(here_N, own_N, 0)] for matrix in head], axis=1)
-        dx_ND += g_N[:, None] * of_target_ND
+        of_target_ND = jnp.concatenate([matrix[jnp.where(here_N, own_N, 0)] for matrix in head], axis=-1)
+        dx_ND += g_N[..., None] * of_target_ND
     return dx_ND
 
 
@@ -320,17 +321,17 @@ def _gradients(
 
         trained = [m.astype(softmax.wide) if wanted else None for m, wanted in zip(matrices, head_wanted, strict=True)]
         z_NU, pull = jax.vjp(logits_of, x_ND.astype(softmax.wide) if x_wanted else None, trained)
-        below_NU = z_NU - sums.max_N[:, None]
-        p_NU = jnp.exp(below_NU) / sums.exp_N[:, None]  # not exp(z - logsumexp): a large logsumexp has lost bits
+        below_NU = z_NU - sums.max_N[..., None]
+        p_NU = jnp.exp(below_NU) / sums.exp_N[..., None]  # not exp(z - logsumexp): a large logsumexp has lost bits
         d_NU = jnp.zeros((), softmax.wide)
         if "logsumexp" in cotangents:
-            d_NU += p_NU * cotangents["logsumexp"][:, None]
+            d_NU += p_NU * cotangents["logsumexp"][..., None]
         if entropy_N is not None and "entropy" in cotangents:
-            surprise_NU = below_NU + (entropy_N - log_N)[:, None]
-            d_NU -= p_NU * surprise_NU * cotangents["entropy"][:, None]
+            surprise_NU = below_NU + (entropy_N - log_N)[..., None]
+            d_NU -= p_NU * surprise_NU * cotangents["entropy"][..., None]
         if "target" in cotangents:
-            d_NU += jnp.where(ids_U == targets_N[:, None], cotangents["target"][:, None], 0)
-        d_NU = jnp.where(silent_N[:, None], 0, d_NU)
+            d_NU += jnp.where(ids_U == targets_N[..., None], cotangents["target"][..., None], 0)
+        d_NU = jnp.where(silent_N[..., None], 0, d_NU)
         dx_tile_ND, d_tile = pull(jnp.broadcast_to(d_NU, z_NU.shape))
         d_rows = [None if d is None else (d / scale).astype(m.dtype) for d, m in zip(d_tile, head, strict=True)]
         return dx_ND if dx_ND is None else dx_ND + dx_tile_ND, d_rows
@@ -343,7 +344,7 @@ def _gradients(
 @jax.custom_jvp
 def _zero_silent(x_ND: Array, silent_N: Array) -> Array:
     """Return x with zeros for silent tokens."""
-    return jnp.where(silent_N[:, None], 0, x_ND)
+    return jnp.where(silent_N[..., None], 0, x_ND)
 
 
 # Their cotangents are zeros already; a mask would be a second f32 array of hidden's size, on a GPU.

@@ -1,14 +1,16 @@
 """The weighted sum of any loss of a token's logits, over tiles of tokens or of the vocabulary; which tokens count."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from llamem.layers.custom_rules import combine, with_rule
-from llamem.layers.tiling import scaled, tiled_sum, vary_together
+from llamem.layers.tiling import scaled, sum_tiles, vary_together
 from llamem.losses.loss_arguments import Batch
 from llamem.losses.vocab_tiles import (
     LogitSummary,
@@ -36,13 +38,17 @@ def reduce_losses(
     normalizer: Any,
 ) -> Array:
     """Return the losses of a batch, weighted and reduced. `tiles`: where the head is differentiated, and where not."""
+    if tiles[0].devices > 1:
+        head = [_gather_columns(matrix) for matrix in head]
     dims = batch.targets.ndim
-    x_ND, targets_N = batch.hidden.reshape(-1, batch.hidden.shape[-1]), batch.targets.reshape(-1)
-    extras = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[dims:]), extras)
+    # On a mesh tokens keep their axes: in a row, those of an inner axis that is divided could not lie where they do.
+    shape = batch.targets.shape if tiles[0].devices > 1 and dims else (-1,)
+    x_ND, targets_N = batch.hidden.reshape(*shape, batch.hidden.shape[-1]), batch.targets.reshape(shape)
+    extras = jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[dims:]), extras)
     targets_N, counts_N, unknown_N = known_targets(targets_N, ignore_index, tiles[0].vocab(head))
     # 0 / 0 for an id that does not exist: there `jax.debug_nans` and NaN checks find it.
     known_N = (~unknown_N).astype(softmax.wide)
-    weights_N = jnp.ones_like(known_N) if batch.weights is None else batch.weights.reshape(-1).astype(softmax.wide)
+    weights_N = jnp.ones_like(known_N) if batch.weights is None else batch.weights.reshape(shape).astype(softmax.wide)
     weights_N = jnp.where(counts_N, weights_N, 0) * known_N / known_N
     if reduction == "none":
         summary = summary_over_tiles(softmax, tiles[0], x_ND, head, targets_N)
@@ -83,12 +89,41 @@ def sum_losses(
     def tile(head: list, xs: tuple) -> Array:
         x_TD, targets_T, w_T, extras = xs
         silent_T = (w_T == 0) & ~jnp.all(jnp.isfinite(x_TD), -1)  # 0 * NaN would be NaN
-        x_TD = jnp.where(silent_T[:, None], 0, x_TD)
+        x_TD = jnp.where(silent_T[..., None], 0, x_TD)
         summary = summary_of_logits(softmax, make_logits(softmax, x_TD, head), targets_T)
         return jnp.sum(w_T * loss_of(summary, w_T, extras))
 
-    xs = _pad_to_equal_tiles((x_ND, targets_N, weights_N, extras), tiles.count)
-    return tiled_sum(tile, head, xs, tiles.count)
+    xs = x_ND, targets_N, weights_N, extras
+    if tiles.devices > 1:
+        xs = _shares(xs, targets_N.shape, tiles)
+    return sum_tiles(tile, head, _pad_to_equal_tiles(xs, tiles.count), tiles.count)
+
+
+def _gather_columns(matrix_VD: Array) -> Array:
+    """Return a matrix of the head with whole rows on every device: gathered once, before any loop of tiles.
+
+    Else each tile would be multiplied by columns, and its logits added up over devices.
+    """
+    mesh = jax.typeof(matrix_VD).sharding.mesh
+    if mesh.empty:
+        return matrix_VD
+    spec = PartitionSpec(PartitionSpec.UNCONSTRAINED, None)
+    return jax.lax.with_sharding_constraint(matrix_VD, NamedSharding(mesh, spec))
+
+
+def _shares(xs: Any, shape: tuple[int, ...], tiles: Tiles) -> Any:
+    """Return arrays of tokens `[*shape, *any]` as `[T, .., *any]`, of which slices have something of every device.
+
+    Whichever axis of `shape` a mesh divides, T is what one device has of the last, or a part of it.
+    """
+    dims = len(shape)
+    *lead, length = shape
+    if length % tiles.devices == 0:  # else no mesh divides this axis
+        lead, length = [*lead, tiles.devices], length // tiles.devices
+    if length < tiles.count and dims > 1:
+        in_a_row = jax.tree.map(lambda a: a.reshape(-1, *a.shape[dims:]), xs)
+        return _shares(in_a_row, (math.prod(shape),), tiles)
+    return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(*lead, length, *a.shape[dims:]), len(lead), 0), xs)
 
 
 def _pad_to_equal_tiles(xs: Any, num_tiles: int) -> Any:
