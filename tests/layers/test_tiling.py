@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from llamem.layers.custom_rules import WantedGradients
 from llamem.layers.tiling import fold_tiles, tiled_map, tiled_sum
@@ -195,3 +196,33 @@ def test_gradients_are_made_for_the_leaves_that_are_asked_for_among_forty():
     wanted, others = WantedGradients.of(i in asked for i in range(40)).partition(leaves)
     assert {i for i, leaf in wanted.items() if leaf is not None} == set(asked)
     assert {i for i, leaf in others.items() if leaf is not None} == set(range(40)) - set(asked)
+
+
+class RowWise(nnx.Module):
+    """A layer with random numbers and statistics, of which a part runs in a transformation of nnx's own."""
+
+    def __init__(self):
+        self.project = nnx.Linear(5, 5, rngs=nnx.Rngs(0))
+        self.norm = nnx.BatchNorm(5, rngs=nnx.Rngs(1))
+        self.drop = nnx.Dropout(0.5, rngs=nnx.Rngs(2))
+
+    def __call__(self, x):
+        return self.drop(self.norm(nnx.remat(lambda linear, x: linear(x))(self.project, x)))
+
+
+@pytest.mark.parametrize("num_tiles", [1, 3])
+def test_state_of_a_module_is_not_lost_without_a_word(num_tiles):
+    module = RowWise()
+
+    def mapped(module, x):
+        return tiled_map(lambda module, x: module(x), module, x, num_tiles)
+
+    def summed(module, x):
+        return tiled_sum(lambda module, x: jnp.sum(module(x)), module, x, num_tiles)
+
+    for tiles in (mapped, summed):
+        with pytest.raises(ValueError, match=r"fn sets (BatchStat, RngCount|RngCount, BatchStat) .* keys .* in xs"):
+            nnx.jit(nnx.grad(lambda module, x: jnp.sum(tiles(module, x))))(module, X)  # noqa: B023
+    module.eval()
+    np.testing.assert_allclose(nnx.jit(mapped)(module, X), module(X), rtol=1e-5, atol=1e-6)
+    assert_trees_close(nnx.grad(summed)(module, X), nnx.grad(lambda module, x: jnp.sum(module(x)))(module, X))

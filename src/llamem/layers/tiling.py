@@ -16,12 +16,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, PyTree
 
 from jaxmem.common.checks import check_whole
 from llamem.layers.custom_rules import add_to, cast_like, vjp_of, wide_zeros, with_rule
+from llamem.layers.module_state import Watch, changed_by, variables_in
 
 
 def varying_axes(array: Any) -> frozenset[str]:
@@ -107,6 +109,32 @@ def _leading_length(xs: PyTree) -> int:
             "Pass what all tiles share (weights, scalars) as parameters instead."
         )
     return shapes[0][0]
+
+
+def _check_no_state(fn: Callable[[Any, Any], Any], params: PyTree, xs: PyTree) -> None:
+    """Raise ValueError where `fn` sets a variable of an nnx module in `params`: a tile's own, and gone with it."""
+    variables = variables_in(params)
+    if all(isinstance(variable, nnx.Param) for variable in variables):
+        return
+
+    def assigned(params: PyTree, xs: PyTree) -> Any:
+        state = Watch(params)
+        fn(params, xs)
+        return state.assigned()
+
+    traced, values = jax.make_jaxpr(assigned, return_shape=True)(params, xs)
+    if changed := changed_by(traced.jaxpr, values):
+        kinds = dict.fromkeys(type(variables[i]).__name__ for i in changed)
+        raise ValueError(
+            f"fn sets {', '.join(kinds)} of a module in params, which would be lost: each step would draw the same "
+            "random numbers, or no statistic would ever move. Draw inside of fn from keys that are given in xs, one "
+            "for each row; statistics over rows are of no tile. Or switch the module to evaluation: module.eval()."
+        )
+
+
+def _of_this_trace(params: PyTree) -> PyTree:
+    """Return new modules of the same arrays: a part in `nnx.jit` or `nnx.remat` sets no variables of an outer trace."""
+    return jax.tree.map(lambda leaf: leaf, params)
 
 
 def fold_tiles(
@@ -204,7 +232,7 @@ def tiled_map(fn: Callable[[Any, Any], Any], params: PyTree, xs: PyTree, num_til
 
     Returns:
         `fn`'s tree with arrays `[N, ...]`. Reverse mode only. Raises ValueError for arrays of unequal N, for no whole
-        number of tiles, and where `fn` returns something else.
+        number of tiles, and where `fn` returns something else or sets state of an nnx module in `params`.
 
     Source: `Blockwise Parallel Transformer` (arXiv 2305.19370), `TiledMLP` of Arctic Long Sequence Training
     (arXiv 2506.13996).
@@ -212,9 +240,10 @@ def tiled_map(fn: Callable[[Any, Any], Any], params: PyTree, xs: PyTree, num_til
     params, xs = jax.tree.map(jnp.asarray, (params, xs))
     _leading_length(xs)
     devices = devices_of_compiler((params, xs))
+    _check_no_state(fn, params, xs)
 
     def rows_of(params: PyTree, tile: PyTree) -> PyTree:
-        out, rows = fn(params, tile), _leading_length(tile)
+        out, rows = fn(_of_this_trace(params), tile), _leading_length(tile)
         shapes = [jnp.shape(y) for y in jax.tree.leaves(out)]
         if any(shape[:1] != (rows,) for shape in shapes):
             raise ValueError(
@@ -273,10 +302,14 @@ def sum_tiles(fn: Callable[[Any, Any], Array], params: PyTree, xs: PyTree, num_t
     """Return `tiled_sum`, of tiles that have some rows of the share of each of `devices`."""
     params, xs = jax.tree.map(jnp.asarray, (params, xs))
     rows = tile_size(_leading_length(xs), num_tiles)
+    _check_no_state(fn, params, xs)
+
+    def sum_of(params: PyTree, tile: PyTree) -> Array:
+        return fn(_of_this_trace(params), tile)
 
     def of_device(params: PyTree, xs: PyTree) -> Array:
         args = params, xs = vary_together(params, xs)
-        total = jax.eval_shape(lambda *args: fn(args[0], jax.tree.map(lambda x: x[:rows], args[1])), params, xs)
+        total = jax.eval_shape(lambda *args: sum_of(args[0], jax.tree.map(lambda x: x[:rows], args[1])), params, xs)
         if getattr(total, "shape", None) != () or not jnp.issubdtype(total.dtype, jnp.floating):
             raise ValueError(f"fn must return one real number for a tile, got {total}. Sum over the tile's rows.")
         wide = jnp.promote_types(total.dtype, jnp.float32)
@@ -285,7 +318,7 @@ def sum_tiles(fn: Callable[[Any, Any], Array], params: PyTree, xs: PyTree, num_t
             start = jnp.zeros((), wide)
 
             def step(total: Array, tile: Any) -> tuple[Array, tuple]:
-                return total + fn(params, tile), ()
+                return total + sum_of(params, tile), ()
 
             return fold_tiles(step, start, xs, num_tiles, devices=devices)[0]
 
@@ -294,7 +327,7 @@ def sum_tiles(fn: Callable[[Any, Any], Array], params: PyTree, xs: PyTree, num_t
 
             def add(carry: tuple[Array, PyTree], tile: Any) -> tuple[tuple[Array, PyTree], PyTree]:
                 (total, d_params), (x, frozen_x) = carry, tile
-                of_tile, pull = vjp_of(fn, (params, x), (frozen_params, frozen_x))
+                of_tile, pull = vjp_of(sum_of, (params, x), (frozen_params, frozen_x))
                 d_params_of_tile, dx = pull(jnp.ones_like(of_tile))
                 return (total + of_tile, add_to(d_params, d_params_of_tile)), dx
 
