@@ -10,6 +10,7 @@ from flax import nnx
 from models import SMALL, VARIANTS, expected_gradients, in_float64, model_of, tokens_of
 from norms import errors_by_name
 
+from jaxmem import matmul_flops
 from llamem import generate
 from llamem.llama import ACTIVATIONS
 from llamem.llama.sample import _generate, pick_token
@@ -144,6 +145,14 @@ def test_prompts_of_different_lengths_end_where_each_stops_and_one_program_serve
         ids = [rng.integers(1, SMALL.vocab_size, size - i).tolist() for i in range(3)]
         assert generate(model, ids, new, temperature=0).shape == (3, new)
     assert cache_size() == compiled
+
+
+def test_a_prompt_of_up_to_32_tokens_is_read_as_32():
+    def flops(size):
+        ids = jnp.ones((1, size), jnp.int32)
+        return matmul_flops(jax.make_jaxpr(lambda: generate(model_of(SMALL), ids, 8, temperature=0))().jaxpr)
+
+    assert flops(9) == flops(32) < 0.6 * flops(33)
 
 
 def test_top_p_draws_from_the_likeliest_only_and_in_proportion():

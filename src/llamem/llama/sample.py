@@ -14,7 +14,8 @@ from jaxmem.common.checks import check_number, check_whole, show
 from llamem.llama.checked_inputs import check_tokens
 from llamem.llama.model import KVCache, Llama
 
-LEAST_PLACES = 64  # sizes are rounded up to powers of two from here on, so that few of them are compiled
+# Sizes are rounded up to powers of two from here on, so that few of them are compiled. A prompt's padding is computed.
+LEAST_PLACES, LEAST_PROMPT = 64, 32
 
 
 def generate(
@@ -43,7 +44,8 @@ def generate(
 
     Raise ValueError for a prompt without tokens or with ids outside the vocabulary, a temperature below 0, a top_p
     outside (0, 1], drawing without a key, and for more tokens than `config.max_seq_len` in all. One program is compiled
-    for each number of prompts and each power of two, at least 64, of tokens in all.
+    for each number of prompts and each power of two, at least 32, of the longest prompt's tokens and, at least 64, of
+    tokens in all.
     """
     prompt_BT, length_B = _side_by_side(prompts)
     check_tokens(prompt_BT, model.config.vocab_size, "the prompt")
@@ -58,13 +60,13 @@ def generate(
     elif adapter_B is not None:
         raise ValueError("adapter_B without adapters: pass adapters=..., too.")
     needed = T + max_new_tokens
-    places = _rounded_up(needed, model.config.max_seq_len)
+    places = _rounded_up(needed, LEAST_PLACES, model.config.max_seq_len)
     if places < needed:
         raise ValueError(
             f"{needed} tokens, a prompt of {T} and {max_new_tokens} new ones, are more than the model's "
             f"max_seq_len={model.config.max_seq_len}."
         )
-    prompt_BT = jnp.pad(prompt_BT, ((0, 0), (0, _rounded_up(T, places) - T)))
+    prompt_BT = jnp.pad(prompt_BT, ((0, 0), (0, _rounded_up(T, LEAST_PROMPT, places) - T)))
     graphdef, state = nnx.split(model)
     is_greedy, cuts_tail = temperature == 0, top_p < 1
     sampling = jnp.float32(temperature), jnp.float32(top_p), jnp.asarray(stop_ids, jnp.int32)
@@ -93,8 +95,8 @@ def _side_by_side(prompts: Any) -> tuple[Any, Array]:
     return jnp.asarray(prompt_BT), jnp.asarray([len(row) for row in rows], jnp.int32)
 
 
-def _rounded_up(size: int, most: int) -> int:
-    return min(max(LEAST_PLACES, 1 << (size - 1).bit_length()), most)
+def _rounded_up(size: int, least: int, most: int) -> int:
+    return min(max(least, 1 << (size - 1).bit_length()), most)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
