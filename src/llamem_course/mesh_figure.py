@@ -16,9 +16,8 @@ LAYOUTS_ALT = (
     "tensor: hidden states grey, head and logits in eight bands of columns."
 )
 TILES_ALT = (
-    "One tile of the logits in five pictures, coloured by device. data: a tile of tokens lies on device 3 alone, one "
-    "of dealt tokens and one of words lie an eighth on each device. tensor: a tile of tokens lies an eighth on each, "
-    "one of words on device 3 alone."
+    "One tile of the logits in four pictures, coloured by device. data: a tile of consecutive tokens lies on device 3 "
+    "alone, one of dealt tokens an eighth on each device. tensor: the same of consecutive and of dealt words."
 )
 COLLECTIVES_ALT = (
     "Three panels of four devices, before and after. all-gather: one part each becomes all parts on each. "
@@ -79,12 +78,11 @@ def _array(ax: Axes, mesh: Mesh, spec: P, box: tuple[float, float, float, float]
 
 def tiles_drawn() -> Figure:
     """Return a figure: on which devices the logits of one tile lie, for each way to cut and each way to divide."""
-    fig, axes = plt.subplots(1, 5, figsize=(10, 2.7), layout="constrained")
-    band, dealt = [(0, 3, 8, 1)], [(0, row + 3 / 8, 8, 1 / 8) for row in range(_DEVICES)]
-    words = [(3, 0, 1, 8)]
-    panels = [("tokens", band), ("dealt tokens", dealt), ("words", words), ("tokens", band), ("words", words)]
-    for place, (ax, (cut, boxes)) in enumerate(zip(axes, panels, strict=True)):
-        by_tokens = place < 3
+    fig, axes = plt.subplots(1, 4, figsize=(10, 2.9), layout="constrained")
+    tokens = [(0, 3, 8, 1)], [(0, row + 3 / 8, 8, 1 / 8) for row in range(_DEVICES)]
+    words = [[(y, x, height, width) for x, y, width, height in boxes] for boxes in tokens]
+    for place, (ax, boxes) in enumerate(zip(axes, (*tokens, *words), strict=True)):
+        by_tokens, wrong = place < 2, place % 2 == 0
         for device, colour in enumerate(_colours()):
             corner, wide, high = ((0, device), 8, 1) if by_tokens else ((device, 0), 1, 8)
             ax.add_patch(Rectangle(corner, wide, high, facecolor=colour, alpha=0.22))
@@ -95,12 +93,12 @@ def tiles_drawn() -> Figure:
             middle = (-0.5, device + 0.5) if by_tokens else (device + 0.5, 8.5)
             ax.text(*middle, str(device), ha="center", va="center", fontsize=8)
         for x, y, width, height in boxes:
-            thick = 0.8 if height > 0.5 else 0
+            thick = 0.8 if wrong else 0
             ax.add_patch(Rectangle((x, y), width, height, fill=False, edgecolor="black", linewidth=thick))
-        wrong = place in (0, 4)
         told = "all on device 3:\nall eight do its work" if wrong else "an eighth on each:\neach does its own"
         ax.text(4, 9.3, told, ha="center", va="top", fontsize=9.5, color="C2" if wrong else "black")
-        ax.set_title(f"{'data' if by_tokens else 'tensor'}:\na tile of {cut}", fontsize=10.5, x=0.59)
+        title = f"{'consecutive' if wrong else 'dealt'} {'tokens' if by_tokens else 'words'}"
+        ax.set_title(f"{'data' if by_tokens else 'tensor'}:\na tile of {title}", fontsize=10.5, x=0.59)
         ax.set(xlim=(-2, 8.2), ylim=(11.4, -0.2), aspect="equal")
         ax.axis("off")
         if place == 0:
