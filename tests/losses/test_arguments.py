@@ -16,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("as_a_user")
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"head": HEAD.T}, r"head must be \[V, D\] with D = 16, got \(16, 300\)\. Pass its transpose"),
+    ({"head": HEAD[:0]}, r"head must be \[V, D\] with V of at least 1, got \(0, 16\)"),
     ({"head": jnp.ones((V, D), int)}, "head must be an array of real floating-point numbers"),
     ({"head": lambda x: x @ HEAD.T}, r"head must be an array \[V, D\], or a tuple"),
     ({"head": ()}, "head must be an array"),

@@ -72,4 +72,6 @@ def check_head(head: Any, hidden: Array) -> list[Array]:
             )
         hint = " Pass its transpose." if two_axes and shapes[0][0] == D else ""
         raise ValueError(f"head must be [V, D] with D = {D}, got {shapes[0]}.{hint}")
+    if shapes[0][0] == 0:
+        raise ValueError(f"head must be [V, D] with V of at least 1, got {shapes[0]}.")
     return matrices
