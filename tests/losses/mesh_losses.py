@@ -164,6 +164,7 @@ LAYOUTS: list[tuple[dict[str, int], P, P, tuple[int, ...]]] = [  # a mesh, token
     ({"fsdp": 8}, P("fsdp"), P(None, "fsdp"), (8, 23)),
     ({"tensor": 8}, P(), P("tensor"), (5, 40)),
     ({"fsdp": 4, "tensor": 2}, P("fsdp"), P("tensor", "fsdp"), (4, 48)),
+    ({"fsdp": 4, "tensor": 2}, P("fsdp"), P("tensor", "fsdp"), (60,)),
 ]
 
 

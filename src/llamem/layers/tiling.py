@@ -167,8 +167,8 @@ def fold_tiles(
         The last carry, and the tree of rows `[N, ...]`.
     """
     length = _leading_length(xs)
-    if devices > 1 and length % devices == 0:  # else no mesh divides this axis
-        return _fold_shares(fn, init, xs, num_tiles, align, devices)
+    if (shares := math.gcd(length, devices)) > 1:  # whatever divides the axis is a part of them
+        return _fold_shares(fn, init, xs, num_tiles, align, shares)
     rows_per_tile = tile_size(length, num_tiles, align)
     full, rest = divmod(length, rows_per_tile)
 
@@ -196,12 +196,12 @@ def fold_tiles(
 
 
 def _fold_shares(
-    fn: Callable, init: PyTree, xs: PyTree, num_tiles: int, align: int, devices: int
+    fn: Callable, init: PyTree, xs: PyTree, num_tiles: int, align: int, shares: int
 ) -> tuple[PyTree, PyTree]:
-    """Fold tiles that have some rows of each device's share, in the order of devices."""
+    """Fold tiles that have some rows of each share, in the order of shares."""
 
-    def side_by_side(rows: PyTree) -> PyTree:  # [devices * n, ...] to [n, devices, ...]
-        return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(devices, -1, *a.shape[1:]), 0, 1), rows)
+    def side_by_side(rows: PyTree) -> PyTree:  # [shares * n, ...] to [n, shares, ...]
+        return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(shares, -1, *a.shape[1:]), 0, 1), rows)
 
     def in_a_row(rows: PyTree) -> PyTree:
         return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(-1, *a.shape[2:]), rows)
@@ -210,7 +210,7 @@ def _fold_shares(
         carry, rows = fn(carry, in_a_row(tile))
         return carry, side_by_side(rows)
 
-    carry, rows = fold_tiles(step, init, side_by_side(xs), num_tiles, align=max(1, align // devices))
+    carry, rows = fold_tiles(step, init, side_by_side(xs), num_tiles, align=max(1, align // shares))
     return carry, in_a_row(rows)
 
 

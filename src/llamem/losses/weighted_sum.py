@@ -117,9 +117,8 @@ def _shares(xs: Any, shape: tuple[int, ...], tiles: Tiles) -> Any:
     Whichever axis of `shape` a mesh divides, T is what one device has of the last, or a part of it.
     """
     dims = len(shape)
-    *lead, length = shape
-    if length % tiles.devices == 0:  # else no mesh divides this axis
-        lead, length = [*lead, tiles.devices], length // tiles.devices
+    shares = math.gcd(shape[-1], tiles.devices)  # whatever divides the axis is a part of them
+    *lead, length = *shape[:-1], shares, shape[-1] // shares
     if length < tiles.count and dims > 1:
         in_a_row = jax.tree.map(lambda a: a.reshape(-1, *a.shape[dims:]), xs)
         return _shares(in_a_row, (math.prod(shape),), tiles)
