@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmem import Report, chip_called, compile_report
+from llamem.layers.tiling import vary
 from llamem_course.baseline import exact_loss, relative_error
 
 
@@ -35,6 +36,11 @@ def milliseconds(report: Report, chip: str) -> tuple[float, float]:
     link = one.chip_link or one.host_link  # cards without links of their own send through the host
     assert one.peak_flops and link, chip
     return 1000 * (report.compiled_matmul_flops or 0) / one.peak_flops, 1000 * counted(report).arriving / link
+
+
+def differing(array: Any, axis: str) -> Any:
+    """Return what is the same on all devices of an axis, said to differ: its gradient is summed over them here."""
+    return vary(array, frozenset({axis}))
 
 
 def llama_8b_arrays(mesh: Mesh, specs: tuple[P, P, P], tokens: int) -> list[jax.ShapeDtypeStruct]:
