@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmem import Report, chip_called, compile_report
-from llamem.layers.tiling import vary
+from llamem.layers.tile_loops import vary
 from llamem_course.baseline import exact_loss, relative_error
 
 

@@ -9,7 +9,8 @@ import pytest
 from flax import nnx
 
 from llamem.layers.custom_rules import WantedGradients
-from llamem.layers.tiling import fold_tiles, tiled_map, tiled_sum
+from llamem.layers.tile_loops import fold_tiles
+from llamem.layers.tiling import tiled_map, tiled_sum
 
 KEYS = jax.random.split(jax.random.key(0), 4)
 X = jax.random.normal(KEYS[0], (13, 5))

@@ -10,7 +10,7 @@ import pytest
 import llamem
 from jaxmem import CHIPS, NothingFits
 from llamem import LlamaConfig, LoraConfig, Plan, TrainSettings, estimate, find_plan, longest_context
-from llamem.layers.tiling import tile_size
+from llamem.layers.tile_loops import tile_size
 from llamem.losses import cross_entropy, tile_choice
 from llamem.losses.tile_choice import resolve_tiles
 from llamem.planner.roofline import received

@@ -9,7 +9,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from llamem.layers.tiling import partitioned
+from llamem.layers.tile_loops import partitioned
 
 # Queries and keys that meet at once. Larger tiles read less, smaller ones waste less along the diagonal. For Llama 3.2
 # 1B's heads and 8,192 tokens, tiles of 1,024 and 2,048 take 1.11 GiB on an h100 instead of 0.27, 18 % more products, as

@@ -20,7 +20,7 @@ from llamem.layers.attention import Implementation, causal_attention
 from llamem.layers.host_memory import name_in_pieces
 from llamem.layers.partial_sums import order_gradients
 from llamem.layers.stack import apply_stack
-from llamem.layers.tiling import explicit_mesh, partitioned
+from llamem.layers.tile_loops import explicit_mesh, partitioned
 from llamem.llama.checked_inputs import check_cache, check_inputs, check_length, check_model
 from llamem.llama.config import LlamaConfig
 from llamem.llama.in_parts import in_groups_of_heads, in_tiles_of_tokens

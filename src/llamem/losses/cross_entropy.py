@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Integer
 
 from jaxmem.common.checks import check_one_of, check_whole
-from llamem.layers.tiling import devices_of_compiler, partitioned
+from llamem.layers.tile_loops import devices_of_compiler, partitioned
 from llamem.losses.loss_arguments import check_batch, check_head, static_number
 from llamem.losses.tile_choice import resolve_tiles
 from llamem.losses.vocab_tiles import LogitSummary, Softmax, Tiles, zero_uncounted

@@ -24,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array
 
 from llamem.layers.custom_rules import WantedGradients, with_zeros
-from llamem.layers.tiling import axes_of, fold_tiles, vary, vary_together, varying_axes
+from llamem.layers.tile_loops import axes_of, fold_tiles, vary, vary_together, varying_axes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from llamem.layers.custom_rules import combine, with_rule
-from llamem.layers.tiling import scaled, sum_tiles, vary_together
+from llamem.layers.tile_loops import scaled, split_shares, sum_tiles, vary_together
 from llamem.losses.loss_arguments import Batch
 from llamem.losses.vocab_tiles import (
     LogitSummary,
@@ -118,11 +118,10 @@ def _shares(xs: Any, shape: tuple[int, ...], tiles: Tiles) -> Any:
     """
     dims = len(shape)
     shares = math.gcd(shape[-1], tiles.devices)  # whatever divides the axis is a part of them
-    *lead, length = *shape[:-1], shares, shape[-1] // shares
-    if length < tiles.count and dims > 1:
+    if shape[-1] // shares < tiles.count and dims > 1:
         in_a_row = jax.tree.map(lambda a: a.reshape(-1, *a.shape[dims:]), xs)
         return _shares(in_a_row, (math.prod(shape),), tiles)
-    return jax.tree.map(lambda a: jnp.moveaxis(a.reshape(*lead, length, *a.shape[dims:]), len(lead), 0), xs)
+    return split_shares(xs, dims - 1, shares)
 
 
 def _pad_to_equal_tiles(xs: Any, num_tiles: int) -> Any:

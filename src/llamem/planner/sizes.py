@@ -17,7 +17,7 @@ from llamem.layers.attention import choose_attention
 from llamem.layers.attention_splash import SPLASH_BLOCK
 from llamem.layers.remat import Policy, check_policy
 from llamem.layers.stack import group_count
-from llamem.layers.tiling import tile_size
+from llamem.layers.tile_loops import tile_size
 from llamem.llama.checked_inputs import check_heads
 from llamem.llama.config import LlamaConfig
 from llamem.llama.plan import ACTIVATIONS, MeshShape, Plan
